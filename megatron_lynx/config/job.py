@@ -1,0 +1,90 @@
+"""A job: what is to be trained, where, and under which memory budget. Every quantity has its unit in its key."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+
+
+class Batch(BaseModel):
+    """Sizes in sequences."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    micro: int = Field(ge=1)
+    """Sequences of one micro-batch (b)."""
+    global_: int = Field(ge=1, alias="global")
+    """Sequences of one optimizer step over all replicas (B)."""
+
+
+class Budget(BaseModel):
+    """What a plan may use. Without a figure the planner aims at the least memory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    activation_mib: float | None = Field(default=None, gt=0)
+    """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
+
+
+class Job(BaseModel):
+    """The whole job. Digest and derived numbers are properties; nothing is changed after loading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Model
+    cluster: Cluster
+    gpus: int = Field(ge=1)
+    """Ranks in the job (processes, on the CPU testbed)."""
+    parallel: Parallel = Parallel()
+    batch: Batch
+    policy: Literal["none", "full", "planned"] = "planned"
+    budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Job:
+        problems = []
+        model, parallel, tensor = self.model, self.parallel, self.parallel.tensor
+        for name, value in (("heads", model.heads), ("ffn", model.ffn), ("vocab", model.vocab)):
+            if value % tensor:
+                problems.append(f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor})")
+        if model.kv_groups % tensor:
+            problems.append(f"model.kv_groups ({model.kv_groups}) must be a multiple of parallel.tensor ({tensor})")
+        if parallel.sequence_parallel and model.seq % tensor:
+            problems.append(f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism")
+        if model.layers % parallel.pipeline:
+            problems.append(f"model.layers ({model.layers}) must be a multiple of parallel.pipeline ({parallel.pipeline})")
+        if self.gpus % parallel.ranks:
+            problems.append(f"gpus ({self.gpus}) must be a multiple of parallel.tensor x parallel.pipeline ({parallel.ranks})")
+        elif self.batch.global_ % (self.batch.micro * self.replicas):
+            problems.append(
+                f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({self.batch.micro * self.replicas})"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return self.gpus // self.parallel.ranks
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of one pipeline in one step (m)."""
+        return self.batch.global_ // (self.batch.micro * self.replicas)
+
+    def layers_of(self, stage: int) -> range:
+        """Megatron's layer numbers (from 1) of a stage under an even split."""
+        share = self.model.layers // self.parallel.pipeline
+        return range(stage * share + 1, (stage + 1) * share + 1)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
+        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()

@@ -1,0 +1,71 @@
+"""The model, as a job file states it: what a GPT is made of, without saying how it is run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Model(BaseModel):
+    """A decoder-only transformer in Megatron's terms. Sizes count elements, not bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(ge=1)
+    """Transformer layers in the whole model (L)."""
+    hidden: int = Field(ge=1)
+    """Width of the residual stream (h)."""
+    ffn: int = Field(ge=1)
+    """Width between the two GEMMs of the MLP (H); with SwiGLU, of each of the two halves."""
+    heads: int = Field(ge=1)
+    """Attention heads (a)."""
+    kv_groups: int = Field(ge=1)
+    """Key/value heads (g); equal to `heads` without grouped-query attention."""
+    vocab: int = Field(ge=1)
+    """Entries of the embedding table, as padded for tensor parallelism (V)."""
+    seq: int = Field(ge=1)
+    """Tokens of one sequence (s)."""
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    bias: bool = True
+    """Whether the linear layers have biases."""
+    attention: Literal["flash", "unfused"] = "flash"
+    """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    tied_embeddings: bool = False
+    """Whether input and output embedding share their weight."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Type of weights in forward and backward, and of activations."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Model:
+        problems = []
+        if self.hidden % self.heads:
+            problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.heads % self.kv_groups:
+            problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused QKV projection over all tensor-parallel ranks: h(1 + 2g/a)."""
+        return self.hidden + 2 * self.kv_groups * self.head_size
+
+    @property
+    def fc1_width(self) -> int:
+        """Columns of the first MLP GEMM over all tensor-parallel ranks: H, or 2H with SwiGLU."""
+        return 2 * self.ffn if self.activation == "swiglu" else self.ffn

@@ -1,0 +1,295 @@
+"""The plan: for every pipeline stage, which layers it owns and what becomes of each layer's activations.
+
+    plan.yaml ──load_plan──> Plan ──apply──> a training job
+                              │
+              stages[s].rules[i]: a range of layers that are treated alike
+                              ├── keep / replay      every item of the layer is in exactly one of them
+                              ├── windows            where each half is replayed, by phase where phases differ
+                              └── gather             (sequence parallelism) where a replayed GEMM's input is gathered
+
+A plan is checked here as far as it can be without a model: its own shape, ranges, and what the runtime can honour.
+Whether it fits a live run is `apply.match`'s question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
+
+PLAN_VERSION = 1
+
+WindowName = Annotated[str, Field(pattern=f"^{PATTERN}$")]
+CollectiveName = Annotated[str, Field(pattern=r"^bwd\.(attention|mlp)\.\d(\+\d+)?$")]
+ItemName = Literal[
+    "input_layernorm",
+    "linear_qkv",
+    "rotary",
+    "core_attention",
+    "linear_proj",
+    "attention_bda",
+    "pre_mlp_layernorm",
+    "linear_fc1",
+    "activation",
+    "linear_fc2",
+    "mlp_bda",
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LayerRange(_Part):
+    """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`."""
+
+    first: int = Field(ge=1)
+    last: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LayerRange:
+        if self.last < self.first:
+            raise ValueError(f"{self} ends before it begins; write the smaller layer number first")
+        return self
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+        return iter(range(self.first, self.last + 1))
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+
+def _read_range(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"first": value, "last": value}
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip())):
+        return {"first": int(match[1]), "last": int(match[2])}
+    if isinstance(value, str):
+        raise ValueError(f"{value!r} is no layer range; write one layer (3) or a range (3-8)")
+    return value
+
+
+def _write_range(value: LayerRange) -> int | str:
+    return value.first if value.first == value.last else str(value)
+
+
+Layers = Annotated[
+    LayerRange,
+    BeforeValidator(_read_range, json_schema_input_type=int | str),
+    PlainSerializer(_write_range, return_type=int | str),
+]
+
+
+class ByPhase(_Part):
+    """Windows of one half where they differ by phase (DESIGN 3.2).
+
+    steady:   the backward follows a forward, whose collectives can hide this half's replay.
+    cooldown: the backward follows another backward; only receiving its gradient can.
+    """
+
+    steady: WindowName
+    cooldown: WindowName
+
+
+class Windows(_Part):
+    """Where the two halves of a layer are replayed. A half that replays nothing has none."""
+
+    attention: WindowName | ByPhase | None = None
+    mlp: WindowName | ByPhase | None = None
+
+    def of(self, half: Half, phase: Literal["steady", "cooldown"]) -> str:
+        window = self.attention if half == "attention" else self.mlp
+        if window is None:
+            return ON_DEMAND
+        return window if isinstance(window, str) else getattr(window, phase)
+
+
+class Gather(_Part):
+    """Behind which backward collective the input of a replayed `linear_qkv` / `linear_fc1` is gathered, once.
+
+    Only with sequence parallelism, where replaying these GEMMs needs an all-gather. The gathered input serves the replay
+    and then the weight gradient, for which stock Megatron would have gathered it anyway.
+    """
+
+    attention: CollectiveName | Literal["on_demand"] | None = None
+    mlp: CollectiveName | Literal["on_demand"] | None = None
+
+    def of(self, half: Half) -> str | None:
+        return self.attention if half == "attention" else self.mlp
+
+
+class Rule(_Part):
+    """What becomes of the activations of a range of layers."""
+
+    layers: Layers
+    keep: tuple[ItemName, ...] = ()
+    replay: tuple[ItemName, ...] = ()
+    windows: Windows = Windows()
+    gather: Gather = Gather()
+
+    def replays(self, half: Half) -> tuple[str, ...]:
+        """The replayed items of one half, in the order in which the layer runs them."""
+        return tuple(item for item in ITEMS_OF[half] if item in self.replay)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Rule:
+        listed = self.keep + self.replay
+        problems = [f"{item} is listed twice" for item in ITEMS if listed.count(item) > 1]
+        problems += [f"{item} is neither kept nor replayed" for item in ITEMS if item not in listed]
+        problems += [f"{item} must be kept: its replay would repeat a reduction" for item in ROW_PARALLEL if item in self.replay]
+        for half in HALVES:
+            window, gather = getattr(self.windows, half), self.gather.of(half)
+            if window is not None and not self.replays(half):
+                problems.append(f"windows.{half} is given, but the {half} half replays nothing")
+            if gather is not None and COLUMN_PARALLEL[half] not in self.replay:
+                problems.append(f"gather.{half} is given, but {COLUMN_PARALLEL[half]} is kept")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class Predicted(_Part):
+    """What the planner expects of one stage. Seconds and bytes are of one step on one rank."""
+
+    step_s: float | None = None
+    """Seconds of the whole step."""
+    hidden_replay_s: float = 0.0
+    """Seconds of replay that run inside windows."""
+    exposed_replay_s: float = 0.0
+    """Seconds of replay (or the part of them) that no window hides."""
+    resident_activation_bytes: int = 0
+    """What the stage's layers hold for one micro-batch between its forward and its backward."""
+    ahead_bytes: int = 0
+    """What regenerated frames hold at most, at the ahead depth."""
+    replayed_flops: int = 0
+    """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
+
+
+class Stage(_Part):
+    """One pipeline stage."""
+
+    stage: int = Field(ge=0)
+    layers: Layers
+    ahead_depth: int = Field(ge=0)
+    """How many frames may be regenerated before backward reaches them (rule R4)."""
+    rules: tuple[Rule, ...]
+    predicted: Predicted = Predicted()
+
+    def rule_for(self, layer: int) -> Rule:
+        return next(rule for rule in self.rules if layer in rule.layers)
+
+    @model_validator(mode="after")
+    def _covered(self) -> Stage:
+        problems = []
+        for layer in self.layers:
+            count = sum(layer in rule.layers for rule in self.rules)
+            if count != 1:
+                problems.append(f"layer {layer} has {count} rules, needs exactly one")
+        for rule in self.rules:
+            if rule.layers.first < self.layers.first or rule.layers.last > self.layers.last:
+                problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class ModelFacts(_Part):
+    """The model that the plan was made for, as far as it decides what fits."""
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_groups: int = Field(ge=1)
+    seq: int = Field(ge=1)
+
+
+class ParallelFacts(_Part):
+    """The layout that the plan was made for."""
+
+    tensor: int = Field(ge=1)
+    pipeline: int = Field(ge=1)
+    sequence_parallel: bool = False
+
+
+class BatchFacts(_Part):
+    """Micro-batch size, and how many micro-batches a pipeline runs per step."""
+
+    micro: int = Field(ge=1)
+    microbatches: int = Field(ge=1)
+
+
+class Provenance(_Part):
+    """Where the plan came from. Digests are SHA-256 of the canonical JSON of the job and of the profile."""
+
+    made_by: str
+    job: str | None = None
+    profile: str | None = None
+    note: str | None = None
+
+
+class Plan(_Part):
+    """A whole plan, version 1."""
+
+    version: Literal[1]
+    model: ModelFacts
+    parallel: ParallelFacts
+    batch: BatchFacts
+    stages: tuple[Stage, ...]
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        problems = [*_missing_stages(self), *_broken_layers(self)]
+        for stage in self.stages:
+            for rule in stage.rules:
+                problems += [f"stages.{stage.stage} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def _missing_stages(plan: Plan) -> list[str]:
+    found = [stage.stage for stage in plan.stages]
+    needed = list(range(plan.parallel.pipeline))
+    return [] if found == needed else [f"stages are numbered {found}, but pipeline {plan.parallel.pipeline} needs {needed}"]
+
+
+def _broken_layers(plan: Plan) -> list[str]:
+    owned = [layer for stage in plan.stages for layer in stage.layers]
+    if owned == list(range(1, plan.model.layers + 1)):
+        return []
+    spans = ", ".join(str(stage.layers) for stage in plan.stages)
+    return [f"the stages own layers {spans}, but the model has layers 1-{plan.model.layers}, each owned once and in order"]
+
+
+def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
+    """What a rule asks for and the runtime cannot give in this layout."""
+    layout = plan.parallel
+    for half in HALVES:
+        gathers = layout.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay
+        if gathers and rule.gather.of(half) is None:
+            yield f"{COLUMN_PARALLEL[half]} is replayed under sequence parallelism, so gather.{half} must say where its input is gathered"
+        if not layout.sequence_parallel and rule.gather.of(half) is not None:
+            yield f"gather.{half} is given without sequence parallelism"
+        if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in ("steady", "cooldown")):
+            yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
+        window = getattr(rule.windows, half)
+        names = [] if window is None else [window] if isinstance(window, str) else [window.steady, window.cooldown]
+        for name in names:
+            if name == RECV_BACKWARD and stage.stage == layout.pipeline - 1:
+                yield f"windows.{half} is {name}, but the last stage receives no gradient"
+            if name.startswith("fwd.") and stage.stage == layout.pipeline - 1:
+                yield f"windows.{half} is {name}, but on the last stage a micro-batch's own forward runs just before its backward"
+            if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
+                yield f"windows.{half} is {name}, but tensor 1 has no collectives"
+        if isinstance(window, ByPhase) and window.cooldown.startswith("fwd."):
+            yield f"windows.{half}.cooldown is {window.cooldown}, but no forward runs in cool-down"

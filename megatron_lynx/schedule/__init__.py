@@ -1,0 +1,1 @@
+"""Orders and places in time, as data."""

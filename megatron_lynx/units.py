@@ -1,0 +1,23 @@
+"""Quantities are SI seconds and bytes inside the package; people see these units. Converted once, here."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def format_bytes(count: float) -> str:
+    """`1536` -> `1.5 KiB`: binary units, because that is how device memory is sold and reported."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
