@@ -1,0 +1,175 @@
+"""One layer half of one micro-batch: what it let go, and what is needed to regenerate it.
+
+                       record                                replay                            backward
+    half inputs ──> [0] code [1] site [2] code [3] ...    the same code, from the inputs      asks for (frame, key)
+                     │        │                            kept sites return their memo        │
+                     │        └ kept: memo of outputs      wanted tensors are collected        └ take: handed over once
+                     └ saved tensors become handles        stops when none is wanted any more
+
+Segments count sites and the stretches of code between them, so that a key `(segment, ordinal)` means the same tensor in the
+record and in the replay although the replay skips kept sites. A frame is owned by the handles that autograd's graph holds:
+when the graph goes, the frame goes (rule R8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.errors import Problem, ReplayError
+
+if TYPE_CHECKING:
+    from megatron_lynx.runtime.ledger import MicroBatch
+
+Key = tuple[int, int]
+"""(segment, ordinal within the segment)."""
+
+Gather = Callable[[Tensor], tuple[Tensor, Any]]
+"""Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
+
+
+@dataclass(frozen=True)
+class HalfPolicy:
+    """What the plan says about one half of one layer, in the runtime's terms."""
+
+    layer: int
+    half: str
+    replay: frozenset[str]
+    """Items whose saved tensors are let go."""
+    code_behind: Mapping[str, str]
+    """The item that the code behind a site belongs to; sites that are not listed own the code behind them."""
+    row_parallel: str
+    """The site whose call is never repeated, and whose output no replay needs."""
+    gather_site: str | None = None
+    """The replayed site whose first argument is gathered once (sequence parallelism)."""
+    gather: Gather | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.half}({self.layer})"
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument."""
+
+    argument: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, saved: Tensor, argument: int) -> View:
+        return cls(argument, tuple(saved.size()), tuple(saved.stride()), saved.storage_offset())
+
+    def in_(self, argument: Tensor) -> Tensor:
+        same = (tuple(argument.size()), tuple(argument.stride()), argument.storage_offset())
+        if same == (self.size, self.stride, self.offset):
+            return argument.detach()
+        return argument.detach().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Stands for a tensor whose values no replay needs: expanded from one NaN, so that a use of it would show."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Absent:
+        return cls(tuple(tensor.size()), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def made(self) -> Tensor:
+        fill = float("nan") if self.dtype.is_floating_point else 0
+        one = torch.full((), fill, dtype=self.dtype, device=self.device)
+        return one.expand(self.size).requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Memo:
+    """What a kept site returned (tensors, or `Absent` for those that are not needed), and the random state behind it where
+    the site drew from it."""
+
+    outputs: Any
+    random: Any | None
+
+
+@dataclass(eq=False)
+class Frame:
+    """The record of one half. Filled by `record`, emptied by `replay` and `take`."""
+
+    policy: HalfPolicy
+    micro_batch: MicroBatch
+    code: Callable[..., Any]
+    """The half's own code, without hooks."""
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+    random: Any
+    autocast: tuple[Any, ...]
+    memos: dict[int, Memo] = field(default_factory=dict)
+    views: dict[Key, View] = field(default_factory=dict)
+    wanted: set[Key] = field(default_factory=set)
+    found: dict[Key, Tensor] = field(default_factory=dict)
+    replayed: bool = False
+    gathering: tuple[Tensor, Any] | None = None
+    """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.policy.layer, self.policy.half
+
+    @property
+    def lets_go(self) -> bool:
+        """Whether there is anything to replay."""
+        return bool(self.wanted) and not self.replayed
+
+    def keep(self, key: Key, tensor: Tensor) -> None:
+        """A wanted tensor was regenerated."""
+        if key in self.wanted:
+            self.wanted.discard(key)
+            self.found[key] = tensor.detach()
+
+    def want(self, key: Key) -> Handle:
+        self.wanted.add(key)
+        return Handle(self, key)
+
+    def give_up_inputs(self) -> None:
+        """The replay is over; nothing will run from the inputs again."""
+        self.replayed = True
+        self.inputs = None
+        self.memos.clear()
+        self.views.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What autograd holds instead of a tensor that was let go."""
+
+    frame: Frame
+    key: Key
+
+    def take(self) -> Tensor:
+        """The regenerated tensor, for the one backward that asks for it.
+
+        Raises `ReplayError` when it is asked for again: it was dropped on purpose.
+        """
+        found = self.frame.found.pop(self.key, None)
+        if found is None:
+            raise ReplayError(
+                "a replayed activation was asked for twice",
+                [
+                    Problem(
+                        where=f"backward of {self.frame.policy.name}",
+                        found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
+                        needed="one backward per forward: a regenerated tensor is dropped when it was used",
+                        todo="run this part without the plan, or keep the layer's items in the plan",
+                    )
+                ],
+            )
+        return found

@@ -1,0 +1,56 @@
+"""Random-number states: a replay must draw what its forward drew, and leave no trace.
+
+    forward   ──[S0]── site ──[S1]── kept site ──[S2]── site ──
+                 │                               │
+    replay    restore(S0)    …    the kept site is skipped: restore(S2)    …    restore what was before the replay
+
+What a state consists of depends on who trains: `TorchRandom` knows torch's default generators; Megatron's tracker is added
+by `apply` (rule R13: a copy of its dict, and the name of the state in use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class RandomSource(Protocol):
+    """Everything that draws random numbers in a layer."""
+
+    def capture(self) -> Any:
+        """The present state, as a value that later draws do not change."""
+
+    def restore(self, state: Any) -> None:
+        """Make `state` the present one. The same state can be restored again."""
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether nothing was drawn between two captures."""
+
+
+class TorchRandom:
+    """The default generators of the CPU and, where CUDA is in use, of the current device."""
+
+    def capture(self) -> tuple[torch.Tensor, ...]:
+        states = (torch.get_rng_state(),)
+        return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else states
+
+    def restore(self, state: tuple[torch.Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1])
+
+    def same(self, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+        return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def forked(source: RandomSource) -> Iterator[None]:
+    """What is drawn inside is undone at the end."""
+    before = source.capture()
+    try:
+        yield
+    finally:
+        source.restore(before)

@@ -1,0 +1,82 @@
+"""Reading what autograd saved: tensors in call arguments, and the saved tensors of the nodes a call created.
+
+    arguments ──grad_fn──┐ boundary                       outputs ──grad_fn──┐
+                         ▼                                                   ▼
+                    [ earlier graph ]  <──next_functions──  [ nodes of this call: saved input, weight, ... ]
+
+Default saved-tensor hooks lose the identity of parameters (rule R11). So calls that own parameters run without them, and
+hooks are registered afterwards on single saved tensors of the nodes found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest of tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nest with every tensor replaced by `function(tensor)`. Anything else is passed on as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, part) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(function, part) for part in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, part) for key, part in value.items()}
+    return value
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The same data without the graph behind it; asks for a gradient where the original did. Parameters stay themselves."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, while one of them is alive."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor).
+
+    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
+    """
+    boundary = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None]
+    seen = set(boundary)
+    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield from _saved_of(node)
+        waiting.extend(behind for behind, _ in reversed(node.next_functions) if behind is not None)
+
+
+def _saved_of(node: Any) -> Iterable[tuple[Any, Tensor]]:
+    if hasattr(node, "_raw_saved_tensors"):  # a Python autograd.Function
+        yield from (pair for pair in zip(node._raw_saved_tensors, node.saved_tensors, strict=True) if pair[1] is not None)
+        return
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw, tensor = getattr(node, name), getattr(node, name.replace("_raw", "", 1))
+            slots, tensors = (raw, tensor) if isinstance(raw, (tuple, list)) else ((raw,), (tensor,))
+            yield from (pair for pair in zip(slots, tensors, strict=True) if isinstance(pair[1], Tensor))
