@@ -1,0 +1,122 @@
+"""Live bytes of PyTorch's CPU allocator, exact and at every allocation, without a probe in the code that is measured.
+
+    first meter of the process:   c10's flag "report CPU memory usage" goes on, and stays on
+                                  └ the allocator remembers every block's size and keeps one total for all threads
+    enter   profiler on ── [enter]            a mark: one tiny tensor, so that the total is reported at this moment
+       step     alloc +4096  total 12192      every report of the allocator carries that total ...
+                free  -4096  total  8096      ... so nobody adds up events, and their order does not matter
+       mark(name) ── [name]
+    exit    ── [exit]   profiler off          peak = max(total) - total at [enter]
+
+Why the flag: without it the allocator knows only blocks allocated by a profiled thread, keeps a wrong total when another
+thread frees one, and takes a later block at the same address for the old one. Why it stays on: a table with gaps is worse
+than none. It costs each later allocation about a microsecond, the same for every setting; time first, count afterwards.
+
+Counted: what tensors ask for (`nbytes` of storages), by any thread. Not counted: kernel workspaces that bypass the allocator
+(oneDNN, MKL), NumPy arrays, page rounding. Not seen: the release of blocks older than the flag (`remember_blocks`), and a
+peak that begins and ends inside a thread that neither the metered thread nor autograd started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.measure.memory import ActivationMeter, Mark, MemoryUse
+
+_FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
+_MARK = "megatron_lynx.mark:"
+_ENTER, _EXIT = "<enter>", "<exit>"
+
+
+def remember_blocks() -> None:
+    """From now on the allocator knows every block's size, for the life of the process.
+
+    Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this
+    build of PyTorch does not offer the flag.
+    """
+    library = Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
+    try:
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _FLAG)
+    except (OSError, ValueError) as error:
+        problem = Problem(f"torch {torch.__version__}", str(error), f"a C10 library with {_FLAG}", "use a release wheel of PyTorch")
+        raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
+    flag.value = True
+
+
+@final
+class CpuMeter(ActivationMeter):
+    """Counts on the CPU. Not reentrant, and not inside another profiler: PyTorch runs one at a time."""
+
+    def __enter__(self) -> CpuMeter:
+        remember_blocks()
+        self._names: list[str] = []
+        self._profiler = profile(profile_memory=True)
+        with _quiet():
+            self._profiler.__enter__()
+        self.mark(_ENTER)
+        return self
+
+    def mark(self, name: str) -> None:
+        with record_function(f"{_MARK}{len(self._names)}"):
+            torch.empty(1, device="cpu")
+        self._names.append(name)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if error is None:
+            self.mark(_EXIT)
+        with _quiet():
+            self._profiler.__exit__(kind, error, traceback)
+        if error is None:
+            self.use = self._read(self._profiler.kineto_results.experimental_event_tree())
+
+    def _read(self, tree: Any) -> MemoryUse:
+        at_mark: dict[int, int] = {}
+        totals: list[int] = []
+        for mark, report in _reports(tree):
+            if mark is None:
+                totals.append(report.total_allocated)
+            elif report.alloc_size > 0:
+                at_mark[mark] = report.total_allocated - report.alloc_size
+        entry, *inner = [(name, at_mark[index]) for index, name in enumerate(self._names)]
+        level = entry[1]
+        return MemoryUse(
+            peak_bytes=max([*totals, *at_mark.values()]) - level,
+            marks=tuple(Mark(name, total - level) for name, total in inner[:-1]),
+            left_bytes=inner[-1][1] - level,
+        )
+
+
+def _reports(tree: Any) -> Iterator[tuple[int | None, Any]]:
+    """The CPU allocator's reports, each with the number of the mark that made it (None: the step itself)."""
+    pending = [(None, event) for event in tree]
+    while pending:
+        mark, event = pending.pop()
+        if event.name.startswith(_MARK):
+            mark = int(event.name.removeprefix(_MARK))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield mark, event.extra_fields
+        pending += [(mark, child) for child in event.children]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Kineto writes a line to the process's standard error whenever a profiler starts or stops; it has no switch for it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

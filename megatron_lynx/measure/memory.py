@@ -1,0 +1,101 @@
+"""Activation bytes of a step, counted the same way for every setting.
+
+    with activation_meter(device) as meter:       level at entry = 0: weights, gradients and optimizer do not count
+        forward();  meter.mark("after forward")   what is live now, above the level at entry
+        backward()
+    meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
+
+CUDA: the caching allocator's own statistics (blocks, rounded to 512 bytes). CPU: `cpu_memory` (exact). Either needs a step of
+its own: count in a step that is not timed. Start from a settled state (after a warm-up, gradients set to None or allocated
+for good), or the first use of lazily allocated buffers is counted as activations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What was live at one moment, above the level at entry (negative: more was freed than allocated)."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What one counted step used, in bytes above the level at entry."""
+
+    peak_bytes: int
+    """The most that was live at once (0 if the level at entry was never exceeded)."""
+    marks: tuple[Mark, ...]
+    """In the order in which they were made."""
+    left_bytes: int
+    """What the step left behind when the meter was closed."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """The largest mark: what a step holds between its forward and backward passes (0 without marks)."""
+        return max((mark.bytes for mark in self.marks), default=0)
+
+    def at(self, name: str) -> int:
+        """Bytes at the first mark of that name; KeyError if there is none."""
+        for mark in self.marks:
+            if mark.name == name:
+                return mark.bytes
+        raise KeyError(name)
+
+
+class ActivationMeter(ABC):
+    """A context manager; `use` exists once it was left without an exception."""
+
+    use: MemoryUse
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def mark(self, name: str) -> None:
+        """Remember what is live now. Costs one tiny allocation at most, which is not counted."""
+
+    @abstractmethod
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
+
+
+def activation_meter(device: torch.device | str) -> ActivationMeter:
+    """The meter for a device. ValueError for devices other than CPU and CUDA."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        from megatron_lynx.measure.cpu_memory import CpuMeter
+
+        return CpuMeter()
+    raise ValueError(f"activation bytes can be counted on cpu and cuda, not on {device.type}")
+
+
+@final
+class CudaMeter(ActivationMeter):
+    """Reads the caching allocator. Its books are kept on the host, so nothing is synchronised; the device's peak is reset."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> CudaMeter:
+        self._marks: list[Mark] = []
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._level = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def mark(self, name: str) -> None:
+        self._marks.append(Mark(name, torch.cuda.memory_allocated(self._device) - self._level))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if error is None:
+            peak = torch.cuda.max_memory_allocated(self._device) - self._level
+            self.use = MemoryUse(peak, tuple(self._marks), torch.cuda.memory_allocated(self._device) - self._level)

@@ -1,0 +1,84 @@
+"""The process's real peak memory during a step (Linux), to hold the activation counter against.
+
+    malloc_trim(0)             pages that earlier steps freed go back, or a step would reuse them without a trace
+    clear_refs <- 5            the kernel's high-water mark (VmHWM) falls to what is resident now (VmRSS)
+    step
+    VmHWM - VmRSS at entry     what the step needed on top
+
+This figure is coarse where the counter is exact: it holds page rounding, kernel workspaces, Python objects and what malloc
+did not reuse, and it misses what a tensor allocated but never touched. It is right to the nearest few MiB, which is what
+makes it a check of the counter, and no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.measure.memory import activation_meter
+from megatron_lynx.units import MIB
+
+_PROCESS = Path("/proc/self")
+
+
+def why_unavailable() -> str | None:
+    """Why the peak cannot be read on this machine, in words; None if it can."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+        _status("VmHWM")
+    except (OSError, KeyError) as error:
+        return f"the kernel's high-water mark cannot be reset: {error}"
+    return None
+
+
+class ProcessPeak:
+    """A context manager; `bytes` exists after it. Raises OSError where `why_unavailable` gives a reason."""
+
+    bytes: int
+
+    def __enter__(self) -> ProcessPeak:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        (_PROCESS / "clear_refs").write_text("5")
+        self._level = _status("VmRSS")
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.bytes = _status("VmHWM") - self._level
+
+
+@dataclass(frozen=True)
+class CounterCheck:
+    """One step counted both ways, in bytes above the level at entry."""
+
+    counted_bytes: int
+    process_bytes: int
+
+    TOLERANCE = 0.05
+    SLACK_BYTES = 4 * MIB
+
+    @property
+    def agrees(self) -> bool:
+        """Within 5 % and 4 MiB (what a step's small blocks and workspaces come to)."""
+        return abs(self.process_bytes - self.counted_bytes) <= self.TOLERANCE * self.counted_bytes + self.SLACK_BYTES
+
+
+def check_counter(step: Callable[[], object]) -> CounterCheck:
+    """Runs a CPU step twice, counted first (which also warms it up), then watched. The watched one runs without a profiler."""
+    with activation_meter("cpu") as meter:
+        step()
+    with ProcessPeak() as peak:
+        step()
+    return CounterCheck(meter.use.peak_bytes, peak.bytes)
+
+
+def _status(key: str) -> int:
+    """Bytes of one line of /proc/self/status."""
+    for line in (_PROCESS / "status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)

@@ -1,0 +1,196 @@
+"""Bytes are compared without tolerance: every expected figure follows from shapes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron_lynx.measure.cpu_memory import remember_blocks
+from megatron_lynx.measure.memory import MemoryUse, activation_meter
+from megatron_lynx.measure.process_peak import CounterCheck, check_counter, why_unavailable
+from megatron_lynx.units import MIB
+
+KIB4 = 4096
+FLOATS = KIB4 // 4
+
+
+def test_counts_what_is_live_and_the_most_that_was():
+    with activation_meter("cpu") as meter:
+        first = torch.empty(FLOATS)
+        second = torch.empty(2 * FLOATS)
+        meter.mark("both")
+        del first
+        meter.mark("second")
+        third = torch.empty(FLOATS // 2)  # fits where the first was: no new peak
+        meter.mark("second and third")
+    assert [mark.bytes for mark in meter.use.marks] == [3 * KIB4, 2 * KIB4, 2.5 * KIB4]
+    assert meter.use.peak_bytes == meter.use.resident_bytes == meter.use.at("both") == 3 * KIB4
+    assert meter.use.left_bytes == second.nbytes + third.nbytes
+
+
+def test_a_peak_between_two_marks_is_seen():
+    with activation_meter("cpu") as meter:
+        meter.mark("before")
+        torch.empty(FLOATS)
+        meter.mark("after")
+    assert meter.use == MemoryUse(KIB4, meter.use.marks, 0) and meter.use.resident_bytes == 0
+
+
+def test_views_do_not_count_and_storages_do():
+    with activation_meter("cpu") as meter:
+        base = torch.empty(FLOATS)
+        views = base[:10], base.view(2, -1), base.detach()
+        del base
+        meter.mark("only views are left")
+    assert meter.use.at("only views are left") == views[0].untyped_storage().nbytes() == KIB4
+
+
+def test_releases_of_what_is_older_than_the_meter_lower_the_level():
+    remember_blocks()
+    old = [torch.empty(3 * FLOATS)]
+    with activation_meter("cpu") as meter:
+        old.clear()
+        meter.mark("freed")
+        new = torch.empty(FLOATS)
+        meter.mark("less than before")
+    assert [mark.bytes for mark in meter.use.marks] == [-3 * KIB4, -2 * KIB4]
+    assert meter.use.peak_bytes == 0 and meter.use.left_bytes == -2 * KIB4 and new.nbytes == KIB4
+
+
+def test_saved_tensors_of_a_graph_and_their_release_by_backward():
+    x = torch.randn(FLOATS, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    with activation_meter("cpu") as meter:
+        loss = x.sin().exp().sum()  # sin saves x (old), exp saves its own output, sum saves nothing: sin(x) is let go
+        meter.mark("after forward")
+        loss.backward()
+        meter.mark("after backward")
+    scalar = 4
+    assert meter.use.at("after forward") == KIB4 + scalar
+    # sin's backward: the gradient of its output, cos(x) and their product; exp's output is gone by then
+    assert meter.use.peak_bytes == 3 * KIB4 + 2 * scalar  # the loss and the gradient that backward starts from
+    assert meter.use.at("after backward") == scalar
+
+
+class _BackwardInsideBackward(torch.autograd.Function):
+    """Stock checkpointing's shape: its backward runs a backward of its own. Deep nesting moves it to autograd's own threads."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.save_for_backward(x)
+        ctx.depth = depth
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        THREADS.add(threading.get_ident())
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            inner = (_BackwardInsideBackward.apply(y, ctx.depth - 1) if ctx.depth else y * 2).sum()
+        if not ctx.depth:
+            HELD.append(torch.empty(100 * FLOATS))
+            HELD.clear()
+        inner.backward()
+        return grad, None
+
+
+THREADS: set[int] = set()
+HELD: list[torch.Tensor] = []
+
+
+def test_autograd_on_its_own_threads_is_counted():
+    THREADS.clear()
+    x = torch.zeros(1, requires_grad=True)
+    with activation_meter("cpu") as meter:
+        _BackwardInsideBackward.apply(x, 80).sum().backward()
+    assert len(THREADS) > 1, "autograd stayed on one thread: nest deeper"
+    assert 100 * KIB4 <= meter.use.peak_bytes < 110 * KIB4
+
+
+def test_what_another_thread_keeps_and_frees_is_in_the_total():
+    mine, theirs = [torch.empty(FLOATS)], []
+    remember_blocks()
+    with activation_meter("cpu") as meter:
+        mine.append(torch.empty(FLOATS))
+
+        def work():
+            theirs.append(torch.empty(5 * FLOATS))
+            mine.pop()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        meter.mark("joined")
+    assert meter.use.at("joined") == meter.use.left_bytes == 5 * KIB4
+
+
+def test_a_block_that_was_freed_uncounted_is_not_taken_for_a_later_one():
+    """Two profiler sessions with work in between: without the allocator's flag, an address of the first session that was reused
+    in between was freed with its *old* size in the second one."""
+    with activation_meter("cpu"):
+        kept = torch.empty(FLOATS)
+    for floats in (FLOATS, FLOATS - 64, FLOATS - 128):
+        del kept
+        kept = torch.empty(floats)
+    with activation_meter("cpu") as meter:
+        freed = kept.nbytes
+        del kept
+    assert meter.use.left_bytes == -freed
+
+
+def test_an_exception_passes_and_the_next_meter_works():
+    with pytest.raises(KeyError), activation_meter("cpu"):
+        raise KeyError("step failed")
+    with activation_meter("cpu") as meter:
+        torch.empty(FLOATS)
+    assert meter.use.peak_bytes == KIB4
+
+
+def test_nothing_is_printed(capfd):
+    with activation_meter("cpu"):
+        torch.empty(FLOATS)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_unknown_device_is_refused():
+    with pytest.raises(ValueError, match="not on meta"):
+        activation_meter("meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_allocator_statistics():
+    block = 4 * MIB
+    with activation_meter("cuda") as meter:
+        kept = torch.empty(block, dtype=torch.uint8, device="cuda")
+        torch.empty(block, dtype=torch.uint8, device="cuda")
+        meter.mark("one left")
+    assert meter.use.peak_bytes == 2 * block and meter.use.at("one left") == kept.nbytes == meter.use.left_bytes
+
+
+needs_high_water_mark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+@needs_high_water_mark
+def test_counter_agrees_with_the_process_peak():
+    """Blocks of 32 MiB and more always come from mmap, so they leave the process when freed. Small ones are held by the tolerance."""
+    weight = torch.randn(1024, 1024, requires_grad=True)
+
+    def step():
+        x = torch.ones(16 * 1024, 1024)
+        hidden = x
+        for _ in range(3):
+            hidden = torch.relu(hidden @ weight)
+        hidden.sum().backward()
+        weight.grad = None
+
+    check = check_counter(step)
+    assert check.counted_bytes > 256 * MIB
+    assert check.agrees, f"counted {check.counted_bytes / MIB:.1f} MiB, process {check.process_bytes / MIB:.1f} MiB"
+
+
+def test_the_tolerance_of_the_check():
+    assert CounterCheck(100 * MIB, 109 * MIB).agrees and CounterCheck(100 * MIB, 91 * MIB).agrees
+    assert not CounterCheck(100 * MIB, 110 * MIB).agrees and not CounterCheck(100 * MIB, 90 * MIB).agrees
