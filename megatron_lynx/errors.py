@@ -18,7 +18,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is a place a person can go to: `plan.yaml: stages.0.layers`, `--tensor`."""
+    """One thing that is wrong. `where` is a place a person can go to: `plan.yaml: stages.0.layers`, `--tensor`.
+
+    `needed` is empty where `found` is a whole sentence that says both.
+    """
 
     where: str
     found: str
@@ -26,7 +29,7 @@ class Problem:
     todo: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.where}: found {self.found}, needed {self.needed}"
+        text = f"{self.where}: found {self.found}, needed {self.needed}" if self.needed else f"{self.where}: {self.found}"
         return f"{text}; {self.todo}" if self.todo else text
 
 

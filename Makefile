@@ -1,0 +1,36 @@
+# make demo    install into .venv and see it work on this machine
+# make test    every test
+# make check   style and types
+# make clean   remove what was built (.venv stays)
+#
+# Needs Python >= 3.10 and a way to reach packages; pip's own settings (PIP_INDEX_URL, ...) are respected.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --no-input --quiet
+TORCH  := torch==2.13.0
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/installed
+	$(BIN)/megatron-lynx demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Torch first and pinned: the tests compare bits, and whatever asks for torch later is content with it.
+$(VENV)/installed: setup.py megatron_lynx/version.py Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find megatron_lynx tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,202 @@
+"""From data that a person wrote to a frozen object, or to everything that is wrong with it.
+
+    data ──pydantic──> instance                                                   done
+          └─ errors ──> faults ──> a misspelt name is put right in a copy ──┐
+                          │                                                 │ again, because pydantic checks a whole only
+                          └─> problems <──── faults of the repaired copy <──┘ when its parts are sound
+
+So a misspelt site does not hide a missing stage. The repaired copy is never returned: problems are raised in any case.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import isclass
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megatron_lynx.errors import ConfigError, Problem
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Path = tuple[str | int, ...]
+
+NEEDED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "none_required": "nothing",
+    "finite_number": "a finite number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+"""Pydantic's error types, in words for people. An error whose type ends in `_type` may be about another arm of a union."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One error at one place. With `instead`, a copy of the data can be repaired: the name that was probably meant."""
+
+    path: Path
+    kind: str
+    found: str
+    needed: str
+    todo: str = ""
+    instead: str | None = None
+
+    @property
+    def wrong_type(self) -> bool:
+        return self.kind.endswith(("_type", "none_required"))
+
+
+def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT:
+    """`data` as an instance of `model_class`; `where` (a file) starts every problem's place: `plan.yaml: stages.0.layers`.
+
+    Strict: text is no number, a number is no text, and only true and false are booleans. Raises `ConfigError` with all problems.
+    """
+    text = json.dumps(data)
+    problems: dict[Problem, None] = {}  # in order, each once
+    while True:
+        try:
+            instance = model_class.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            content = json.loads(text)
+            faults = _faults(error, model_class, content)
+            problems.update((_problem(fault, where), None) for fault in faults)
+            if _repair(content, faults):
+                text = json.dumps(content)
+                continue
+        if problems:
+            raise ConfigError(f"{where} is not a valid {model_class.__name__.lower()}", list(problems))
+        return instance
+
+
+def _problem(fault: _Fault, where: str) -> Problem:
+    place = ".".join(str(part) for part in fault.path)
+    return Problem(f"{where}: {place}" if place else where, fault.found, fault.needed, fault.todo)
+
+
+def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> list[_Fault]:
+    """The faults, those about the same place joined into one, those of union arms that were not meant left out."""
+    at: dict[Path, list[_Fault]] = {}
+    for detail in error.errors(include_url=False):
+        for fault in _faults_of(detail, model_class, data):
+            at.setdefault(fault.path, []).append(fault)
+    result: list[_Fault] = []
+    for path, faults in at.items():
+        sharper = [fault for fault in faults if not fault.wrong_type]
+        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in at)
+        if sharper:
+            result += dict.fromkeys(sharper)
+        elif not deeper:
+            needed = " or ".join(dict.fromkeys(fault.needed for fault in faults))
+            result.append(_Fault(path, faults[0].kind, faults[0].found, needed, faults[0].todo))
+    return result
+
+
+def _faults_of(detail: ErrorDetails, model_class: type[BaseModel], data: Any) -> Iterator[_Fault]:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    path = _path_in(data, detail["loc"])
+    if kind == "missing":
+        yield _Fault((*path, detail["loc"][-1]), kind, "nothing", "this key")
+    elif kind == "extra_forbidden":
+        known = _keys_at(model_class, path[:-1])
+        yield _Fault(path, kind, "an unknown key", _one_of(known), *_suggestion(str(path[-1]), known))
+    elif kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        needed = _one_of(known) if known else str(context["expected"])
+        yield _Fault(path, kind, _shown(value), needed, *_suggestion(value, known))
+    elif kind == "value_error":
+        for sentence in str(context["error"]).split("; "):  # validators join what they find with "; "
+            yield _Fault(path, kind, sentence, "")
+    else:
+        needed = NEEDED.get(kind, detail["msg"].removeprefix("Input should be ")).format_map(context)
+        number_for_text = kind == "string_type" and isinstance(value, (int, float))
+        yield _Fault(path, kind, _shown(value), needed, "put it in quotes" if number_for_text else "")
+
+
+def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:
+    """Pydantic's location without the names of union arms, which are in no file."""
+    path: list[str | int] = []
+    for part in location:
+        if isinstance(data, dict):
+            inside = part in data
+        else:
+            inside = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if inside:
+            data = data[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _keys_at(model_class: type[BaseModel], path: Path) -> list[str]:
+    """The keys that a mapping at `path` may have."""
+    models = [model_class]
+    for part in path:
+        inner = [
+            field.annotation for model in models for name, field in model.model_fields.items() if (field.alias or name) == part
+        ]
+        models = [model for annotation in inner for model in _models_in(annotation)] or models
+    return [field.alias or name for model in models for name, field in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "one of " + ", ".join(names)
+
+
+def _suggestion(name: Any, known: list[str]) -> tuple[str, str | None]:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6) if isinstance(name, str) else []
+    return (f"did you mean {close[0]}?", close[0]) if close else ("", None)
+
+
+def _shown(value: Any) -> str:
+    """What was found, as it stands in the file; collections by kind."""
+    if isinstance(value, (dict, list)):
+        return ("an empty " if not value else "a ") + ("mapping" if isinstance(value, dict) else "list")
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _repair(data: Any, faults: list[_Fault]) -> bool:
+    """Put in `data` what was probably meant, and drop unknown keys; whether anything was done."""
+    done = False
+    for fault in faults:
+        if fault.kind not in ("extra_forbidden", "literal_error") or not fault.path:
+            continue
+        parent = data
+        for part in fault.path[:-1]:
+            parent = parent[part]
+        key = fault.path[-1]
+        if fault.kind == "extra_forbidden":
+            value = parent.pop(key)
+            if fault.instead is not None:
+                parent.setdefault(fault.instead, value)
+            done = True
+        elif fault.instead is not None:
+            parent[key] = fault.instead
+            done = True
+    return done

@@ -1,0 +1,207 @@
+"""YAML files, read strictly and written whole.
+
+    read_yaml(path)           text ─> a mapping, or every problem with its line
+    validated(model, data)    a mapping ─> a frozen object, or every problem with its path in the file
+    write_yaml(data)          a mapping ─> text that read_yaml gives back unchanged
+    write_atomically(path)    the old file or the new one, never half of one
+
+YAML 1.1, which PyYAML speaks, surprises people. What is read here is the core of YAML 1.2, and less where that surprises too:
+
+    written          PyYAML gives        read here
+    yes, on, off     a boolean           text; only true and false are booleans
+    1e9              text                1000000000
+    010              8                   refused: write 10, or '010' for text
+    0.10: (a key)    0.1                 text: keys are never numbers
+    a key twice      the last one        refused, with both lines
+    &name, *name     a shared object     refused: a file says what it means where it means it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.validation import validated
+
+__all__ = ["FlowMapping", "FlowSequence", "read_yaml", "validated", "write_atomically", "write_yaml"]
+
+LINE_WIDTH = 110
+"""Characters after which a written line is broken."""
+
+_OCTAL = "tag:lynx,2026:octal"
+_SCALARS = (
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE"),
+    ("tag:yaml.org,2002:null", r"null|Null|NULL|~|"),
+    (_OCTAL, r"[-+]?0[0-9]+"),
+    ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9]*)"),
+    ("tag:yaml.org,2002:float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
+)
+"""What plain text means, the first that matches; everything else is text."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars above; gathers what is wrong but readable in `problems`."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012  PyYAML's own attribute, replaced so that none of 1.1's remain
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self.where = where
+        self.problems: list[Problem] = []
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.where}:{node.start_mark.line + 1}"
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "anchor", None) is not None:
+            found = f"a shared part ('{event.anchor}'); write it out where it is meant"
+            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key that is a list or a mapping", key.start_mark)
+            key.tag = "tag:yaml.org,2002:str"  # `0.10` and `yes` are names where they are keys
+            line = key.start_mark.line + 1
+            if key.value in first_line:
+                found = f"{key.value!r} a second time (first on line {first_line[key.value]})"
+                self.problems.append(Problem(self.place(key), found, "each key once", "remove one of them"))
+            first_line.setdefault(key.value, line)
+        return super().construct_mapping(node, deep)
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
+        value = float(node.value)
+        return int(value) if "." not in node.value and abs(value) < 2**53 else value  # 1e9 counts something
+
+    def refuse_octal(self, node: yaml.ScalarNode) -> str:
+        found = f"{node.value} (octal to some, decimal to others)"
+        todo = f"write {node.value.lstrip('+-0') or '0'} for the number, or quote it for text"
+        self.problems.append(Problem(self.place(node), found, "no leading zero", todo))
+        return str(node.value)
+
+
+for _tag, _pattern in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), None)
+_Loader.yaml_constructors = {}  # a plan holds plain data: dates, sets and binary are not among them
+for _kind in ("null", "bool", "int", "str", "seq", "map"):
+    _tag = f"tag:yaml.org,2002:{_kind}"
+    _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
+_Loader.add_constructor(_OCTAL, _Loader.refuse_octal)
+_Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: ignore[type-var]
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that a YAML file holds, keys as text.
+
+    Raises `ConfigError` with every problem and its line: a file that cannot be read, is empty, ends early or holds something
+    else than one mapping, a key given twice, a number with a leading zero.
+    """
+    text, where = _text_of(Path(path)), os.fspath(path)
+    loader = _Loader(text, where)
+    try:
+        data, problems = loader.get_single_data(), loader.problems
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        data, problems = None, [_syntax_problem(where, error)]
+    finally:
+        loader.dispose()
+    if not problems and not isinstance(data, dict):
+        found = "an empty file" if data is None else f"a {'list' if isinstance(data, list) else 'single value'} at the top"
+        problems = [Problem(where, found, "a mapping (lines of `key: value`)")]
+    if problems:
+        raise ConfigError(f"{where} cannot be used", problems)
+    return data  # type: ignore[no-any-return]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error).lower()
+        raise ConfigError(f"{path} cannot be read", [Problem(str(path), found, "a readable YAML file")]) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        found = f"a byte that is no text (0x{error.object[error.start]:02x})"
+        raise ConfigError(f"{path} cannot be read", [Problem(f"{path}:{line}", found, "UTF-8")]) from None
+
+
+def _syntax_problem(where: str, error: Exception) -> Problem:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        found = error.problem or "something else"
+        if error.context and error.context_mark is not None:
+            found += f" ({error.context} that begins on line {error.context_mark.line + 1})"
+        return Problem(f"{where}:{error.problem_mark.line + 1}", found, "valid YAML")
+    if isinstance(error, RecursionError):
+        return Problem(where, "brackets nested too deeply", "valid YAML")
+    return Problem(where, " ".join(str(error).split()), "valid YAML")
+
+
+class FlowMapping(dict[str, Any]):
+    """A mapping to be written on one line: `{tensor: 2, pipeline: 1}`."""
+
+
+class FlowSequence(list[Any]):
+    """A list to be written on one line: `[linear_proj, linear_fc2]`."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either YAML 1.1 or this module's reader would take for something else. Shares nothing (no `&id001`)."""
+
+    yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # items of a list stand under its key, indented
+
+
+for _tag, _pattern in _SCALARS:
+    _Dumper.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), None)
+_Dumper.add_representer(FlowMapping, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), True))
+_Dumper.add_representer(FlowSequence, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
+
+
+def write_yaml(data: Mapping[str, Any]) -> str:
+    """YAML text of plain data, keys in the order given. `read_yaml` gives back an equal mapping."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LINE_WIDTH, default_flow_style=False)
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a file's content at once: whoever reads, at any moment, finds the old text or the new.
+
+    Raises `ConfigError` where the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
+    """
+    target = Path(path).resolve()
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as error:
+        problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
+        raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
+
+
+def _replace(target: Path, text: str) -> None:
+    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with fresh.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            fresh.chmod(target.stat().st_mode)
+        os.replace(fresh, target)
+    finally:
+        fresh.unlink(missing_ok=True)
