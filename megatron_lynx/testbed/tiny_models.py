@@ -1,0 +1,154 @@
+"""Models of megatron-core's local layers, built from a job, with the same weights in every build and every layout.
+
+    job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk ──> weights drawn by global name
+
+Megatron seeds weights by rank. Here each parameter is drawn whole, seeded by its name in the unsplit model, and each rank
+takes its slice: two builds are equal in every bit, and layouts can be compared with each other up to rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
+    """Megatron's configuration of a job: no fusion that needs CUDA; `overrides` are fields of TransformerConfig.
+
+    Raises:
+        ConfigError: the job wants flash attention, which the local layers do not have.
+    """
+    model, parallel = job.model, job.parallel
+    if model.attention == "flash":
+        problem = Problem("job: model.attention", "flash", "unfused", "the testbed's local layers keep the scores")
+        raise ConfigError("The testbed cannot build this model.", [problem])
+    swiglu = model.activation == "swiglu"
+    dtype = DTYPES[model.dtype]
+    fields: dict[str, Any] = {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_groups,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "add_bias_linear": model.bias,
+        "gated_linear_unit": swiglu,
+        "activation_func": torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": model.dtype == "bf16",
+        "use_cpu_initialization": True,
+        "deallocate_pipeline_outputs": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**fields, **overrides})
+
+
+def build_model(job: Job, *, seed: int = 1234, **overrides: Any) -> list[GPTModel | Float16Module]:
+    """This rank's chunks (one), in training mode, on the GPU if there is one. `parallel_state` must be initialised.
+
+    Weights depend on `seed` and names alone; random-number states are consumed, so seed them afterwards
+    (`training.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
+    """
+    config = transformer_config(job, **overrides)
+    model = job.model
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config),
+        vocab_size=model.vocab,
+        max_sequence_length=model.seq,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
+    )
+    draw_weights(chunk, seed)
+    chunk.cuda(torch.cuda.current_device())
+    return [Float16Module(config, chunk) if config.bf16 else chunk]
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer, its norms exchanged for ours, once for every layer of this stage."""
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    attention = layer.submodules.self_attention.submodules
+    for owner, name in (
+        (layer.submodules, "input_layernorm"),
+        (layer.submodules, "pre_mlp_layernorm"),
+        (attention, "q_layernorm"),
+        (attention, "k_layernorm"),
+    ):
+        if getattr(owner, name) is not IdentityOp:
+            setattr(owner, name, Norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+class Norm:
+    """Torch's LayerNorm or RMSNorm for a layer spec. Marks its parameters, so that it may be used with sequence parallelism.
+
+    Under sequence parallelism each rank sees a slice of the tokens; Megatron adds up the gradients of marked parameters.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+@torch.no_grad()
+def draw_weights(chunk: GPTModel, seed: int) -> None:
+    """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name."""
+    for name, parameter in chunk.named_parameters():
+        name = global_name(chunk, name)
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
+        whole = torch.randn(whole_shape(parameter), generator=generator) * 0.05
+        parameter.copy_(slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole))
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """A parameter's name in the unsplit model: layers counted over all stages, one name for tied embeddings."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)
+
+
+def whole_shape(parameter: torch.nn.Parameter) -> list[int]:
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()  # type: ignore[attr-defined]
+    return shape
+
+
+def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This tensor-parallel rank's part. SwiGLU's first GEMM has two strides, gate and up, each cut on its own."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    dim, strides = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in whole.chunk(strides, dim)], dim)

@@ -1,0 +1,241 @@
+"""What a launch script does around megatron-core, and no more: start the ranks' groups, make batches, run steps.
+
+    initialise(job)                      torch.distributed, parallel_state, random-number seeds
+    chunks = build_model(job)            (tiny_models)
+    training = Training(job, chunks)     Megatron DDP or none; plain SGD, or Megatron's optimizer
+    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back
+
+It knows nothing of plans: stock runs and planned runs go through the same lines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
+
+from megatron_lynx.config.job import Job
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Integer tensors of shape (b, s): batch by sequence."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+
+
+def initialise(job: Job, seed: int = 1234) -> None:
+    """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
+
+    May be called again in the same process, for another job of as many ranks.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
+    )
+    seed_random_numbers(seed)
+
+
+def shut_down() -> None:
+    """Leave the job: Megatron's groups and torch.distributed are gone afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed every generator as Megatron's training does. After it, two equal models draw equal dropout masks."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBatch]:
+    """This replica's micro-batches of one step: random tokens that depend on seed, step and place in the global batch."""
+    shape = (job.batch.micro, job.model.seq + 1)
+    replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
+    positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
+    batches = []
+    for index in range(job.microbatches):
+        place = index * job.replicas + replica
+        generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
+        text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
+        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions))
+    return batches
+
+
+class Training:
+    """A model being trained.
+
+    Args:
+        job: what is trained; its layout and batch sizes.
+        chunks: this rank's chunks, as `build_model` returns them.
+        optimizer: plain SGD (no reduction over replicas unless `ddp`), Megatron's Adam, or none.
+            Megatron's needs `ddp`; it is the distributed one if the job says so.
+        ddp: wrap the chunks in Megatron's DistributedDataParallel.
+        overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
+        learning_rate: of either optimizer.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        optimizer: Literal["sgd", "megatron"] | None = "sgd",
+        ddp: bool = False,
+        overlap_grad_reduce: bool = False,
+        learning_rate: float = 0.1,
+    ) -> None:
+        self.job = job
+        self.chunks = with_ddp(job, chunks, overlap_grad_reduce) if ddp else list(chunks)
+        self.optimizer: Any = None
+        config = get_model_config(self.chunks[0])
+        config.finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
+        if ddp and overlap_grad_reduce:
+            config.no_sync_func = self.chunks[0].no_sync
+        if optimizer == "megatron":
+            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate)
+            config.grad_scale_func = self.optimizer.scale_loss
+        elif optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters().values(), lr=learning_rate)
+
+    def step(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+        """One optimizer step. The losses of its micro-batches (on the last stage; elsewhere none)."""
+        return train_step(self.chunks, self.optimizer, self.job, batches)
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+        """Forward only, without gradients and dropout. Losses as in `step`."""
+        for chunk in self.chunks:
+            chunk.eval()
+        losses = run_schedule(self.chunks, self.job, batches, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return losses
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of all chunks by name, without the names of wrappers."""
+        return named_parameters(self.chunks)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of the gradients of the last step, as reduced: DDP's `main_grad`, or `grad`.
+
+        With the distributed optimizer and more than one replica a rank's own shard is reduced, the rest is not.
+        """
+        return gradients(self.chunks)
+
+
+def train_step(chunks: Sequence[torch.nn.Module], optimizer: Any, job: Job, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+    """Clear gradients, run the schedule, step. Gradients stay readable until the next step."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.zero_grad_buffer()
+        chunk.zero_grad(set_to_none=True)
+    losses = run_schedule(chunks, job, batches)
+    if optimizer is not None:
+        optimizer.step()
+    return losses
+
+
+def run_schedule(
+    chunks: Sequence[torch.nn.Module], job: Job, batches: Iterable[MicroBatch], forward_only: bool = False
+) -> list[torch.Tensor]:
+    """All micro-batches of one step through Megatron's own schedule for this layout."""
+    results: list[torch.Tensor] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=list(chunks),
+        num_microbatches=job.microbatches,
+        seq_length=job.model.seq,
+        micro_batch_size=job.batch.micro,
+        forward_only=forward_only,
+    )
+    return results
+
+
+def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one chunk, as `pretrain_gpt.py` does it."""
+    batch = next(batches)
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    return output, mean_loss
+
+
+def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = losses_BS.float().mean()
+    return loss, loss.detach().clone()
+
+
+def with_ddp(job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool) -> list[torch.nn.Module]:
+    """The chunks in Megatron's DistributedDataParallel, gradients in fp32; several buckets even of a tiny model."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap_grad_reduce,
+        use_distributed_optimizer=job.parallel.distributed_optimizer,
+        bucket_size=20_000,
+    )
+    return [DistributedDataParallel(get_model_config(chunk), config, chunk) for chunk in chunks]
+
+
+def megatron_optimizer(job: Job, chunks: Sequence[torch.nn.Module], learning_rate: float) -> Any:
+    """Megatron's mixed-precision Adam with gradient clipping, distributed over replicas if the job says so."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=learning_rate,
+        clip_grad=1.0,
+        bf16=job.model.dtype == "bf16",
+        params_dtype=get_model_config(chunks[0]).params_dtype,
+        use_distributed_optimizer=job.parallel.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:
+    """The reductions of Megatron's `finalize_model_grads`, which refuses chunks without DDP, on plain `.grad`.
+
+    Adds up norms' gradients over tensor-parallel ranks (each saw a slice of the sequence) and tied embeddings' over the
+    first and last stage.
+    """
+    config = get_model_config(chunks[0])
+    for name, parameter in named_parameters(chunks).items():
+        if parameter.grad is None:
+            continue
+        per_head = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        if per_head or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+        if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.all_reduce(parameter.grad, group=parallel_state.get_embedding_group())
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of all chunks by name, without the `module.` of wrappers; a chunk's number comes first if there are several."""
+    prefix = "" if len(chunks) == 1 else "{}."
+    return {
+        prefix.format(index) + name.replace("module.", ""): parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Copies of all gradients by name: DDP's `main_grad` where there is one, else `grad`."""
+    found = {}
+    for name, parameter in named_parameters(chunks).items():
+        gradient = getattr(parameter, "main_grad", parameter.grad)
+        if gradient is not None:
+            found[name] = gradient.detach().clone()
+    return found
