@@ -11,7 +11,7 @@ What megatron.core asks, and who answers while the stand-in is active:
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
 
 Functions are replaced where they are looked up; a `TorchFunctionMode` would do the same, but it is consulted on every
-operation (about 1.5 us each, measured) and only in the thread that entered it, while backward may run in another.
+operation (which doubles the cost of a small one) and only in the thread that entered it, while backward may run in another.
 `torch.cuda.is_available()` keeps saying no: nothing may take the stand-in for a GPU.
 """
 

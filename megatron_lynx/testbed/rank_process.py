@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -49,6 +50,8 @@ def prepare(store: list[Any]) -> int:
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 
+    # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         stand_in_for_cuda()

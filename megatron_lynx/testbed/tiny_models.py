@@ -126,7 +126,7 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
     """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name."""
     for name, parameter in chunk.named_parameters():
         name = global_name(chunk, name)
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]))
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
         whole = torch.randn(whole_shape(parameter), generator=generator) * 0.05
         parameter.copy_(slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole))
 

@@ -1,0 +1,131 @@
+"""What the tests of the testbed run on ranks. Megatron is imported inside, after the rank's stand-in is in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+
+
+@dataclass
+class Run:
+    """What a training run leaves to compare: losses, and after every step gradients and parameters."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    parameters: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    evaluation: list[torch.Tensor] = field(default_factory=list)
+
+    def equals(self, other: Run) -> bool:
+        return same(vars(self), vars(other))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality to the bit of nested lists and dicts of tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> list[Run]:
+    """Two steps and an evaluation under each of several settings of TransformerConfig, everything else equal."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    return [train_once(job, setting, **how) for setting in settings]
+
+
+def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, seed_random_numbers, synthetic_batches
+
+    with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
+        training = Training(job, build_model(job, **setting), **how)
+        seed_random_numbers(7)
+        run = Run()
+        for step in range(2):
+            run.losses += training.step(synthetic_batches(job, step))
+            run.gradients.append(training.gradients())
+            run.parameters.append({name: p.detach().clone() for name, p in training.parameters().items()})
+        run.evaluation = training.evaluate(synthetic_batches(job, 9))
+    return run
+
+
+def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
+    """Each case: settings of TransformerConfig and arguments of Training besides `ddp`."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    return [train_once(job, setting, ddp=True, **how) for setting, how in cases]
+
+
+def train_in_thread(rank: int, job: Job) -> list[Run]:
+    """The same run twice, the second one in another thread."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    runs = [train_once(job, {})]
+    thread = threading.Thread(target=lambda: runs.append(train_once(job, {})))
+    thread.start()
+    thread.join()
+    return runs
+
+
+def first_losses(rank: int, job: Job) -> list[torch.Tensor]:
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, initialise, synthetic_batches
+
+    initialise(job)
+    return Training(job, build_model(job)).step(synthetic_batches(job))
+
+
+def all_reduce_seconds(rank: int, size_bytes: int) -> float:
+    """How long an all-reduce of that size takes, after one that opened the connections."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    data = torch.ones(size_bytes // 4)
+    dist.all_reduce(data[:1])
+    start = time.perf_counter()
+    dist.all_reduce(data)
+    seconds = time.perf_counter() - start
+    dist.destroy_process_group()
+    return seconds
+
+
+def double(rank: int, tensor: torch.Tensor) -> tuple[int, int, set[int], torch.Tensor]:
+    return rank, os.getpid(), os.sched_getaffinity(0), tensor * 2
+
+
+def fail_on_one(rank: int) -> None:
+    """Rank 1 fails while rank 0 waits for it in a collective."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if rank == 1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def vanish(rank: int) -> None:
+    os._exit(3)
+
+
+def sleep(rank: int) -> None:
+    time.sleep(600)
+
+
+def say_pid_and_sleep(rank: int, folder: str) -> None:
+    with open(os.path.join(folder, str(rank)), "w") as file:
+        file.write(f"{os.getpid()} {os.stat('/proc/self/ns/net').st_ino}")
+    time.sleep(600)
