@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,12 +63,12 @@ class _Fault:
         return self.kind.endswith(("_type", "none_required"))
 
 
-def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str) -> ModelT:
+def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | os.PathLike[str]) -> ModelT:
     """`data` as an instance of `model_class`; `where` (a file) starts every problem's place: `plan.yaml: stages.0.layers`.
 
     Strict: text is no number, a number is no text, and only true and false are booleans. Raises `ConfigError` with all problems.
     """
-    text = json.dumps(data)
+    text, where = json.dumps(data), os.fspath(where)
     problems: dict[Problem, None] = {}  # in order, each once
     while True:
         try:
@@ -132,25 +133,29 @@ def _path_in(data: Any, location: tuple[str | int, ...]) -> Path:
     """Pydantic's location without the names of union arms, which are in no file."""
     path: list[str | int] = []
     for part in location:
-        if isinstance(data, dict):
-            inside = part in data
-        else:
-            inside = isinstance(data, list) and isinstance(part, int) and part < len(data)
-        if inside:
+        if _has(data, part):
             data = data[part]
             path.append(part)
     return tuple(path)
+
+
+def _has(data: Any, part: str | int) -> bool:
+    if isinstance(data, dict):
+        return part in data
+    return isinstance(data, list) and isinstance(part, int) and part < len(data)
 
 
 def _keys_at(model_class: type[BaseModel], path: Path) -> list[str]:
     """The keys that a mapping at `path` may have."""
     models = [model_class]
     for part in path:
-        inner = [
-            field.annotation for model in models for name, field in model.model_fields.items() if (field.alias or name) == part
-        ]
+        inner = [field.annotation for model in models for key, field in _fields_of(model) if key == part]
         models = [model for annotation in inner for model in _models_in(annotation)] or models
-    return [field.alias or name for model in models for name, field in model.model_fields.items()]
+    return [key for model in models for key, _ in _fields_of(model)]
+
+
+def _fields_of(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return [(field.alias or name, field) for name, field in model.model_fields.items()]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -32,7 +32,7 @@ from megatron_lynx.validation import validated
 
 __all__ = ["FlowMapping", "FlowSequence", "read_yaml", "validated", "write_atomically", "write_yaml"]
 
-LINE_WIDTH = 110
+LINE_WIDTH = 120
 """Characters after which a written line is broken."""
 
 _OCTAL = "tag:lynx,2026:octal"
@@ -54,15 +54,19 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text)
         self.where = where
-        self.problems: list[Problem] = []
+        self.problems: dict[int, list[Problem]] = {}
 
-    def place(self, node: yaml.Node) -> str:
-        return f"{self.where}:{node.start_mark.line + 1}"
+    def add_problem(self, node: yaml.Node, found: str, needed: str, todo: str) -> None:
+        line = node.start_mark.line + 1
+        self.problems.setdefault(line, []).append(Problem(f"{self.where}:{line}", found, needed, todo))
+
+    def found_problems(self) -> list[Problem]:
+        return [problem for line in sorted(self.problems) for problem in self.problems[line]]
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
-            found = f"a shared part ('{event.anchor}'); write it out where it is meant"
+            found = f"nothing can be shared by name here ({event.anchor}), write it out where it is meant"
             raise yaml.composer.ComposerError(None, None, found, event.start_mark)
         return super().compose_node(parent, index)
 
@@ -75,7 +79,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if key.value in first_line:
                 found = f"{key.value!r} a second time (first on line {first_line[key.value]})"
-                self.problems.append(Problem(self.place(key), found, "each key once", "remove one of them"))
+                self.add_problem(key, found, "each key once", "remove one of them")
             first_line.setdefault(key.value, line)
         return super().construct_mapping(node, deep)
 
@@ -86,7 +90,7 @@ class _Loader(yaml.SafeLoader):
     def refuse_octal(self, node: yaml.ScalarNode) -> str:
         found = f"{node.value} (octal to some, decimal to others)"
         todo = f"write {node.value.lstrip('+-0') or '0'} for the number, or quote it for text"
-        self.problems.append(Problem(self.place(node), found, "no leading zero", todo))
+        self.add_problem(node, found, "no leading zero", todo)
         return str(node.value)
 
 
@@ -110,7 +114,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     text, where = _text_of(Path(path)), os.fspath(path)
     loader = _Loader(text, where)
     try:
-        data, problems = loader.get_single_data(), loader.problems
+        data, problems = loader.get_single_data(), loader.found_problems()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         data, problems = None, [_syntax_problem(where, error)]
     finally:
@@ -136,14 +140,14 @@ def _text_of(path: Path) -> str:
 
 
 def _syntax_problem(where: str, error: Exception) -> Problem:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        found = error.problem or "something else"
-        if error.context and error.context_mark is not None:
-            found += f" ({error.context} that begins on line {error.context_mark.line + 1})"
-        return Problem(f"{where}:{error.problem_mark.line + 1}", found, "valid YAML")
     if isinstance(error, RecursionError):
-        return Problem(where, "brackets nested too deeply", "valid YAML")
-    return Problem(where, " ".join(str(error).split()), "valid YAML")
+        return Problem(where, "brackets nested too deeply", "")
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return Problem(where, " ".join(str(error).split()), "")
+    sentence = (error.problem or "not valid YAML").replace("'<stream end>'", "the end of the file")
+    if error.context and error.context_mark is not None:
+        sentence += f" ({error.context} that begins on line {error.context_mark.line + 1})"
+    return Problem(f"{where}:{error.problem_mark.line + 1}", sentence, "")
 
 
 class FlowMapping(dict[str, Any]):

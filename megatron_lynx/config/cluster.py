@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Cluster(BaseModel):
     """Devices and the links between them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     device: Literal["cpu", "cuda"]

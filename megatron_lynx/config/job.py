@@ -15,7 +15,7 @@ from megatron_lynx.config.parallel import Parallel
 class Batch(BaseModel):
     """Sizes in sequences."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     micro: int = Field(ge=1)
     """Sequences of one micro-batch (b)."""
@@ -26,7 +26,7 @@ class Batch(BaseModel):
 class Budget(BaseModel):
     """What a plan may use. Without a figure the planner aims at the least memory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     activation_mib: float | None = Field(default=None, gt=0)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
@@ -35,7 +35,7 @@ class Budget(BaseModel):
 class Job(BaseModel):
     """The whole job. Digest and derived numbers are properties; nothing is changed after loading."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: Model
     cluster: Cluster
@@ -56,15 +56,15 @@ class Job(BaseModel):
         if model.kv_groups % tensor:
             problems.append(f"model.kv_groups ({model.kv_groups}) must be a multiple of parallel.tensor ({tensor})")
         if parallel.sequence_parallel and model.seq % tensor:
-            problems.append(f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism")
+            problems.append(
+                f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
+            )
         if model.layers % parallel.pipeline:
             problems.append(f"model.layers ({model.layers}) must be a multiple of parallel.pipeline ({parallel.pipeline})")
         if self.gpus % parallel.ranks:
             problems.append(f"gpus ({self.gpus}) must be a multiple of parallel.tensor x parallel.pipeline ({parallel.ranks})")
-        elif self.batch.global_ % (self.batch.micro * self.replicas):
-            problems.append(
-                f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({self.batch.micro * self.replicas})"
-            )
+        elif self.batch.global_ % (share := self.batch.micro * self.replicas):
+            problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
         if problems:
             raise ValueError("; ".join(problems))
         return self

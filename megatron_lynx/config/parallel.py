@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class Parallel(BaseModel):
     """Sizes of Megatron's parallel groups. Data parallelism is what remains of the job's ranks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)

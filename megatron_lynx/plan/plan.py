@@ -15,17 +15,58 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.plan import order
 from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
 
 PLAN_VERSION = 1
 
-WindowName = Annotated[str, Field(pattern=f"^{PATTERN}$")]
-CollectiveName = Annotated[str, Field(pattern=r"^bwd\.(attention|mlp)\.\d(\+\d+)?$")]
+MOST_LAYERS = 10_000
+"""A mistyped number must be answered at once, not counted to."""
+
+GATHER_PATTERN = r"(on_demand|bwd\.(attention|mlp)\.\d(\+\d+)?)"
+
+_BACKWARD = tuple(f"bwd.{half}.{ordinal}{above}" for ordinal in range(3) for half in HALVES for above in ("", "+1"))
+_FORWARD = tuple(f"fwd.{half}.{ordinal}" for ordinal in range(2) for half in HALVES)
+
+
+def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
+    """Text must match `pattern`; what does not is answered with names of that kind, not with the pattern."""
+    expected = ", ".join(repr(name) for name in examples)
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
+WindowName = Annotated[
+    str,
+    _matching(PATTERN, (ON_DEMAND, RECV_BACKWARD, *_BACKWARD, *_FORWARD)),
+    WithJsonSchema({"type": "string", "pattern": f"^{PATTERN}$"}),
+]
+GatherName = Annotated[
+    str,
+    _matching(GATHER_PATTERN, (ON_DEMAND, *_BACKWARD)),
+    WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
+]
 ItemName = Literal[
     "input_layernorm",
     "linear_qkv",
@@ -42,19 +83,19 @@ ItemName = Literal[
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LayerRange(_Part):
     """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`."""
 
-    first: int = Field(ge=1)
-    last: int = Field(ge=1)
+    first: int = Field(ge=1, le=MOST_LAYERS)
+    last: int = Field(ge=1, le=MOST_LAYERS)
 
     @model_validator(mode="after")
     def _ordered(self) -> LayerRange:
         if self.last < self.first:
-            raise ValueError(f"{self} ends before it begins; write the smaller layer number first")
+            raise ValueError(f"{self} ends before it begins (write the smaller layer number first)")
         return self
 
     def __str__(self) -> str:
@@ -73,7 +114,7 @@ def _read_range(value: Any) -> Any:
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip())):
         return {"first": int(match[1]), "last": int(match[2])}
     if isinstance(value, str):
-        raise ValueError(f"{value!r} is no layer range; write one layer (3) or a range (3-8)")
+        raise ValueError(f"{value!r} is no layer range, write one layer (3) or a range (3-8)")
     return value
 
 
@@ -119,8 +160,8 @@ class Gather(_Part):
     and then the weight gradient, for which stock Megatron would have gathered it anyway.
     """
 
-    attention: CollectiveName | Literal["on_demand"] | None = None
-    mlp: CollectiveName | Literal["on_demand"] | None = None
+    attention: GatherName | None = None
+    mlp: GatherName | None = None
 
     def of(self, half: Half) -> str | None:
         return self.attention if half == "attention" else self.mlp
@@ -189,10 +230,10 @@ class Stage(_Part):
     @model_validator(mode="after")
     def _covered(self) -> Stage:
         problems = []
-        for layer in self.layers:
-            count = sum(layer in rule.layers for rule in self.rules)
+        for count, group in groupby(self.layers, key=lambda layer: sum(layer in rule.layers for rule in self.rules)):
+            layers = list(group)
             if count != 1:
-                problems.append(f"layer {layer} has {count} rules, needs exactly one")
+                problems.append(f"layers {layers[0]}-{layers[-1]} have {count} rules each, each needs exactly one")
         for rule in self.rules:
             if rule.layers.first < self.layers.first or rule.layers.last > self.layers.last:
                 problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
@@ -204,7 +245,7 @@ class Stage(_Part):
 class ModelFacts(_Part):
     """The model that the plan was made for, as far as it decides what fits."""
 
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, le=MOST_LAYERS)
     hidden: int = Field(ge=1)
     ffn: int = Field(ge=1)
     heads: int = Field(ge=1)
@@ -216,7 +257,7 @@ class ParallelFacts(_Part):
     """The layout that the plan was made for."""
 
     tensor: int = Field(ge=1)
-    pipeline: int = Field(ge=1)
+    pipeline: int = Field(ge=1, le=MOST_LAYERS)
     sequence_parallel: bool = False
 
 
@@ -252,6 +293,8 @@ class Plan(_Part):
         for stage in self.stages:
             for rule in stage.rules:
                 problems += [f"stages.{stage.stage} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
+        if not problems:
+            problems = [f"stages.{stage.stage}: {text}" for stage in self.stages for text in order.problems(stage, self.parallel)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -277,7 +320,7 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         gathers = layout.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay
         if gathers and rule.gather.of(half) is None:
-            yield f"{COLUMN_PARALLEL[half]} is replayed under sequence parallelism, so gather.{half} must say where its input is gathered"
+            yield f"{COLUMN_PARALLEL[half]} is replayed under sequence_parallel, so gather.{half} must say where its input comes from"
         if not layout.sequence_parallel and rule.gather.of(half) is not None:
             yield f"gather.{half} is given without sequence parallelism"
         if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in ("steady", "cooldown")):

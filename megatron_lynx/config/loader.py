@@ -1,0 +1,119 @@
+"""Job files.
+
+jobs/demo.yaml                      looked for, in this order
+  model: models/tiny-llama    ─>    beside the job file, then among the bundled configs (each with .yaml added if need be)
+  cluster: {name: ...}        ─>    nowhere: written out in the job itself
+  + overrides                 ─>    one value each, by its place: {"parallel.tensor": 4, "cluster": "clusters/testbed"}
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.yaml_file import read_yaml, validated
+
+PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
+"""The keys of a job that may name a file instead of holding a mapping."""
+
+
+def bundled_configs() -> Path:
+    """The `configs/` that came with this package: inside an installed wheel, at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Job:
+    """The job in a file. `path` may also be a bundled one: `jobs/demo`.
+
+    `overrides` replace single values, given by their place in the job (`{"batch.micro": 2}`).
+    Raises `ConfigError` with every problem of the job and of the files it names.
+    """
+    overrides = overrides or {}
+    file = _found(os.fspath(path), beside=Path(), where=os.fspath(path))
+    data = read_yaml(file)
+    problems: list[Problem] = []
+    top, inner = _by_depth(overrides)
+    data.update(top)
+    unread = []
+    for key in [key for key in PARTS if key in data]:
+        try:
+            data[key] = _part(key, data[key], file)
+        except ConfigError as error:
+            problems += error.problems
+            unread.append(f"{file}: {key}")
+            del data[key]
+    problems += _override(data, inner)
+    try:
+        job = validated(Job, data, file)
+    except ConfigError as error:
+        problems += [_blamed(problem, file, overrides) for problem in error.problems if problem.where not in unread]
+    if problems:
+        raise ConfigError(f"{file} is not a valid job", problems)
+    return job
+
+
+def _part(key: str, value: Any, job_file: Path) -> Any:
+    """What a named file holds, checked under its own name; a mapping as it stands."""
+    if not isinstance(value, str):
+        return value
+    file = _found(value, job_file.parent, where=f"{job_file}: {key}")
+    data = read_yaml(file)
+    validated(PARTS[key], data, file)
+    return data
+
+
+def _found(name: str, beside: Path, where: str) -> Path:
+    """The file that a name stands for."""
+    for folder in (beside, bundled_configs()):
+        for candidate in (folder / name, folder / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    known = sorted(str(file.relative_to(bundled_configs()).with_suffix("")) for file in bundled_configs().glob("*/*.yaml"))
+    alike = [one for one in known if Path(one).parent == Path(name).parent] or known
+    close = difflib.get_close_matches(name, alike, n=1)
+    todo = f"did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"{name} was not found", [Problem(where, f"no file {name!r}", f"a path, or one of {', '.join(alike)}", todo)]
+    )
+
+
+def _by_depth(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Overrides of whole keys (before named files are read), and of values inside them (after)."""
+    inner = {place: value for place, value in overrides.items() if "." in place}
+    return {place: value for place, value in overrides.items() if place not in inner}, inner
+
+
+def _override(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[Problem]:
+    """Put each value at its place; what has no place is a problem. Misspelt last names are left to the job's own check."""
+    problems = []
+    for place, value in overrides.items():
+        *path, last = place.split(".")
+        target: Any = data
+        for key in path:
+            target = target.setdefault(key, {}) if isinstance(target, dict) else None
+        if isinstance(target, dict):
+            target[last] = value
+        else:
+            problems.append(Problem(f"override {place}", "a single value above it", f"a mapping at {'.'.join(path)}"))
+    return problems
+
+
+def _blamed(problem: Problem, file: Path, overrides: Mapping[str, Any]) -> Problem:
+    """The problem, at the override that brought it where it is one's and not the file's."""
+    key = problem.where.removeprefix(f"{file}: ")
+    for place in overrides:
+        if key == place or (problem.found == "an unknown key" and place.startswith(f"{key}.")):
+            return replace(problem, where=f"override {place}")
+    return problem

@@ -1,0 +1,81 @@
+"""Plan files, version 1.
+
+    plan.yaml ──load_plan──> Plan ──dump_plan──> text ──save_plan──> plan.yaml
+
+Written for people: keys in reading order, one line per thing that is decided, nothing that is empty or merely the default.
+Exact both ways: `load_plan` of a dumped plan equals it, and dumping that gives the same text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.plan.plan import PLAN_VERSION, Plan
+from megatron_lynx.version import __version__
+from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, validated, write_atomically, write_yaml
+
+HEADER = f"""\
+# A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
+#   keep, replay  each item of a layer is in exactly one. linear_proj and linear_fc2 are always kept.
+#     attention   {" ".join(ITEMS_OF["attention"])}
+#     mlp         {" ".join(ITEMS_OF["mlp"])}
+#   windows       behind which wait a half is replayed (or {{steady: ..., cooldown: ...}} where the two differ):
+#                 bwd.mlp.0, bwd.attention.0+1, fwd.mlp.0: a collective of this layer, or of one above it (+1);
+#                 pipe.recv_backward; on_demand, which hides nothing
+#   gather        with sequence parallelism: where the input of a replayed linear_qkv or linear_fc1 is gathered
+#   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
+# `predicted` is what the planner expects, `provenance` where the plan came from: edits change neither.
+"""
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file.
+
+    Raises `ConfigError` with every problem and its place: YAML that does not read, unknown keys, misspelt items, stages or layers
+    that are missing or out of range, a version that this release does not know.
+    """
+    data, where = read_yaml(path), os.fspath(path)
+    version = data.get("version")
+    if isinstance(version, int) and version > PLAN_VERSION:
+        todo = f"upgrade megatron-lynx (this is {__version__}), or make the plan anew"
+        raise ConfigError(f"{where} is from the future", [Problem(f"{where}: version", str(version), str(PLAN_VERSION), todo)])
+    return validated(Plan, data, where)
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of a plan file, with a header for whoever opens it."""
+    return HEADER + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file; an interrupted write leaves the old one. Raises `ConfigError` where the path cannot be written."""
+    write_atomically(path, dump_plan(plan))
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of plan files, by which editors complete and check. Kept in `configs/plan.schema.json`."""
+    schema = Plan.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megatron-lynx plan", **schema}
+
+
+def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
+    """The same data, with what reads better on one line marked as such."""
+    stages = [_flow(stage, "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]} for stage in data["stages"]]
+    return _flow(data, "model", "parallel", "batch") | {"stages": stages}
+
+
+def _rule(rule: dict[str, Any]) -> dict[str, Any]:
+    lines = _flow(rule, "keep", "replay", "windows", "gather")
+    if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
+        lines["windows"] = _flow(rule["windows"], "attention", "mlp")  # a line for each half, or they would be long
+    return lines
+
+
+def _flow(data: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """`data`, with the collections under `keys` on one line each."""
+    lines: dict[type, Callable[[Any], Any]] = {dict: FlowMapping, list: FlowSequence}
+    return {key: lines[type(value)](value) if key in keys and type(value) in lines else value for key, value in data.items()}

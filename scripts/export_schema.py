@@ -1,0 +1,20 @@
+"""Writes configs/plan.schema.json from the plan's model. Run it after changing `plan.py`; a test holds the file current."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_lynx.plan import plan_schema
+from megatron_lynx.yaml_file import write_atomically
+
+SCHEMA = Path(__file__).parents[1] / "configs" / "plan.schema.json"
+
+
+def schema_text() -> str:
+    return json.dumps(plan_schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    write_atomically(SCHEMA, schema_text())
+    print(f"wrote {SCHEMA}")
