@@ -14,13 +14,14 @@ when the graph goes, the frame goes (rule R8).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_lynx.errors import Problem, ReplayError
+from megatron_lynx.runtime.saved import detached, map_nest, tensors_in
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.ledger import MicroBatch
@@ -99,6 +100,33 @@ class Memo:
 
     outputs: Any
     random: Any | None
+
+
+@dataclass(frozen=True, eq=False)
+class SiteCall:
+    """One submodule call of a half, about to be made."""
+
+    name: str
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+    """The module's own forward, without hooks."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        return list(tensors_in((self.args, self.kwargs)))
+
+    @property
+    def owns_parameters(self) -> bool:
+        return next(self.module.parameters(), None) is not None
+
+    def without_graph(self) -> SiteCall:
+        """The same call on arguments that do not lead back."""
+        return replace(self, args=map_nest(Tensor, detached, self.args), kwargs=map_nest(Tensor, detached, self.kwargs))
 
 
 @dataclass(eq=False)

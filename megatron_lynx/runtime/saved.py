@@ -11,10 +11,12 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -29,16 +31,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nest with every tensor replaced by `function(tensor)`. Anything else is passed on as it is."""
-    if isinstance(value, Tensor):
+def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """The same nest with every `kind` in it replaced by `function` of it. Anything else is passed on as it is."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, part) for part in value))
+        return type(value)(*(map_nest(kind, function, part) for part in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, part) for part in value)
+        return type(value)(map_nest(kind, function, part) for part in value)
     if isinstance(value, dict):
-        return {key: map_tensors(function, part) for key, part in value.items()}
+        return {key: map_nest(kind, function, part) for key, part in value.items()}
     return value
 
 

@@ -64,7 +64,12 @@ class Trace:
 
     @contextmanager
     def span(
-        self, kind: Kind, layer: int | None = None, half: str | None = None, micro_batch: int | None = None, window: str | None = None
+        self,
+        kind: Kind,
+        layer: int | None = None,
+        half: str | None = None,
+        micro_batch: int | None = None,
+        window: str | None = None,
     ) -> Iterator[None]:
         if not self.enabled:
             yield

@@ -1,0 +1,55 @@
+"""From a plan's stage to what the runtime follows: a policy for every half, and an agenda of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.items import HALVES, Half
+from megatron_lynx.plan.order import PHASES, frames_of, gather_of, window_of
+from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.runtime.frame import HalfPolicy
+from megatron_lynx.runtime.window import Agenda, FrameKey, Place, WindowKey
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
+
+
+def policies(plan: Plan, stage: Stage, gather: Callable[[Any], Any]) -> dict[int, dict[Half, HalfPolicy]]:
+    """The policy of every half, by layer number."""
+    return {layer: {half: _policy(plan, stage, layer, half, gather) for half in HALVES} for layer in stage.layers}
+
+
+def _policy(plan: Plan, stage: Stage, layer: int, half: Half, gather: Callable[[Any], Any]) -> HalfPolicy:
+    layout, replayed = LAYOUTS[half], frozenset(stage.rule_for(layer).replays(half))
+    gathers = plan.parallel.sequence_parallel and layout.column_parallel in replayed
+    return HalfPolicy(
+        layer=layer,
+        half=half,
+        replay=replayed,
+        code_behind=layout.code_behind,
+        row_parallel=layout.row_parallel,
+        gather_site=layout.column_parallel if gathers else None,
+        gather=gather if gathers else None,
+    )
+
+
+def agenda(stage: Stage) -> Agenda:
+    """Which frames run in which window, by phase. Frames of one window run in the order in which backward needs them."""
+    replays: dict[Any, dict[WindowKey, tuple[FrameKey, ...]]] = {phase: {} for phase in PHASES}
+    gathers: dict[WindowKey, tuple[FrameKey, ...]] = {}
+    for frame in frames_of(stage):
+        for phase in PHASES:
+            _assign(replays[phase], window_of(stage, frame, phase), frame)
+        behind = gather_of(stage, frame)
+        if behind is not None:
+            _assign(gathers, behind, frame)
+    return Agenda(replays=replays, gathers=gathers, ahead_depth=stage.ahead_depth)
+
+
+def _assign(table: dict[WindowKey, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
+    if window == ON_DEMAND:
+        return
+    key: WindowKey = (
+        Place(window.passing, window.layer, window.half, window.ordinal) if isinstance(window, Collective) else RECV_BACKWARD
+    )
+    table[key] = (*table.get(key, ()), frame)

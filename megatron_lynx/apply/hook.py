@@ -1,0 +1,114 @@
+"""Claiming an attribute, holding it, and giving it back.
+
+    Claim (declared)  ──verify──>  Hook (in place)  ──restore──>  the identical object, or no attribute, as before
+
+A claim names what is *looked up* at call time: a module's global, or an attribute of one instance. Nothing changes until all
+claims of an installation were verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lynx.errors import HookRefused, Problem
+
+_ABSENT = object()
+MARK = "__megatron_lynx__"
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """`owner.name` is to be replaced by `replaced_by(original)`."""
+
+    owner: Any
+    name: str
+    replaced_by: Callable[[Any], Any]
+    reason: str
+    label: str = ""
+    """How to call the owner in messages, where its own name says too little."""
+
+    @property
+    def where(self) -> str:
+        owner = self.label or getattr(self.owner, "__name__", type(self.owner).__name__)
+        return f"{owner}.{self.name}"
+
+    def problem(self) -> Problem | None:
+        """Why this claim cannot be honoured now."""
+        found = getattr(self.owner, self.name, _ABSENT)
+        if found is _ABSENT:
+            return Problem(
+                self.where, "nothing", f"a function, {self.reason}", "report the Megatron version: it is not as recorded"
+            )
+        if getattr(found, MARK, False):
+            return Problem(
+                self.where, "a plan that is installed already", "no second one", "remove the first installation before"
+            )
+        return None
+
+
+@dataclass(eq=False)
+class Hook:
+    """A claim in place."""
+
+    claim: Claim
+    replacement: Any = field(init=False)
+    _before: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        claim = self.claim
+        self._before = vars(claim.owner).get(claim.name, _ABSENT)
+        self.replacement = claim.replaced_by(getattr(claim.owner, claim.name))
+        setattr(self.replacement, MARK, True)
+        setattr(claim.owner, claim.name, self.replacement)
+
+    @property
+    def active(self) -> bool:
+        return vars(self.claim.owner).get(self.claim.name) is self.replacement
+
+    def restore(self) -> None:
+        """Put back what was there. The caller has checked `active`."""
+        if self._before is _ABSENT:
+            delattr(self.claim.owner, self.claim.name)
+        else:
+            setattr(self.claim.owner, self.claim.name, self._before)
+
+
+def verify(claims: Sequence[Claim]) -> list[Problem]:
+    """Every claim that cannot be honoured, and every attribute that two of them want."""
+    problems = [problem for claim in claims if (problem := claim.problem()) is not None]
+    seen: dict[tuple[int, str], Claim] = {}
+    for claim in claims:
+        other = seen.setdefault((id(claim.owner), claim.name), claim)
+        if other is not claim:
+            problems.append(Problem(claim.where, f"two claims ({other.reason}; {claim.reason})", "one"))
+    return problems
+
+
+def put_in_place(claims: Sequence[Claim]) -> list[Hook]:
+    """All or nothing: an error on the way undoes what was done."""
+    hooks: list[Hook] = []
+    try:
+        for claim in claims:
+            hooks.append(Hook(claim))
+    except BaseException:
+        for hook in reversed(hooks):
+            hook.restore()
+        raise
+    return hooks
+
+
+def give_back(hooks: Sequence[Hook]) -> None:
+    """Undo in reverse. Refuses, with all of them untouched, if somebody replaced one of ours since."""
+    foreign = [hook for hook in hooks if not hook.active]
+    if foreign:
+        raise HookRefused(
+            "cannot remove the plan",
+            [
+                Problem(hook.claim.where, "another replacement on top of ours", "ours", "undo in the reverse order of installing")
+                for hook in foreign
+            ],
+        )
+    for hook in reversed(hooks):
+        hook.restore()

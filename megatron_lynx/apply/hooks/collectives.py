@@ -1,0 +1,57 @@
+"""The tensor-parallel windows of local layers.
+
+Replaces              `dist_all_gather_func` and `dist_reduce_scatter_func` in `megatron.core.tensor_parallel.mappings` and `.layers`
+                      (bound there at import), and `torch.distributed.all_reduce`.
+Why                   each of them is a stretch in which compute waits for the tensor-parallel group.
+Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
+Holds                 the tensor-parallel group.
+Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data parallel).
+                      A gather whose result a frame already holds is served without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.window import Done
+
+
+def claims(engine: Engine, group: Any) -> Iterator[Claim]:
+    from megatron.core.tensor_parallel import layers, mappings
+
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is not group or not engine.in_half:
+                return original(*args, **kwargs)
+            work = engine.collective(lambda: original(*args, **{**kwargs, "async_op": True}))
+            return work if kwargs.get("async_op") else _waited(work)
+
+        return collective
+
+    def served_or_in_window(original: Any) -> Any:
+        windowed = in_window(original)
+
+        @wraps(original)
+        def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if engine.in_half and engine.serves(output):
+                return Done() if kwargs.get("async_op") else None
+            return windowed(output, *args, **kwargs)
+
+        return gather
+
+    for module in (mappings, layers):
+        yield Claim(module, "dist_reduce_scatter_func", in_window, "scatters a half's output or gradient")
+    yield Claim(mappings, "dist_all_gather_func", in_window, "gathers a gradient")
+    yield Claim(layers, "dist_all_gather_func", served_or_in_window, "gathers a half's input")
+    yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
+
+
+def _waited(work: Any) -> None:
+    work.wait()

@@ -1,0 +1,42 @@
+"""Megatron's random states: the default generators and the tracker of the model-parallel ones (no hook: it is only read and set).
+
+The tracker's states are restored as a *copy* of its dict, together with the name of the state in use: a fork inside a fork
+would otherwise draw other numbers in the replay (rule R13).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_lynx.runtime.rng import TorchRandom
+
+State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str]
+
+
+class MegatronRandom:
+    """A `RandomSource` over torch's generators and Megatron's tracker."""
+
+    def __init__(self) -> None:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        self._tracker: Any = get_cuda_rng_tracker()
+        self._torch = TorchRandom()
+
+    def capture(self) -> State:
+        return self._torch.capture(), self._tracker.get_states(), self._tracker._current_state_name
+
+    def restore(self, state: State) -> None:
+        default, tracked, name = state
+        self._torch.restore(default)
+        self._tracker.set_states(dict(tracked))
+        self._tracker._current_state_name = name
+
+    def same(self, one: State, other: State) -> bool:
+        return (
+            one[2] == other[2]
+            and one[1].keys() == other[1].keys()
+            and all(torch.equal(state, other[1][name]) for name, state in one[1].items())
+            and self._torch.same(one[0], other[0])
+        )

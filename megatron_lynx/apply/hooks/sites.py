@@ -1,0 +1,33 @@
+"""The submodule calls of a layer.
+
+Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...).
+Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without running it.
+Calls the original    once per call, unless a replay has its result.
+Holds                 nothing.
+Passes through when   the call is not made inside a half that is recorded or replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import SiteCall
+
+
+def claims(engine: Engine, layer: Module, number: int) -> Iterator[Claim]:
+    for layout in LAYOUTS.values():
+        for site, module in layout.modules_of(layer).items():
+
+            def hooked(original: Any, site: str = site, module: Module = module) -> Any:
+                def call_site(*args: Any, **kwargs: Any) -> Any:
+                    return engine.site(SiteCall(site, module, original, args, kwargs))
+
+                return call_site
+
+            yield Claim(module, "forward", hooked, "is a site of the plan", f"layer {number}.{site}")

@@ -1,0 +1,43 @@
+"""The order of micro-batches.
+
+Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module, read at
+                      each call by every schedule).
+Why                   which micro-batch's backward comes next, and in which phase, follows from the order of these calls.
+Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
+Holds                 the micro-batches in flight, by weak reference to their output tensor.
+Passes through when   gradients are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.runtime.engine import Engine
+
+
+def claims(engine: Engine) -> Iterator[Claim]:
+    from megatron.core.pipeline_parallel import schedules
+
+    def forward(original: Any) -> Any:
+        @wraps(original)
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            with engine.forward_pass() as ended_with:
+                result = original(*args, **kwargs)
+                ended_with(result)
+            return result
+
+        return forward_step
+
+    def backward(original: Any) -> Any:
+        @wraps(original)
+        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            with engine.backward_pass(output_tensor):
+                return original(input_tensor, output_tensor, *args, **kwargs)
+
+        return backward_step
+
+    yield Claim(schedules, "forward_step", forward, "begins and ends a micro-batch's forward")
+    yield Claim(schedules, "backward_step", backward, "begins and ends a micro-batch's backward")

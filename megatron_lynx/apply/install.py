@@ -1,0 +1,115 @@
+"""Installing a plan in three passes: resolve, verify, change. Any refusal leaves no trace.
+
+resolve   the live run, the release's table, the plan's stage, every claim
+verify    fingerprints; the plan against the run (`match`); every claim against every other and against what is there
+change    all hooks, or none
+
+with install(model, plan) as installation:      # or installation.remove(), between steps
+    train()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from megatron_lynx.apply import hook as holding
+from megatron_lynx.apply.assignment import agenda, policies
+from megatron_lynx.apply.hook import Claim, Hook
+from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps
+from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
+from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.apply.match import LiveRun, live_run, mismatches, refusals
+from megatron_lynx.apply.releases import present_release
+from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Installation:
+    """A plan in force. Removable between steps; usable as a context manager."""
+
+    def __init__(self, engine: Engine, hooks: list[Hook]) -> None:
+        self.engine = engine
+        """Counts and trace of what ran: `installation.engine.take_counts()`, `.trace`."""
+        self._hooks = hooks
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """What is held, in the order of installing."""
+        return tuple(self._hooks)
+
+    def remove(self) -> None:
+        """Put back every identical object. Raises `HookRefused` in the middle of a step; a second call does nothing."""
+        if self._hooks and self.engine.busy:
+            raise HookRefused(
+                "cannot remove the plan now",
+                [Problem("installation", "a step under way", "the end of a step", "call remove() between steps (rule R7)")],
+            )
+        holding.give_back(self._hooks)
+        self._hooks = []
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None:
+            self.engine.abandon()
+        self.remove()
+
+
+def install(model: Any, plan: Plan) -> Installation:
+    """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of its chunks.
+
+    To be called on every rank, after `parallel_state` and the model exist and before the first step.
+
+    Raises:
+        PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
+        HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to.
+    """
+    run = live_run(model)
+    if not isinstance(run, LiveRun):
+        raise HookRefused("this model cannot carry a plan", run)
+    if stale := present_release().stale():
+        raise HookRefused("megatron-core does not read as recorded", stale)
+    if refused := refusals(plan, run):
+        raise HookRefused("this run cannot carry a plan", refused)
+    if differing := mismatches(plan, run):
+        raise PlanMismatch("the plan does not fit this run", differing)
+    engine = Engine(
+        agenda(plan.stages[run.stage]),
+        warmup=run.pipeline - 1 - run.stage,
+        random=MegatronRandom(),
+        guard=left_as_they_were,
+        device=next(run.chunk.parameters()).device,
+    )
+    claims = list(_claims(engine, plan, run))
+    if conflicts := holding.verify(claims):
+        raise HookRefused("the plan cannot be installed", conflicts)
+    return Installation(engine, _changed(claims))
+
+
+def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
+    stage = plan.stages[run.stage]
+    of_layer = policies(plan, stage, gathered_input.start_gather(run.tensor_group))
+    for number, layer in run.layers.items():
+        yield from halves.claims(engine, layer, of_layer[number])  # type: ignore[arg-type]
+        yield from sites.claims(engine, layer, number)
+    yield from steps.claims(engine)
+    if run.pipeline > 1:
+        yield from receives.claims(engine)
+    if run.tensor > 1:
+        yield from collectives.claims(engine, run.tensor_group)
+        if any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values()):
+            yield from gathered_input.claims(engine)
+
+
+def _changed(claims: list[Claim]) -> list[Hook]:
+    hooks = holding.put_in_place(claims)
+    for hook in hooks:
+        log.info("megatron-lynx holds %s: %s", hook.claim.where, hook.claim.reason)
+    return hooks

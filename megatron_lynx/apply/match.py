@@ -1,0 +1,212 @@
+"""Whether a plan fits the live run: every way in which it does not, at once.
+
+    live facts   <── model config, parallel_state, the modules themselves          plan facts   <── plan.yaml
+                              └────────────── compared here, before anything is changed ──────────────┘
+
+Two kinds of answers. *Mismatch*: plan and run are both sound, but not for each other. *Refused* (rules R6, R14): the run uses
+something that the hooks cannot hold on to, or that works against the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.errors import Problem
+from megatron_lynx.plan.plan import Plan, Stage
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One rank of a run, as Megatron built it."""
+
+    chunk: Module
+    """The GPTModel, unwrapped."""
+    wrappers: tuple[Module, ...]
+    """What it was wrapped in, outermost first."""
+    config: Any
+    layers: dict[int, Module]
+    """The stage's transformer layers by Megatron's layer number."""
+    tensor: int
+    pipeline: int
+    stage: int
+    context: int
+    tensor_group: Any
+
+
+def live_run(model: Any) -> LiveRun | list[Problem]:
+    """The run that `model` (a module, or Megatron's list of chunks) is part of, or why it cannot be read."""
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    if len(chunks) != 1:
+        return [Problem("model", f"{len(chunks)} chunks (interleaved schedule)", "one", "run without virtual pipeline stages")]
+    wrappers, chunk = _unwrapped(chunks[0])
+    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
+    if layers is None:
+        return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
+
+    from megatron.core import parallel_state
+
+    return LiveRun(
+        chunk=chunk,
+        wrappers=wrappers,
+        config=chunk.config,
+        layers={layer.layer_number: layer for layer in layers},
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_world_size(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
+    wrappers = []
+    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
+        wrappers.append(model)
+        model = model.module
+    return tuple(wrappers), model
+
+
+def mismatches(plan: Plan, run: LiveRun) -> list[Problem]:
+    """Every way in which the plan was made for something else."""
+    problems = [*_layout(plan, run), *_model(plan, run)]
+    stage = next((stage for stage in plan.stages if stage.stage == run.stage), None)
+    if stage is None:
+        problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
+    else:
+        problems += _layers(stage, run)
+    return problems
+
+
+def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    found, live = plan.parallel, {"tensor": run.tensor, "pipeline": run.pipeline}
+    live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
+    for name, needed in live.items():
+        if getattr(found, name) != needed:
+            yield Problem(
+                f"plan: parallel.{name}",
+                str(getattr(found, name)),
+                f"{needed}, as this run has it",
+                "make a plan for this layout",
+            )
+
+
+def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    config = run.config
+    live = {
+        "layers": config.num_layers,
+        "hidden": config.hidden_size,
+        "ffn": config.ffn_hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_groups": config.num_query_groups,
+    }
+    for name, needed in live.items():
+        if getattr(plan.model, name) != needed:
+            found = getattr(plan.model, name)
+            yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
+
+
+def _layers(stage: Stage, run: LiveRun) -> Iterator[Problem]:
+    owned, live = list(stage.layers), list(run.layers)
+    if owned != live:
+        span = f"{live[0]}-{live[-1]}" if live else "none"
+        todo = "launch with the plan's layout, or make a plan for this one"
+        yield Problem(f"plan: stages.{stage.stage}.layers", str(stage.layers), f"{span}, as this rank has them", todo)
+
+
+def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
+    """Everything about the run that the hooks cannot work with."""
+    return [*_stock_recomputation(run), *_features(run), *_wrappers(run), *_layer_classes(run), *_random(run)]
+
+
+def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
+    """Two deciders would record the same tensors twice."""
+    granularity = getattr(run.config, "recompute_granularity", None)
+    if granularity:
+        todo = "drop --recompute-granularity (and -method, -num-layers, -modules): the plan decides what is recomputed"
+        yield Problem("--recompute-granularity", str(granularity), "none under a plan", todo)
+
+
+_FEATURES = {
+    "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading: the plan decides what is offloaded",
+    "tp_comm_overlap": "--tp-comm-overlap: userbuffers remove the windows",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: that schedule bypasses the layer's halves",
+    "delay_wgrad_compute": "--delay-wgrad-compute: weight gradients would be computed after their frame is gone",
+    "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
+    "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
+    "num_moe_experts": "experts: mixture-of-experts layers are not planned yet",
+    "multi_latent_attention": "--multi-latent-attention: its projections are not sites",
+    "mtp_num_layers": "--mtp-num-layers: multi-token prediction has layers outside decoder.layers",
+    "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
+    "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
+    "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
+    "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
+    "fp8": "--fp8-format: Transformer Engine layers are not held yet",
+    "fp4": "--fp4-format: Transformer Engine layers are not held yet",
+    "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
+}
+"""Config fields that must be off, and what to drop."""
+
+
+def _features(run: LiveRun) -> Iterator[Problem]:
+    for name, drop in _FEATURES.items():
+        value = getattr(run.config, name, None)
+        if value:
+            yield Problem(f"config.{name}", str(value), "off under a plan", f"drop {drop}")
+    graphs = getattr(run.config, "cuda_graph_impl", "none")
+    if graphs not in (None, "none"):
+        yield Problem(
+            "config.cuda_graph_impl", str(graphs), "none under a plan", "drop --cuda-graph-impl: graphs bypass every hook"
+        )
+    if run.context > 1:
+        yield Problem("context parallel size", str(run.context), "1", "its attention holds collectives; run without it")
+
+
+def _wrappers(run: LiveRun) -> Iterator[Problem]:
+    for wrapper in run.wrappers:
+        if "FullyShardedDataParallel" in type(wrapper).__name__:
+            todo = "use Megatron's DistributedDataParallel; with FSDP parameters do not exist between their uses"
+            yield Problem("model wrapper", type(wrapper).__name__, "no FSDP", todo)
+
+
+_LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
+_SITE_CLASSES = {
+    "linear_qkv": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "linear_proj": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+    "linear_fc1": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "linear_fc2": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+}
+
+
+def _layer_classes(run: LiveRun) -> Iterator[Problem]:
+    for number, layer in run.layers.items():
+        if _name_of(layer) != _LAYER_CLASS:
+            yield Problem(
+                f"layer {number}", _name_of(layer), _LAYER_CLASS, "mixture-of-experts and hybrid layers are not planned yet"
+            )
+            continue
+        for layout in LAYOUTS.values():
+            for site, module in layout.modules_of(layer).items():
+                needed = _SITE_CLASSES.get(site)
+                if needed is not None and _name_of(module) != needed:
+                    todo = "launch with --transformer-impl local; Transformer Engine layers are not held yet"
+                    yield Problem(f"layer {number}.{site}", _name_of(module), needed, todo)
+
+
+def _random(run: LiveRun) -> Iterator[Problem]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    if type(tracker) is not CudaRNGStatesTracker or tracker.use_cudagraphable_rng:
+        found = f"{type(tracker).__name__}, graphable: {getattr(tracker, 'use_cudagraphable_rng', '?')}"
+        todo = "drop --te-rng-tracker and CUDA-graph settings"
+        yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
+
+
+def _name_of(module: Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

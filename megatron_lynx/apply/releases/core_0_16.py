@@ -1,0 +1,36 @@
+"""megatron-core 0.16, recorded from 0.16.1."""
+
+from megatron_lynx.apply.releases.release import Release
+
+CORE_0_16 = Release(
+    version="0.16",
+    fingerprints={
+        "megatron.core.transformer.transformer_layer:TransformerLayer.forward": "a858d1d13f9f323e",
+        "megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention": "2e3a4131bea0ba89",
+        "megatron.core.transformer.transformer_layer:TransformerLayer._forward_mlp": "9125341d2e12d7f0",
+        "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "0ee15132e4bb71cd",
+        "megatron.core.transformer.transformer_block:TransformerBlock.forward": "f72b6c393aa44621",
+        "megatron.core.transformer.attention:Attention.forward": "0e779c3e4ce2b594",
+        "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": "c2416ff2504e51b3",
+        "megatron.core.transformer.mlp:MLP.forward": "c68406f3ca95514d",
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward": "1450046fe34ea330",
+        "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func": "412411216297327c",
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward": "3f9d98f23b319c03",
+        "megatron.core.tensor_parallel.layers:RowParallelLinear.forward": "2148db9855a3b204",
+        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward": "5ee1c1ef5c5f1e5e",
+        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward": "b50b2ea4a1c90270",
+        "megatron.core.tensor_parallel.mappings:_reduce": "d8dac1bff328972c",
+        "megatron.core.tensor_parallel.mappings:_gather_along_first_dim": "44633fe36d60a51f",
+        "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim": "7322068fab71d319",
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker": "0194c15fce9418b7",
+        "megatron.core.pipeline_parallel.schedules:forward_step": "24c526af44458ac2",
+        "megatron.core.pipeline_parallel.schedules:backward_step": "6ac4aa596b1b6261",
+        "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor": "13903f30b90cefe7",
+        "megatron.core.pipeline_parallel.schedules:custom_backward": "134012de6fb7d096",
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining": "84399467bcc06296",
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "ecf7d69308cda660",
+        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops": "20995746a48170ca",
+        "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops": "4b0901807501c561",
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": "a902480caa75a260",
+    },
+)

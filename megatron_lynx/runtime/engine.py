@@ -1,0 +1,371 @@
+"""The engine of one chunk: hooks report what Megatron does, and it records, replays and hands back.
+
+    Megatron                        engine                                     who keeps it
+    ------------------------------  -----------------------------------------  ------------------------
+    forward_step begins / ends      forward_pass()                             ledger
+      a half is called              half(): record                             frame, owned by the graph
+        a submodule is called       site()                                     recorder, replayer
+        a collective is issued      collective(): a window, fwd.*              agenda says what runs in it
+    receive of a gradient           receive(): a window, pipe.recv_backward    agenda
+    backward_step begins / ends     backward_pass(output)                      ledger
+      backward reaches a half       _enter()                                   ledger
+        a collective is issued      collective(): a window, bwd.*              agenda
+        a saved tensor is needed    _take(): replayed by now, or on demand     frame
+
+An engine belongs to one installation; nothing is kept on modules (rule R13), nothing per thread (rule R12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.errors import Problem, ReplayError
+from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, SiteCall
+from megatron_lynx.runtime.ledger import Ledger, MicroBatch
+from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.replay import Replayer, present_autocast
+from megatron_lynx.runtime.rng import RandomSource, TorchRandom
+from megatron_lynx.runtime.saved import detached, map_nest, storage_of, tensors_in
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.window import RECV_BACKWARD, Agenda, Phase, Place, WindowedWork, WindowKey
+
+Guard = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Counts:
+    """What an engine did since they were last taken."""
+
+    recorded: int = 0
+    """Frames that let something go."""
+    hidden: int = 0
+    """Replays that ran inside a window."""
+    on_demand: int = 0
+    """Replays that backward waited for."""
+    gathered: int = 0
+    """Inputs gathered once."""
+    live_ahead: int = 0
+    """The most frames of one micro-batch that were regenerated before backward reached them."""
+
+    @property
+    def replayed(self) -> int:
+        return self.hidden + self.on_demand
+
+
+class Engine:
+    """Everything of one installation that changes while training runs."""
+
+    def __init__(
+        self,
+        agenda: Agenda | None = None,
+        *,
+        warmup: int = 0,
+        random: RandomSource | None = None,
+        guard: Guard = nullcontext,
+        device: torch.device | None = None,
+    ) -> None:
+        self.agenda = agenda or Agenda()
+        self.ledger = Ledger(warmup)
+        self.trace = Trace(device)
+        self.counts = Counts()
+        self._random = random or TorchRandom()
+        self._guard = guard
+        self._scope: Recorder | Replayer | Passage | None = None
+        self._entered_at: Any = None
+
+    @property
+    def in_half(self) -> bool:
+        """Whether a half runs, or its backward does."""
+        return self._scope is not None or self.ledger.entered is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way (rule R7)."""
+        return self._scope is not None or self.ledger.busy
+
+    def abandon(self) -> None:
+        """Forget the step under way: it failed."""
+        self._scope = None
+        self.ledger.abort()
+
+    def take_counts(self) -> Counts:
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    # --- what the hooks on the schedule report -------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[Callable[[Any], None]]:
+        """One micro-batch's forward. Call what is yielded with the output."""
+        if not torch.is_grad_enabled():
+            yield lambda output: None
+            return
+        self.ledger.begin_forward()
+        with self._aborting():
+            yield self.ledger.end_forward
+
+    @contextmanager
+    def backward_pass(self, output: Any) -> Iterator[None]:
+        """One micro-batch's backward, from the output of its forward."""
+        micro_batch = self.ledger.begin_backward(output)
+        with self._aborting():
+            yield
+        self._close_backward_span()
+        self.ledger.end_backward(micro_batch)
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    # --- what the hooks on layers report -------------------------------------------------------------------------------
+
+    def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a layer half. In evaluation nothing is recorded."""
+        if not torch.is_grad_enabled():
+            return code(*args, **kwargs)
+        self.ledger.leave()  # a forward runs, so no backward does
+        _refuse_foreign_hooks(policy)
+        frame = self._new_frame(policy, code, args, kwargs)
+        scope = Recorder(frame, self._random, self._take) if policy.replay else Passage(frame)
+        with self._inside(scope), self._span("forward", frame):
+            outputs = scope.run(args, kwargs)
+        self.counts.recorded += frame.lets_go
+        self._mark_entry(frame, outputs)
+        return outputs
+
+    def site(self, call: SiteCall) -> Any:
+        """One submodule call; outside of a half it is only passed on."""
+        return call() if self._scope is None else self._scope.site(call)
+
+    def _new_frame(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+        key = (policy.layer, policy.half)
+        micro_batch = self.ledger.micro_batch_for(key)
+        inputs = (map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)) if policy.replay else None
+        random = self._random.capture() if policy.replay else None
+        frame = Frame(policy, micro_batch, code, inputs, random, present_autocast())
+        micro_batch.frames[key] = frame
+        return frame
+
+    def _mark_entry(self, frame: Frame, outputs: Any) -> None:
+        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
+        output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
+        if output is not None:
+            output.register_hook(lambda _: self._enter(frame))
+        if not frame.lets_go:
+            frame.give_up_inputs()
+
+    # --- backward ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, frame: Frame) -> None:
+        if not torch.autograd._is_checkpoint_valid():
+            raise _partial_backward(frame)
+        self._close_backward_span()
+        self.ledger.enter(frame)
+        self._entered_at = self.trace.now()
+
+    def _close_backward_span(self) -> None:
+        frame = self.ledger.entered
+        if frame is not None:
+            self.trace.add("backward", *frame.key, frame.micro_batch.number, None, self._entered_at)
+            frame.gathering = None
+
+    def _take(self, handle: Handle) -> Tensor:
+        if torch.is_grad_enabled():
+            raise _second_order(handle.frame)
+        if handle.frame.lets_go:
+            self._replay(handle.frame, "on_demand")
+            self.counts.on_demand += 1
+        return handle.take()
+
+    # --- replay --------------------------------------------------------------------------------------------------------
+
+    def _replay(self, frame: Frame, window: str) -> None:
+        with self._span("replay", frame, window):
+            if frame.policy.gather_site is not None and frame.gathering is None:
+                self._gather(frame)
+            self._run(Replayer(frame, self._random))
+        if frame.wanted:
+            raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
+        frame.give_up_inputs()
+
+    def _gather(self, frame: Frame) -> None:
+        """Run the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
+        up_to = Replayer(frame, self._random, up_to_gather=True)
+        self._run(up_to)
+        assert up_to.to_gather is not None, f"{frame.policy.name} never reached {frame.policy.gather_site}"
+        assert frame.policy.gather is not None, f"{frame.policy.name} has a gather site and no way to gather"
+        frame.gathering = frame.policy.gather(up_to.to_gather)
+        self.counts.gathered += 1
+
+    def _run(self, replayer: Replayer) -> None:
+        with self._inside(replayer), self._guard():
+            replayer.run()
+
+    # --- windows -------------------------------------------------------------------------------------------------------
+
+    def collective(self, start: Callable[[], Any]) -> Any:
+        """Issue a collective of the tensor-parallel group. Its `Work` runs a window if it was issued inside a half.
+
+        `start` issues it asynchronously. A replay must not communicate (rule R2).
+        """
+        if isinstance(self._scope, Replayer):
+            raise _collective_in_replay(self._scope.frame)
+        place, micro_batch, phase = self._place()
+        work = start()
+        if place is None:
+            return work
+        return WindowedWork(work, lambda wait: self._window(place, micro_batch, phase, wait))
+
+    def receive(self, works: list[Any]) -> list[Any]:
+        """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
+        micro_batch = self.ledger.hidden_by_receive()
+        if micro_batch is None:
+            return works
+        pending = [True]
+
+        def window(wait: Callable[[], Any]) -> Any:
+            if not pending:
+                return wait()
+            pending.clear()
+            return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
+
+        return [WindowedWork(work, window) for work in works]
+
+    def gathered_input(self) -> Tensor | None:
+        """The buffer that a gather of the present site's input would fill, if it was filled already."""
+        frame = self._scope.frame if isinstance(self._scope, Replayer) and self._scope.in_gather_site else None
+        if self._scope is None:
+            frame = self.ledger.entered
+        return frame.gathering[0] if frame is not None and frame.gathering is not None else None
+
+    def serves(self, output: Tensor) -> bool:
+        """Whether a gather into `output` is already done. It keeps its ordinal, so that windows keep their names."""
+        buffer = self.gathered_input()
+        if buffer is None or storage_of(buffer) != storage_of(output):
+            return False
+        if self._scope is None:
+            self.ledger.ordinal += 1
+        return True
+
+    def _place(self) -> tuple[Place | None, MicroBatch | None, Phase]:
+        """Where the collective issued now stands, and whose replays it hides."""
+        if self._scope is not None:
+            layer, half = self._scope.frame.key
+            place = Place("fwd", layer, half, self._scope.collectives)  # type: ignore[arg-type, union-attr]
+            self._scope.collectives += 1  # type: ignore[union-attr]
+            return place, self.ledger.hidden_by_forward(), "steady"
+        entered = self.ledger.entered
+        if entered is None:
+            return None, None, "steady"
+        place = Place("bwd", *entered.key, self.ledger.ordinal)  # type: ignore[arg-type]
+        self.ledger.ordinal += 1
+        return place, entered.micro_batch, entered.micro_batch.phase
+
+    def _window(self, window: WindowKey, micro_batch: MicroBatch | None, phase: Phase, wait: Callable[[], Any]) -> Any:
+        kind = "recv" if window == RECV_BACKWARD else "window"
+        number = micro_batch.number if micro_batch else None
+        with self.trace.span(kind, window=str(window), micro_batch=number):
+            if micro_batch is not None:
+                self._replay_ahead(window, micro_batch, phase)
+            waited = wait()
+        if micro_batch is not None:
+            for key in self.agenda.gathers_behind(window):
+                frame = micro_batch.frames.get(key)
+                if frame is not None and frame.lets_go and frame.gathering is None:
+                    with self._span("gather", frame, str(window)):
+                        self._gather(frame)
+        return waited
+
+    def _replay_ahead(self, window: WindowKey, micro_batch: MicroBatch, phase: Phase) -> None:
+        for key in self.agenda.replays_in(window, phase):
+            frame = micro_batch.frames.get(key)
+            if frame is None or not frame.lets_go:
+                continue
+            if frame is not self.ledger.entered:
+                if len(micro_batch.ahead) >= self.agenda.ahead_depth:
+                    return  # rule R4; what is left is replayed on demand (R5)
+                micro_batch.ahead.add(key)
+                self.counts.live_ahead = max(self.counts.live_ahead, len(micro_batch.ahead))
+            self._replay(frame, str(window))
+            self.counts.hidden += 1
+
+    # --- small things --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _inside(self, scope: Recorder | Replayer | Passage) -> Iterator[None]:
+        outer, self._scope = self._scope, scope
+        try:
+            yield
+        finally:
+            self._scope = outer
+
+    def _span(self, kind: Any, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
+        return self.trace.span(kind, *frame.key, frame.micro_batch.number, window)
+
+
+def _refuse_foreign_hooks(policy: HalfPolicy) -> None:
+    """Saved-tensor hooks of somebody else would see handles instead of tensors, or none at all (rule R14)."""
+    if policy.replay and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise ReplayError(
+            "other saved-tensor hooks are active",
+            [
+                Problem(
+                    where=f"forward of {policy.name}",
+                    found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
+                    needed="none around layers that the plan replays",
+                    todo="leave that context before the model runs, or keep every item of these layers in the plan",
+                )
+            ],
+        )
+
+
+def _partial_backward(frame: Frame) -> ReplayError:
+    return ReplayError(
+        "torch.autograd.grad (or backward with inputs=) cannot run through replayed activations",
+        [
+            Problem(
+                where=f"backward of {frame.policy.name}",
+                found="a backward for chosen inputs",
+                needed="a whole backward: what it does not reach would stay in memory",
+                todo="call .backward() without inputs=, or remove the installation around this call",
+            )
+        ],
+    )
+
+
+def _second_order(frame: Frame) -> ReplayError:
+    return ReplayError(
+        "a replayed activation has no second derivative",
+        [
+            Problem(
+                where=f"backward of {frame.policy.name}",
+                found="backward with create_graph=True",
+                needed="create_graph=False",
+                todo="remove the installation around this call",
+            )
+        ],
+    )
+
+
+def _collective_in_replay(frame: Frame) -> ReplayError:
+    return ReplayError(
+        "a replay would communicate",
+        [
+            Problem(
+                where=f"replay of {frame.policy.name}",
+                found="a collective of the tensor-parallel group",
+                needed="none: it would queue behind the one that the replay hides behind (rule R2)",
+                todo="keep the site that communicates, or give its half a gather in the plan",
+            )
+        ],
+    )

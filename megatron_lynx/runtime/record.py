@@ -1,0 +1,155 @@
+"""Recording a half: run it, and let go of what its replay will regenerate.
+
+[1] code between sites runs under default hooks: what a replayed item saves becomes a handle
+[2] a replayed site without parameters runs the same way
+[3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
+      replayed site   all but parameters
+      kept site       only those that share memory with an argument which the replay regenerates anyway
+[4] what a kept site returned is remembered, as far as a replay will have to pass it
+[5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, SiteCall, View
+from megatron_lynx.runtime.rng import RandomSource
+from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, tensors_in
+
+
+class Recorder:
+    """One call of one half. `take(handle)` is how backward gets a tensor back."""
+
+    def __init__(self, frame: Frame, random: RandomSource, take: Callable[[Handle], Tensor]) -> None:
+        self.frame = frame
+        self.collectives = 0
+        self._random = random
+        self._take = take
+        self._item: str | None = None
+        self._segment = 0
+        self._ordinal = 0
+        self._row_segment = -1
+        self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._hooks:
+            outputs = self.frame.code(*args, **kwargs)
+        self._settle_memos()
+        return outputs
+
+    def site(self, call: SiteCall) -> Any:
+        arguments = call.arguments
+        if not self._replays(self._item):
+            self._resident.update(map(storage_of, arguments))  # [5]
+        self._enter(call.name)
+        if not self._replays(call.name):
+            outputs = self._keep(call, arguments)
+        elif not call.owns_parameters:
+            outputs = call()  # [2]
+        else:
+            with self._without_hooks():
+                outputs = call()
+            self._let_go(call, outputs, arguments, arguments)  # [3]
+        self._enter(self.frame.policy.code_behind.get(call.name, call.name))
+        return outputs
+
+    def _keep(self, call: SiteCall, arguments: list[Tensor]) -> Any:
+        before = self._random.capture()
+        with self._without_hooks():
+            outputs = call()
+        behind = self._random.capture()
+        regenerated = [tensor for tensor in arguments if storage_of(tensor) not in self._resident]
+        self._let_go(call, outputs, arguments, regenerated)  # [3]
+        if call.name == self.frame.policy.row_parallel:
+            self._row_segment = self._segment
+            remembered = map_nest(Tensor, _absent, outputs)
+        else:
+            remembered = map_nest(Tensor, detached, outputs)
+            self._resident.update(map(storage_of, tensors_in(outputs)))
+        self.frame.memos[self._segment] = Memo(remembered, None if self._random.same(before, behind) else behind)  # [4]
+        return outputs
+
+    def _let_go(self, call: SiteCall, outputs: Any, arguments: list[Tensor], regenerated: list[Tensor]) -> None:
+        """Turn saved tensors of the site's nodes into handles: views of regenerated arguments and, where the site is replayed,
+        everything else but parameters."""
+        parameters = {storage_of(parameter) for parameter in call.module.parameters()}
+        argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
+        may_go = {storage_of(tensor) for tensor in regenerated}
+        for raw, tensor in saved_between(outputs, arguments):
+            storage = storage_of(tensor)
+            if storage in parameters:
+                continue
+            if storage in argument_at:
+                if storage in may_go:
+                    raw.register_hooks(partial(self._pack_view, argument_at[storage]), self._unpack)
+            elif self._replays(self._item):
+                raw.register_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        key = (self._segment, self._ordinal)
+        self._ordinal += 1
+        # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
+        return self.frame.want(key) if self._replays(self._item) else tensor.detach()  # [1]
+
+    def _pack_view(self, argument: int, tensor: Tensor) -> Handle:
+        key = (self._segment, -1 - len(self.frame.views))
+        self.frame.views[key] = View.of(tensor, argument)
+        return self.frame.want(key)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return self._take(packed) if isinstance(packed, Handle) else packed
+
+    def _settle_memos(self) -> None:
+        """Drop what no replay will pass, and the values of what it passes only to reach the code behind the row-parallel site."""
+        wanted, memos = self.frame.wanted, self.frame.memos
+        last = max((segment for segment, _ in wanted), default=-1)
+        last_with_values = max((segment for segment, _ in wanted if segment <= self._row_segment), default=-1)
+        for segment in list(memos):
+            if segment >= last:
+                del memos[segment]
+            elif segment >= last_with_values:
+                memos[segment] = Memo(map_nest(Tensor, _absent, memos[segment].outputs), memos[segment].random)
+
+    def _replays(self, item: str | None) -> bool:
+        return item in self.frame.policy.replay
+
+    def _enter(self, item: str) -> None:
+        self._segment += 1
+        self._ordinal = 0
+        self._item = item
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        self._hooks.__exit__()
+        try:
+            yield
+        finally:
+            self._hooks.__enter__()
+
+
+class Passage:
+    """One call of a half that lets nothing go: only its collectives are counted."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.collectives = 0
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.frame.code(*args, **kwargs)
+
+    def site(self, call: SiteCall) -> Any:
+        return call()
+
+
+def _absent(tensor: Tensor) -> Any:
+    return tensor if isinstance(tensor, torch.nn.Parameter) else Absent.of(tensor)

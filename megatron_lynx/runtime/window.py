@@ -1,0 +1,80 @@
+"""Windows: what the plan runs while a collective or a receive is under way.
+
+    issue ──> [ collective in flight ............................. ]
+    wait()    │ [1] replays of this window, on the current stream   │ [2] the wait proper │ [3] gathers behind it
+
+One mechanism for every kind: whatever returns a `Work` returns a `WindowedWork` instead. What runs is decided by the plan
+alone (rule R1), equal on all ranks of the group, and holds no collective (rule R2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from megatron_lynx.items import Half
+
+Phase = Literal["steady", "cooldown"]
+RECV_BACKWARD = "pipe.recv_backward"
+
+
+class Place(NamedTuple):
+    """One collective of one half, as an address: which pass, which layer and half, the how-manieth."""
+
+    passing: Literal["fwd", "bwd"]
+    layer: int
+    half: Half
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"{self.passing}.{self.half}.{self.ordinal}@{self.layer}"
+
+
+FrameKey = tuple[int, str]
+"""(layer, half)."""
+
+WindowKey = Place | Literal["pipe.recv_backward"]
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """What the plan assigned: frames to windows, by phase of the micro-batch whose backward they are for."""
+
+    replays: Mapping[Phase, Mapping[WindowKey, tuple[FrameKey, ...]]] = field(default_factory=dict)
+    gathers: Mapping[WindowKey, tuple[FrameKey, ...]] = field(default_factory=dict)
+    """Frames whose input is gathered behind a window."""
+    ahead_depth: int = 0
+
+    def replays_in(self, window: WindowKey, phase: Phase) -> tuple[FrameKey, ...]:
+        return self.replays.get(phase, {}).get(window, ())
+
+    def gathers_behind(self, window: WindowKey) -> tuple[FrameKey, ...]:
+        return self.gathers.get(window, ())
+
+
+class WindowedWork:
+    """A `Work` whose first wait runs a window. Everything else is the work's own."""
+
+    def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work = work
+        self._window: Callable[[Callable[[], Any]], Any] | None = window
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return window(lambda: self._work.wait(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class Done:
+    """The `Work` of something that needed no communication."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
