@@ -1,0 +1,1 @@
+"""What a job costs: seconds, bytes and FLOPs, each formula in one place."""

@@ -1,0 +1,88 @@
+"""What a replay of one layer half runs, what it regenerates, and what stays in memory for it.
+
+    item        norm ─────> linear_qkv ─────> rotary ─────> core_attention ─────> linear_proj ─────> bda
+    block            norm_out          qkv_out        q, k                probs, context        mask
+
+    replay = {norm, core}:  norm runs, linear_qkv hands over its memo, rotary and core run, linear_proj is reached: stop.
+
+ [1] a replayed item lets go of what its backward reads; it, and the code on the way, runs again
+ [2] a kept site lets go of its argument, where the replay makes that anyway; the replay must only *reach* it
+ [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
+ [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads the row-parallel one's
+These are the rules of `runtime.record`, for sizes instead of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.profiler.profile import SavedTensor
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One half under one choice of replayed items. Bytes count the half's saved blocks, not its input."""
+
+    runs: tuple[str, ...]
+    """The items that a replay runs, in order; kept code on the way included, kept sites not."""
+    stays_bytes: int
+    """What is held from forward to backward."""
+    regenerated_bytes: int
+    """What the replay makes."""
+
+
+def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
+    """What follows from replaying exactly `replay` in this half."""
+    order = ITEMS_OF[half]
+    row = next(index for index, item in enumerate(order) if item in ROW_PARALLEL)
+    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(order, tensor, item, replay)]) for tensor in tensors]
+    reached = [order.index(item) for _, items in let_go for item in items]
+    last = max((_last_run(order, tensor, item) for tensor, items in let_go for item in items), default=-1)
+    passed = max((index for index in reached if index <= row), default=-1)
+    runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay)
+    stays = regenerated = 0
+    for tensor, items in let_go:
+        remembered = tensor.output and tensor.made_by not in (*replay, *ROW_PARALLEL) and order.index(tensor.made_by) < passed  # [4]
+        if remembered or set(tensor.saved_by) - set(items):
+            stays += tensor.bytes
+        elif items:
+            regenerated += tensor.bytes
+    return Replay(runs, stays, regenerated)
+
+
+def sensible_choices(half: Half, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:
+    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5.
+
+    A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
+    again anyway need not hold what it saves.
+    """
+    candidates = [item for item in ITEMS_OF[half] if item not in ROW_PARALLEL]
+    for size in range(len(candidates) + 1):
+        for chosen in combinations(candidates, size):
+            if replay_of(half, tensors, chosen).runs == chosen:
+                yield chosen
+
+
+def _lets_go(order: Sequence[str], tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
+    """Whether `item`'s hold on the tensor becomes a handle."""
+    if item in replay:
+        return True  # [1]
+    if item in CODE_ITEMS or not _is_argument(order, tensor, item) or tensor.made_by == "input":
+        return False
+    from_kept_site = tensor.output and tensor.made_by not in replay
+    before = order[order.index(item) - 1]
+    return before in replay and not from_kept_site  # [2] [3]
+
+
+def _is_argument(order: Sequence[str], tensor: SavedTensor, item: str) -> bool:
+    return tensor.made_by == "input" or order.index(tensor.made_by) < order.index(item)
+
+
+def _last_run(order: Sequence[str], tensor: SavedTensor, item: str) -> int:
+    """The last item that must run before this handle can be filled: a linear's argument exists when the linear is reached."""
+    index = order.index(item)
+    own = item in CODE_ITEMS or not _is_argument(order, tensor, item)
+    return index if own else index - 1

@@ -1,0 +1,105 @@
+"""Timing the messages of a job between the ranks that will send them.
+
+    every rank:  barrier ─ n x message ─ ...     median of each rank, the slowest rank counts (a collective ends when the last one has it)
+
+Sizes: for all-gather and reduce-scatter, of the gathered tensor; for p2p, of what one rank sends the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.profiler.profile import LinkKind, LinkPoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+WARMUP = 2
+"""Messages before the first that counts: connections are made on first use."""
+
+
+def messages_of(job: Job) -> dict[LinkKind, int]:
+    """The message of each kind that the layers of this job send, in bytes."""
+    model, parallel = job.model, job.parallel
+    whole = model.seq * job.batch.micro * model.hidden * model.element_bytes
+    messages: dict[LinkKind, int] = {}
+    if parallel.sequence_parallel:
+        messages |= {"all_gather": whole, "reduce_scatter": whole}
+    elif parallel.tensor > 1:
+        messages["all_reduce"] = whole
+    if parallel.pipeline > 1:
+        messages["p2p"] = whole // parallel.tensor if parallel.sequence_parallel else whole
+    return messages
+
+
+def measure_links(
+    kinds: Iterable[LinkKind], sizes_bytes: Sequence[int], group: ProcessGroup, device: torch.device, repetitions: int = 7
+) -> tuple[LinkPoint, ...]:
+    """Time messages of these kinds and sizes over `group`. Every rank of the group calls it alike, and gets the same answer.
+
+    Sizes are rounded down to whole fp32 elements on every rank. `p2p` goes from each rank to the next one and needs two ranks.
+    """
+    points = []
+    for kind in kinds:
+        for size in sizes_bytes:
+            send = _message(kind, size, group, device)
+            points.append(LinkPoint(kind=kind, bytes=size, seconds=_slowest(_median_seconds(send, group, repetitions), group, device)))
+    return tuple(points)
+
+
+def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    """A call that sends one message and returns when it has arrived."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    count = max(1, size_bytes // 4 // ranks)
+    part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    return lambda: _pass_on(whole, group)
+
+
+def _pass_on(whole: torch.Tensor, group: ProcessGroup) -> None:
+    """Even ranks send to the next one, odd ranks receive: one message on each link, one way."""
+    import torch.distributed as dist
+
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank % 2 == 0 and rank + 1 < ranks:
+        dist.send(whole, dist.get_global_rank(group, rank + 1), group=group)
+    elif rank % 2:
+        dist.recv(whole, dist.get_global_rank(group, rank - 1), group=group)
+
+
+def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: int) -> float:
+    import torch
+    import torch.distributed as dist
+
+    seconds = []
+    for repetition in range(WARMUP + repetitions):
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        send()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if repetition >= WARMUP:
+            seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def _slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
+    import torch
+    import torch.distributed as dist
+
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return float(slowest.item())

@@ -1,0 +1,183 @@
+"""The profile: what one layer, one link and the ends of the model cost, and where those figures came from.
+
+    measured.measure_layer ──HalfProfile──┐
+    links.measure_links ─────LinkPoint────┼──> Profile ──save_profile──> profile.yaml ──load_profile──> planner
+    measured.measure_block ──BlockSeconds─┘
+
+Seconds and bytes are those of one micro-batch on one rank, that is of one tensor-parallel shard, without communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_lynx.items import ITEMS_OF, Half
+from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, write_yaml
+
+PROFILE_VERSION = 1
+
+LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SavedTensor(_Part):
+    """One memory block that a layer half's backward, or a replay that passes it, needs. Views share their block."""
+
+    bytes: int = Field(ge=0)
+    made_by: str
+    """The item that made it, or `input` for what the half was called with."""
+    saved_by: tuple[str, ...]
+    """The items whose backward reads it, in order. Empty for a site's output that only a replay would have to pass."""
+    output: bool = False
+    """Whether it is what its site returned (a kept site's output is remembered where a replay has to pass it)."""
+
+
+class ItemProfile(_Part):
+    """One item, one micro-batch. A replay takes as long as the forward did."""
+
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    saved_bytes: int = Field(ge=0)
+    """What it adds to the memory held until backward: blocks that nothing before it had saved, without parameters."""
+    output_bytes: int = Field(ge=0)
+    flops: int = Field(ge=0)
+    """Of the GEMMs and batched GEMMs of its forward, as torch's FlopCounterMode counts them."""
+    dgrad_s: float = Field(default=0.0, ge=0)
+    """Linear layers: the part of backward that makes the gradient of the input (stock hides the input all-gather behind it)."""
+    wgrad_s: float = Field(default=0.0, ge=0)
+    """Linear layers: the part that makes the gradient of the weight (stock hides the gradient's reduction behind it)."""
+
+
+class HalfProfile(_Part):
+    """One half of one layer."""
+
+    input_bytes: int = Field(ge=0)
+    items: dict[str, ItemProfile]
+    tensors: tuple[SavedTensor, ...]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(item.forward_s for item in self.items.values())
+
+    @property
+    def backward_s(self) -> float:
+        return sum(item.backward_s for item in self.items.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the half holds when everything is kept: its input and every saved block."""
+        return self.input_bytes + sum(tensor.bytes for tensor in self.tensors if tensor.saved_by)
+
+
+class BlockSeconds(_Part):
+    """Seconds of one pass of a block, one micro-batch."""
+
+    forward_s: float = Field(default=0.0, ge=0)
+    backward_s: float = Field(default=0.0, ge=0)
+
+
+class LinkPoint(_Part):
+    """One measured message. For all-gather and reduce-scatter `bytes` is the size of the whole (gathered) tensor."""
+
+    kind: LinkKind
+    bytes: int = Field(ge=1)
+    seconds: float = Field(ge=0)
+
+
+class Shape(_Part):
+    """What the figures were measured for; a profile of another shape is refused by the planner."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_groups: int
+    seq: int
+    micro: int
+    dtype: str
+    tensor: int
+    sequence_parallel: bool
+
+
+class Source(_Part):
+    """Where the figures came from."""
+
+    how: Literal["measured", "analytic"]
+    machine: str
+    """What was measured on, as a person would say it."""
+    made_by: str
+    """Our version, and the versions of torch and megatron-core."""
+    repetitions: int = Field(ge=1)
+    """Every figure is the median of so many."""
+    interconnect: str = "as found"
+    """What lay between the ranks: a shaped link, loopback, NVLink, emulated."""
+
+
+class Profile(_Part):
+    """A whole profile, version 1."""
+
+    version: Literal[1] = 1
+    source: Source
+    shape: Shape
+    attention: HalfProfile
+    mlp: HalfProfile
+    links: tuple[LinkPoint, ...] = ()
+    embedding: BlockSeconds = BlockSeconds()
+    head: BlockSeconds = BlockSeconds()
+    """Final norm, output projection and loss."""
+    interference: float = Field(default=1.0, ge=1.0)
+    """How many times longer a replay takes while a collective is under way."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Profile:
+        problems = []
+        for half, items in ITEMS_OF.items():
+            if set(self.half(half).items) != set(items):
+                problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def half(self, half: Half) -> HalfProfile:
+        return self.attention if half == "attention" else self.mlp
+
+    def link_s(self, kind: LinkKind, size_bytes: int) -> float:
+        """Seconds of one message, on straight lines between the measured sizes.
+
+        Beyond the largest the last line goes on; below the smallest everything is latency. One point alone is taken to be
+        all bandwidth. A kind without any point costs nothing: no group in what was measured sends it.
+        """
+        points = sorted((point.bytes, point.seconds) for point in self.links if point.kind == kind)
+        if not points or not size_bytes:
+            return 0.0
+        sizes, seconds = zip(*points, strict=True)
+        if len(points) == 1:
+            return float(seconds[0] * size_bytes / sizes[0])
+        if size_bytes < sizes[0]:
+            return float(seconds[0])
+        if size_bytes > sizes[-1]:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+            return float(seconds[-1] + slope * (size_bytes - sizes[-1]))
+        return float(np.interp(size_bytes, sizes, seconds))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the profile's canonical JSON: what a plan records as its origin."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a profile, YAML or JSON. Raises `ConfigError` with every problem and its place."""
+    return validated(Profile, read_yaml(path), os.fspath(path))
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write it as YAML, whole or not at all. Raises `ConfigError` where the path cannot be written."""
+    write_atomically(path, write_yaml(profile.model_dump(mode="json")))
