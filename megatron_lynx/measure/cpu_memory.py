@@ -48,9 +48,14 @@ def remember_blocks() -> None:
     try:
         flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _FLAG)
     except (OSError, ValueError) as error:
-        problem = Problem(f"torch {torch.__version__}", str(error), f"a C10 library with {_FLAG}", "use a release wheel of PyTorch")
+        problem = Problem(
+            f"torch {torch.__version__}", str(error), f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
+        )
         raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
-    flag.value = True
+    with _quiet():  # the allocator warns about the first block whose size it does not know: let that be this one
+        unknown = torch.empty(1, device="cpu")
+        flag.value = True
+        del unknown
 
 
 @final
@@ -77,12 +82,12 @@ class CpuMeter(ActivationMeter):
         with _quiet():
             self._profiler.__exit__(kind, error, traceback)
         if error is None:
-            self.use = self._read(self._profiler.kineto_results.experimental_event_tree())
+            self.use = self._read(self._profiler.kineto_results)
 
-    def _read(self, tree: Any) -> MemoryUse:
+    def _read(self, results: Any) -> MemoryUse:
         at_mark: dict[int, int] = {}
         totals: list[int] = []
-        for mark, report in _reports(tree):
+        for mark, report in _reports(results.experimental_event_tree()):
             if mark is None:
                 totals.append(report.total_allocated)
             elif report.alloc_size > 0:
@@ -98,7 +103,7 @@ class CpuMeter(ActivationMeter):
 
 def _reports(tree: Any) -> Iterator[tuple[int | None, Any]]:
     """The CPU allocator's reports, each with the number of the mark that made it (None: the step itself)."""
-    pending = [(None, event) for event in tree]
+    pending: list[tuple[int | None, Any]] = [(None, event) for event in tree]
     while pending:
         mark, event = pending.pop()
         if event.name.startswith(_MARK):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 
@@ -57,7 +57,7 @@ class ActivationMeter(ABC):
     use: MemoryUse
 
     @abstractmethod
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> ActivationMeter: ...
 
     @abstractmethod
     def mark(self, name: str) -> None:

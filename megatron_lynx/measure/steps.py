@@ -1,9 +1,9 @@
 """Seconds of a step under several settings, which take turns, so that a machine that slows down slows them all.
 
-    warm-up   A B C   A B C                not kept
-    round 0   |A |B |C                     | barrier of all ranks and, on CUDA, an idle device: not timed
-    round 1   |A |B |C
-              └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
+warm-up   A B C   A B C                not kept
+round 0   |A |B |C                     | barrier of all ranks and, on CUDA, an idle device: not timed
+round 1   |A |B |C
+          └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""A timeline as a Chrome trace, for ui.perfetto.dev: one process per rank, one thread per lane, microseconds.
+
+{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}, ...
+                 {"ph": "X", "name": "replay mlp(3)", "pid": 0, "tid": 1, "ts": 12.5, "dur": 3.0, "args": {...}}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.yaml_file import write_atomically
+
+THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3}
+COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
+"""Names of the trace viewer's palette."""
+
+
+def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """Names of processes and threads first, then all spans by start."""
+    named = [event for rank in timeline.ranks for event in _names(rank)]
+    spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
+    return named + sorted(spans, key=lambda event: (event["ts"], -event["dur"]))
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    write_atomically(path, json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+
+
+def thread_of(span: Span) -> str:
+    """Replays and gathers have threads of their own: on one thread a trace viewer wants spans to nest, and these may not."""
+    if span.kind in ("forward", "backward"):
+        return "compute"
+    return span.kind if span.kind in ("replay", "gather") else "communication"
+
+
+def _names(rank: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for name, number in THREADS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+
+
+def _event(rank: int, span: Span) -> dict[str, Any]:
+    colour = "good" if span.hidden else "terrible" if span.on_demand else COLOURS.get(span.kind)
+    known = {"layer": span.layer, "half": span.half, "micro_batch": span.micro_batch, "window": span.window}
+    return {
+        "ph": "X",
+        "cat": span.kind,
+        "name": span.name,
+        "pid": rank,
+        "tid": THREADS[thread_of(span)],
+        "ts": span.start_s * 1e6,
+        "dur": span.seconds * 1e6,
+        **({"cname": colour} if colour else {}),
+        "args": {key: value for key, value in known.items() if value is not None},
+    }

@@ -1,0 +1,135 @@
+"""A measurement for people: a table on the terminal, the same in Markdown and JSON, and in words how it was counted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_lynx.compare.table import Row, as_json, rows_of, verdict
+from megatron_lynx.measure.measurement import Measurement, save_measurement
+from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.yaml_file import write_atomically
+
+COLUMNS = (
+    "setting",
+    "step",
+    "middle half",
+    "ratio to none",
+    "resident",
+    "peak",
+    "exposed",
+    "replays hidden / on demand",
+    "gradients equal",
+)
+
+HOW_BYTES = {
+    "cpu": "what PyTorch's CPU allocator reports through the profiler, exact to the byte",
+    "cuda": "torch.cuda.memory_allocated and max_memory_allocated, blocks of the caching allocator",
+}
+
+
+def print_report(measurement: Measurement, console: Console) -> None:
+    """The table, the verdict and the notes, on a terminal."""
+    rows = rows_of(measurement)
+    table = Table(title=measurement.subject, title_justify="left", header_style="bold")
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row, row is rows[0]), style="bold green" if row.ours else "")
+    console.print(table)
+    for sentence in verdicts(measurement):
+        console.print(sentence, style="bold", highlight=False)
+    for note in notes(measurement):
+        console.print(f"  {note}", style="dim", highlight=False)
+
+
+def markdown(measurement: Measurement, timeline: str | None = None) -> str:
+    """The same as a document. `timeline` is the path of a picture, from where the document stands."""
+    rows = rows_of(measurement)
+    lines = [f"# {measurement.subject}", "", _line(COLUMNS), _line(("---", *["---:"] * (len(COLUMNS) - 1)))]
+    lines += [_line(_cells(row, row is rows[0], bold="**")) for row in rows]
+    lines += ["", *(f"**{sentence}**\n" for sentence in verdicts(measurement))]
+    if timeline is not None:
+        lines += [f"![One step on every rank]({timeline})", ""]
+    lines += ["How this was counted:", "", *(f"* {note}" for note in notes(measurement)), ""]
+    return "\n".join(lines)
+
+
+def write_report(measurement: Measurement, directory: str | os.PathLike[str], timeline: str | None = None) -> tuple[Path, ...]:
+    """`compare.md`, `compare.json` (the rows) and `measurement.json` (what they follow from). Returns their paths.
+
+    Raises ConfigError where they cannot be written.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    document, table, source = folder / "compare.md", folder / "compare.json", folder / "measurement.json"
+    write_atomically(document, markdown(measurement, timeline))
+    write_atomically(table, json.dumps(as_json(rows_of(measurement)), indent=2) + "\n")
+    save_measurement(measurement, source)
+    return document, table, source
+
+
+def verdicts(measurement: Measurement) -> list[str]:
+    """Ours against the fastest stock setting of no more bytes, by resident bytes and by peak bytes."""
+    rows = rows_of(measurement)
+    found = (verdict(rows, "activation_bytes"), verdict(rows, "peak_bytes"))
+    return [str(each) for each in found if each is not None]
+
+
+def notes(measurement: Measurement) -> Iterator[str]:
+    """How times and bytes were counted, on what, and what was left out: a sentence each."""
+    yield f"Machine: {measurement.machine}."
+    yield (
+        f"Times: settings took turns, {measurement.rounds} rounds after {measurement.warmups} warm-up steps each; "
+        "a sample is the slowest rank's step; step is their median, middle half their quartiles."
+    )
+    yield (
+        f"Bytes: {HOW_BYTES[measurement.device]}, above the level at the step's start, in a step that was not timed, "
+        "the same for all settings; resident is the most at the end of a forward pass, peak the most at any moment; "
+        "the rank that needs most."
+    )
+    yield f"Exposed: step - step({measurement.reference.name}), medians; replays: of all ranks in one step."
+    for setting in measurement.settings:
+        if setting.on_demand_s:
+            yield f"{setting.name}: {format_seconds(setting.on_demand_s)} of one step's trace are replays on demand."
+    if measurement.counter_check is not None:
+        yield _checked(measurement)
+    for skipped in measurement.skipped:
+        yield f"Not run: {skipped.name}: {skipped.reason}."
+
+
+def _checked(measurement: Measurement) -> str:
+    check = measurement.counter_check
+    assert check is not None
+    counted = f"{format_bytes(check.counted_bytes)} counted in one step"
+    if check.process_bytes is None:
+        return f"The counter ({counted}) was not checked against the process's memory: {check.why_not}."
+    off = check.process_bytes / check.counted_bytes - 1
+    return (
+        f"The counter was checked: {counted}, the process's peak memory rose by {format_bytes(check.process_bytes)} ({off:+.1%})."
+    )
+
+
+def _cells(row: Row, reference: bool, bold: str = "") -> tuple[str, ...]:
+    replays = f"{row.hidden_replays} / {row.on_demand_replays}" if row.hidden_replays + row.on_demand_replays else "-"
+    equal = {True: "yes", False: "NO", None: "reference" if reference else "not compared"}[row.gradients_equal]
+    return (
+        f"{bold}{row.setting}{bold}" if row.ours else row.setting,
+        format_seconds(row.step_s),
+        f"{format_seconds(row.step_lower_s)} - {format_seconds(row.step_upper_s)}",
+        f"{row.ratio_to_none:.3f}",
+        format_bytes(row.activation_bytes),
+        format_bytes(row.peak_bytes),
+        "-" if reference else f"{'-' if row.exposed_s < 0 else '+'}{format_seconds(abs(row.exposed_s))}",
+        replays,
+        equal,
+    )
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,187 @@
+"""A picture of one step: what every rank computed, what it waited for, and what was replayed meanwhile.
+
+    rank 0  compute        | A1 | M1 |▒▒| ... | M4 |██░| A4 |██░| ...     █ replay in a window   ░ still waiting
+            communication       ▬▬     ▬▬           ▬▬▬      ▬▬▬          ▬ window
+
+A half's bar spans the waits inside it. The picture takes the waits out of the compute lane again (grey), and draws over them
+the replays that ran there: what is left grey is time in which the rank did nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.simulator.timeline import Span, Timeline
+
+DPI = 160
+WIDTH_INCHES = 16.0
+NAME_INCHES, TURNED_INCHES, PHASE_INCHES = 0.24, 0.11, 0.8
+"""What is narrower than this is not named: a half, a replay (its name is turned), a stretch of halves."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one kind of bar looks; `order` says what lies over what."""
+
+    label: str
+    face: str
+    order: int
+
+
+FORWARD = Style("forward half", "#bcd7f0", 2)
+BACKWARD = Style("backward half", "#7fabd3", 2)
+HIDDEN = Style("replay in a window", "#2e9e5b", 4)
+ON_DEMAND = Style("replay on demand (exposed)", "#d6301d", 4)
+WAITING = Style("waiting", "#ededed", 3)
+WINDOW = Style("window: tensor-parallel communication", "#a98bc9", 2)
+RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
+GATHER = Style("gathered input", "#5c3d8a", 3)
+STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span as drawn: in which lane and how."""
+
+    lane: str
+    style: Style
+    span: Span
+
+
+def bars_of(spans: Iterable[Span]) -> list[Bar]:
+    """The bars of one rank. A wait has two: the window in the communication lane, its hole in the compute lane."""
+    return [bar for span in spans for bar in _bars(span)]
+
+
+def _bars(span: Span) -> tuple[Bar, ...]:
+    if span.kind == "forward":
+        return (Bar("compute", FORWARD, span),)
+    if span.kind == "backward":
+        return (Bar("compute", BACKWARD, span),)
+    if span.kind == "replay":
+        return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
+    if span.kind == "gather":
+        return (Bar("communication", GATHER, span),)
+    receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
+    return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))
+
+
+def timeline_figure(timeline: Timeline, title: str) -> Figure:
+    """The picture, not yet written. Bars of one rank, lane and style are one collection, its gid `rank/lane/label`."""
+    figure = Figure(figsize=(WIDTH_INCHES, 1.6 + 1.4 * max(1, len(timeline.ranks))), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    used: set[Style] = set()
+    for row, (rank, spans) in enumerate(timeline.ranks.items()):
+        bars = bars_of(spans)
+        used.update(bar.style for bar in bars)
+        _draw_rank(axes, rank, row, bars, timeline.seconds)
+    _dress(axes, timeline, title)
+    handles = [Patch(facecolor=style.face, label=style.label) for style in STYLES if style in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9.5)
+    return figure
+
+
+def plot_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:
+    """Write the picture as PNG. Raises ConfigError where it cannot be written."""
+    picture = io.BytesIO()
+    timeline_figure(timeline, title).savefig(picture, format="png", facecolor="white")
+    try:
+        Path(path).write_bytes(picture.getvalue())
+    except OSError as error:
+        problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
+        raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
+
+
+LANES = {"compute": (0.27, 0.40), "communication": (0.07, 0.15)}
+"""Bottom and height of each lane within a rank's row of height 1. Above them: names of halves, then phases."""
+HALF_NAMES, PHASE_LINE = 0.73, 0.84
+
+
+def _draw_rank(axes: Axes, rank: int, row: int, bars: list[Bar], total_s: float) -> None:
+    for lane, (bottom, height) in LANES.items():
+        for style in STYLES:
+            drawn = [bar.span for bar in bars if bar.lane == lane and bar.style is style]
+            if drawn:
+                axes.broken_barh(
+                    [(span.start_s, span.seconds) for span in drawn],
+                    (-row - 1 + bottom, height),
+                    facecolor=style.face,
+                    edgecolor="white",
+                    linewidth=0.0 if style is WAITING else _edge_width(drawn, total_s),
+                    zorder=style.order,
+                    gid=f"{rank}/{lane}/{style.label}",
+                )
+    compute = [bar for bar in bars if bar.lane == "compute"]
+    _name_halves(axes, [bar.span for bar in compute if bar.style in (FORWARD, BACKWARD)], -row - 1, total_s)
+    _name_replays(axes, [bar.span for bar in compute if bar.style in (HIDDEN, ON_DEMAND)], -row - 1, total_s)
+
+
+def _edge_width(spans: list[Span], total_s: float) -> float:
+    """Thin bars have thin edges, or a deep model's step would be all edges."""
+    mean_inches = WIDTH_INCHES * sum(span.seconds for span in spans) / len(spans) / (total_s or 1.0)
+    return min(0.8, 4 * mean_inches)
+
+
+def _name_halves(axes: Axes, spans: list[Span], bottom: float, total_s: float) -> None:
+    """Names above the bars; above those one line for each stretch of halves of one pass and micro-batch."""
+    for span in spans:
+        if WIDTH_INCHES * span.seconds >= NAME_INCHES * total_s:
+            _write(axes, _short(span), span, bottom + HALF_NAMES, "#666666")
+    for (kind, micro_batch), stretch in groupby(spans, key=lambda span: (span.kind, span.micro_batch)):
+        halves = list(stretch)
+        whole = Span(kind, halves[0].start_s, halves[-1].end_s)
+        colour = "#5b8fbf" if kind == "forward" else "#1f4e79"
+        axes.hlines(bottom + PHASE_LINE, whole.start_s, whole.end_s, color=colour, linewidth=1.6)
+        if WIDTH_INCHES * whole.seconds >= PHASE_INCHES * total_s:
+            _write(
+                axes, f"{kind} {'' if micro_batch is None else micro_batch}".strip(), whole, bottom + PHASE_LINE + 0.07, colour
+            )
+
+
+def _name_replays(axes: Axes, spans: list[Span], bottom: float, total_s: float) -> None:
+    low, height = LANES["compute"]
+    for span in spans:
+        if WIDTH_INCHES * span.seconds >= TURNED_INCHES * total_s:
+            _write(axes, _short(span), span, bottom + low + height / 2, "white", turned=True)
+
+
+def _short(span: Span) -> str:
+    return f"{(span.half or ' ')[0].upper()}{span.layer or ''}".strip()
+
+
+def _write(axes: Axes, text: str, span: Span, height: float, colour: str, turned: bool = False) -> None:
+    place = ((span.start_s + span.end_s) / 2, height)
+    axes.annotate(text, place, ha="center", va="center", fontsize=8, color=colour, rotation=90 if turned else 0, zorder=6)
+
+
+def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
+    rows = range(len(timeline.ranks))
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
+    subtitle = "A3, M3: attention and MLP half of layer 3. Wide lane: compute; narrow lane under it: communication waited for."
+    axes.text(0, 1, subtitle, transform=axes.transAxes, fontsize=9.5, color="#555555", va="bottom")
+    axes.set_yticks([-row - 0.5 for row in rows], [_row_label(timeline, rank) for rank in timeline.ranks])
+    axes.tick_params(axis="y", length=0, labelsize=10)
+    axes.set_ylim(-max(1, len(rows)), 0)
+    axes.set_xlim(0, timeline.seconds or 1.0)
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for row in rows[1:]:
+        axes.axhline(-row, color="#dddddd", linewidth=0.8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _row_label(timeline: Timeline, rank: int) -> str:
+    hidden, exposed = timeline.hidden_replays(rank), timeline.on_demand_replays(rank)
+    return f"rank {rank}\n{hidden} replays in windows\n{exposed} on demand" if hidden + exposed else f"rank {rank}"

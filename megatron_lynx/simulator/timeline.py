@@ -1,0 +1,105 @@
+"""What happened when on every rank: of a real step (`runtime.trace`) or of a simulated one, in one form for plots and traces.
+
+    rank 0   forward  attention(1) ─┬─ mlp(1) ─┬─ ...  backward  mlp(1) ─┬─ ...
+             window                 └ fwd.attention.0@1                  └ bwd.mlp.0@1
+             replay                                                        └ mlp(1), inside that window, or on demand
+
+A window spans the wait for its communication, from `wait()` to its return: the replays inside it, then what is left to wait.
+Spans of one kind may lie inside those of another; nothing here depends on their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+Kind = Literal["forward", "backward", "replay", "window", "gather", "recv"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+ON_DEMAND = "on_demand"
+"""The `window` of a replay that none hides."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One event of one rank. `window` is where a replay ran, or the window itself. Seconds."""
+
+    kind: Kind
+    start_s: float
+    end_s: float
+    layer: int | None = None
+    half: str | None = None
+    micro_batch: int | None = None
+    window: str | None = None
+    name: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def on_demand(self) -> bool:
+        """A replay that no window hides."""
+        return self.kind == "replay" and self.window in (None, ON_DEMAND)
+
+    @property
+    def hidden(self) -> bool:
+        """A replay inside a window. It is hidden as far as the communication is longer than it."""
+        return self.kind == "replay" and not self.on_demand
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans by rank. Time 0 is the beginning of the first span of any rank."""
+
+    ranks: Mapping[int, tuple[Span, ...]]
+
+    @property
+    def seconds(self) -> float:
+        """From the first beginning to the last end (0 without spans)."""
+        return max((span.end_s for spans in self.ranks.values() for span in spans), default=0.0)
+
+    def hidden_replays(self, rank: int) -> int:
+        return sum(span.hidden for span in self.ranks[rank])
+
+    def on_demand_replays(self, rank: int) -> int:
+        return sum(span.on_demand for span in self.ranks[rank])
+
+    def on_demand_s(self, rank: int) -> float:
+        """Seconds of on-demand replays. A lower bound of what is exposed: a replay longer than its window is not in it."""
+        return sum(span.seconds for span in self.ranks[rank] if span.on_demand)
+
+
+def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
+    """A timeline from each rank's events: objects or mappings with the fields of `Span`; `name` may be missing.
+
+    Ranks' clocks must agree: start their traces right after a barrier. ValueError for an unknown kind or a negative length.
+    """
+    ranks = {rank: tuple(_span(event) for event in events[rank]) for rank in sorted(events)}
+    origin = min((span.start_s for spans in ranks.values() for span in spans), default=0.0)
+    return Timeline({rank: _shifted(spans, origin) for rank, spans in ranks.items()})
+
+
+def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
+    moved = (replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
+    return tuple(sorted(moved, key=lambda span: (span.start_s, -span.end_s)))
+
+
+def _span(event: Any) -> Span:
+    known: Mapping[str, Any] = (
+        event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span.__dataclass_fields__}
+    )
+    kind, start_s, end_s = known["kind"], float(known["start_s"]), float(known["end_s"])
+    if kind not in KINDS:
+        raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(KINDS)}")
+    if not end_s >= start_s:
+        raise ValueError(f"an event of kind {kind} ends at {end_s} s, before it begins at {start_s} s")
+    layer, half, micro_batch, window = (known.get(key) for key in ("layer", "half", "micro_batch", "window"))
+    return Span(kind, start_s, end_s, layer, half, micro_batch, window, known.get("name") or _name(kind, layer, half, window))
+
+
+def _name(kind: str, layer: int | None, half: str | None, window: str | None) -> str:
+    if half:
+        return f"{kind} {half}({layer})"
+    return f"{kind} {window}" if window else kind
