@@ -20,8 +20,8 @@ NAME = "fused_weight_gradient_mlp_cuda"
 
 
 def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add the weight gradient to `main_grad` in place, multiplied in the type of its operands as the extension does."""
-    main_grad.add_(grad_output.t().matmul(total_input))
+    """Add the weight gradient to `main_grad` in place. As in the extension the product is not rounded to its operands' type."""
+    main_grad.add_(grad_output.t().to(main_grad.dtype).matmul(total_input.to(main_grad.dtype)))
 
 
 def stand_in_for_fused_gradient() -> StandIn:

@@ -42,6 +42,10 @@ class Links(ABC):
         """Where the rank finds the others (MASTER_ADDR, GLOO_SOCKET_IFNAME)."""
 
     @abstractmethod
+    def set_rate(self, rate_mbit: float) -> None:
+        """Shape both directions anew, in Mbit/s, also while ranks are running. Without a shaped link nothing changes."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of the hosts. They end with their last rank."""
 
@@ -65,6 +69,9 @@ class Loopback(Links):
 
     def environment(self, rank: int) -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Nothing to shape: `shaped` and `description` say so."""
 
     def close(self) -> None:
         """Loopback belongs to the machine."""
@@ -95,12 +102,11 @@ class ShapedHosts(Links):
             raise
 
     def set_rate(self, rate_mbit: float) -> None:
-        """Shape both directions anew, also while ranks are running. In Mbit/s.
+        """Shape both directions anew.
 
         A queue longer than any TCP window drops nothing; the burst holds two of the kernel's 64 KiB segments.
         """
-        if not rate_mbit > 0:
-            raise ValueError(f"rate_mbit must be positive, found {rate_mbit}")
+        check_rate(rate_mbit)
         shape = ["rate", f"{round(rate_mbit * 1e6)}bit", "burst", "128kb", "limit", "64mb"]
         for host, name in enumerate(INTERFACES):
             self._on(host, "tc", "qdisc", "replace", "dev", name, "root", "tbf", *shape)
@@ -110,7 +116,9 @@ class ShapedHosts(Links):
         return ["nsenter", f"--net={self._path(rank % 2)}", "--"]
 
     def environment(self, rank: int) -> dict[str, str]:
-        return {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACES[rank % 2]}
+        # Torch warns that these hosts have no names.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        return {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACES[rank % 2], **quiet}
 
     def close(self) -> None:
         while self._namespaces:
@@ -128,6 +136,7 @@ def shaped_hosts(rate_mbit: float) -> Links:
 
     Needs root (or its network capabilities) and the tools `unshare nsenter ip tc`.
     """
+    check_rate(rate_mbit)
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return Loopback(f"shaping a link needs {', '.join(missing)}, not found on this machine")
@@ -137,6 +146,11 @@ def shaped_hosts(rate_mbit: float) -> Links:
         return Loopback(f"`{' '.join(error.cmd)}` failed ({error.stderr.strip()}); shaping a link needs root")
     except OSError as error:
         return Loopback(f"network namespaces are not to be had here ({error}); shaping a link needs root")
+
+
+def check_rate(rate_mbit: float) -> None:
+    if not rate_mbit > 0:
+        raise ValueError(f"rate_mbit must be positive, found {rate_mbit}")
 
 
 def new_namespace() -> int:

@@ -46,7 +46,7 @@ def prepare(store: list[Any]) -> int:
     if core := os.environ.pop("LYNX_CORE", ""):
         os.sched_setaffinity(0, {int(core)})
     import torch
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 

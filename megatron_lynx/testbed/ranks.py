@@ -5,7 +5,7 @@
                 <─── rank 0's rendezvous port ─   (rank 0 keeps torch's store open, so no port is guessed)
       run(f, x) ──── pickled f, x ────────────>   f(rank, x)
                 <─── pickled result or error ──
-      close     ──── end of pipe ─────────────>   ends
+      close     ──── kill ────────────────────>   gone
 
 The first error any rank reports is raised in the parent; the others, which may be waiting for it, are killed.
 """
@@ -60,7 +60,8 @@ def run_ranks(
 class RankPool:
     """Ranks that stay alive to run several functions, one after another.
 
-    They are started by the first `run`, and again by the first one after a failure.
+    They are started by the first `run`, and again by the first one after a failure. They die with the thread that started
+    them, so run from one that lives on.
 
     Args:
         ranks: how many processes.

@@ -10,6 +10,7 @@ It knows nothing of plans: stock runs and planned runs go through the same lines
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def initialise(job: Job, seed: int = 1234) -> None:
 
     May be called again in the same process, for another job of as many ranks.
     """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""The stand-in's answers are right if stock Megatron agrees with itself: recomputation must reproduce every bit, dropout included."""
+"""The stand-in answers rightly if stock Megatron agrees with itself: recomputation reproduces every bit, dropout included."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def name(layout):
 def test_stock_recomputation_changes_no_bit(pool_of, like, layout):
     job = tiny_job(like, **layout)
     for rank, (none, *others) in enumerate(pool_of(job.gpus).run(on_ranks.train, job, STOCK)):
-        assert all(torch.all(gradient != 0).sum() >= 0 and torch.isfinite(gradient).all() for gradient in none.gradients[1].values())
+        assert all(gradient.isfinite().all() and gradient.any() for gradient in none.gradients[1].values())
         assert len(none.losses) == (2 * job.microbatches if rank >= job.gpus - job.parallel.tensor else 0)
         assert [other.equals(none) for other in others] == [True] * 3
 
@@ -85,15 +85,17 @@ def test_training_in_a_second_thread(pool_of):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_fused_gradients_with_overlap_and_distributed_optimizer(pool_of, dtype):
     """Two replicas: the fused path adds into `main_grad` itself, and reduction starts while backward runs (rule R11)."""
-    job = tiny_job(replicas=2, distributed_optimizer=True, microbatches=3, dtype=dtype)
+    job = tiny_job(replicas=2, distributed_optimizer=True, microbatches=3, dtype=dtype, tied_embeddings=False)
     fused = {"gradient_accumulation_fusion": True}
     optimizer = {"optimizer": "megatron"}
     cases = [({}, optimizer), (fused, optimizer), (fused, {**optimizer, "overlap_grad_reduce": True})]
     ranks = pool_of(2).run(on_ranks.train_with_ddp, job, cases)
     for plain, fused_run, overlapped in ranks:
         assert not on_ranks.same(plain.parameters[0], plain.parameters[1])
-        assert overlapped.equals(fused_run)
-        if dtype == "fp32":  # in bf16 the fused product is added before it is rounded
+        # A rank's gradients outside its own shard are not reduced, and overlap cuts other shards: the rest is comparable.
+        assert on_ranks.same(overlapped.parameters, fused_run.parameters)
+        assert on_ranks.same(overlapped.losses, fused_run.losses)
+        if dtype == "fp32":  # in bf16 the fused product is added without being rounded first
             assert fused_run.equals(plain)
     assert on_ranks.same(ranks[0][2].parameters, ranks[1][2].parameters)
 

@@ -1,0 +1,101 @@
+"""Ranks answer in order, say which of them failed and why, and never outlive a failure or their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
+
+from . import on_ranks
+
+
+def alive(pid):
+    """Whether a process runs (a zombie, whose parent has not looked yet, does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_results_come_in_order_from_processes_of_their_own(pool_of):
+    results = pool_of(2).run(on_ranks.double, torch.arange(3))
+    assert [rank for rank, *_ in results] == [0, 1]
+    assert len({os.getpid(), *(pid for _, pid, *_ in results)}) == 3
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert [len(cores) for *_, cores, _ in results] == [1, 1]
+        assert results[0][2] != results[1][2]
+    assert all(torch.equal(tensor, torch.tensor([0, 2, 4])) for *_, tensor in results)
+    again = pool_of(2).run(on_ranks.double, torch.arange(3))
+    assert [pid for _, pid, *_ in again] == [pid for _, pid, *_ in results]
+
+
+def test_failure_of_one_rank_is_raised_with_its_traceback_and_ends_all():
+    with RankPool(2) as pool:
+        pids = [pid for _, pid, *_ in pool.run(on_ranks.double, torch.ones(1))]
+        with pytest.raises(RankError, match=r"(?s)rank 1: .*in fail_on_one.*KeyError: 'the reason'") as caught:
+            pool.run(on_ranks.fail_on_one, timeout_s=60)
+        assert caught.value.rank == 1
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert not any(alive(pid) for pid in pids)
+        with pytest.raises(RankError, match=r"rank \d: ended without an answer \(exit status 3\)"):
+            pool.run(on_ranks.vanish)
+        with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] within 1 s"):
+            pool.run(on_ranks.sleep, timeout_s=1)
+
+
+def test_functions_of_main_are_refused():
+    def local(rank):
+        return rank
+
+    local.__module__ = "__main__"
+    with pytest.raises(ValueError, match="defined in __main__"):
+        run_ranks(local, 2)
+
+
+@pytest.mark.parametrize("links", ["None", "shaped_hosts(100)"])
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path, links):
+    """Killed with SIGKILL it can clean up nothing itself: its ranks and namespaces must end of their own accord."""
+    script = (
+        "from megatron_lynx.testbed.ranks import run_ranks\n"
+        "from megatron_lynx.testbed.links import shaped_hosts\n"
+        "from tests.testbed import on_ranks\n"
+        f"run_ranks(on_ranks.say_pid_and_sleep, 2, {str(tmp_path)!r}, links={links})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        files = [tmp_path / "0", tmp_path / "1"]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        ranks = [tuple(map(int, file.read_text().split())) for file in files]
+        assert all(alive(pid) for pid, _ in ranks)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    wait_until(lambda: not any(alive(pid) for pid, _ in ranks))
+    ours = os.stat("/proc/self/ns/net").st_ino
+    assert not {namespace for _, namespace in ranks} & (held_namespaces() - {ours})
+
+
+def held_namespaces():
+    """Network namespaces that some process of this machine is in."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found.add(os.stat(f"/proc/{pid}/ns/net").st_ino)
+        except OSError:
+            continue
+    return found
