@@ -85,7 +85,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
         value = float(node.value)
-        return int(value) if "." not in node.value and abs(value) < 2**53 else value  # 1e9 counts something
+        counts = "." not in node.value and abs(value) < 2**53 and value.is_integer()  # 1e9 counts something, 1e-3 does not
+        return int(value) if counts else value
 
     def refuse_octal(self, node: yaml.ScalarNode) -> str:
         found = f"{node.value} (octal to some, decimal to others)"
@@ -112,13 +113,11 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     else than one mapping, a key given twice, a number with a leading zero.
     """
     text, where = _text_of(Path(path)), os.fspath(path)
-    loader = _Loader(text, where)
     try:
+        loader = _Loader(text, where)
         data, problems = loader.get_single_data(), loader.found_problems()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         data, problems = None, [_syntax_problem(where, error)]
-    finally:
-        loader.dispose()
     if not problems and not isinstance(data, dict):
         found = "an empty file" if data is None else f"a {'list' if isinstance(data, list) else 'single value'} at the top"
         problems = [Problem(where, found, "a mapping (lines of `key: value`)")]
@@ -166,12 +165,18 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """PyYAML would fold text at Unicode's own line breaks, and read back another text."""
+        style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)  # items of a list stand under its key, indented
 
 
 for _tag, _pattern in _SCALARS:
     _Dumper.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), None)
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(FlowMapping, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), True))
 _Dumper.add_representer(FlowSequence, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, True))
 
@@ -186,12 +191,11 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
     Raises `ConfigError` where the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
     """
-    target = Path(path).resolve()
     try:
-        if target.exists() and not target.is_file() and not target.is_dir():
-            target.write_text(text, encoding="utf-8")
+        if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+            Path(path).write_text(text, encoding="utf-8")
         else:
-            _replace(target, text)
+            _replace(Path(path).resolve(), text)
     except OSError as error:
         problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
         raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error

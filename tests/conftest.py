@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Decided when torch and megatron-core are imported, so before anything here imports them. Ranks share few cores.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
-
-# Decided when megatron-core is imported, so before any test module is.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
 
 PLAN_VERSION = 1
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 """A mistyped number must be answered at once, not counted to."""
 
 GATHER_PATTERN = r"(on_demand|bwd\.(attention|mlp)\.\d(\+\d+)?)"
@@ -103,6 +103,9 @@ class LayerRange(_Part):
 
     def __iter__(self) -> Iterator[int]:  # type: ignore[override]
         return iter(range(self.first, self.last + 1))
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.first <= layer <= self.last
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -320,7 +323,7 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         gathers = layout.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay
         if gathers and rule.gather.of(half) is None:
-            yield f"{COLUMN_PARALLEL[half]} is replayed under sequence_parallel, so gather.{half} must say where its input comes from"
+            yield f"{COLUMN_PARALLEL[half]} is replayed under sequence_parallel, so gather.{half} must say where its input is"
         if not layout.sequence_parallel and rule.gather.of(half) is not None:
             yield f"gather.{half} is given without sequence parallelism"
         if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in ("steady", "cooldown")):

@@ -1,0 +1,80 @@
+"""Jobs: files that name files, overrides, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.config import Job, load_job
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.errors import ConfigError
+
+JOB = """\
+model: models/tiny-llama
+cluster: {name: here, device: cpu, memory_gib: 1e1}
+gpus: 2
+parallel: {tensor: 2}
+batch: {micro: 1, global: 4}
+"""
+
+
+def refusals(tmp_path: Path, text: str, **overrides: object) -> list[str]:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_job(tmp_path / "job.yaml", overrides)
+    return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (bundled_configs() / "jobs").glob("*.yaml")))
+def test_bundled_jobs_are_valid(name: str) -> None:
+    assert isinstance(load_job(f"jobs/{name}"), Job)
+
+
+def test_parts_inline_and_by_name_agree(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    named = load_job(tmp_path / "job.yaml")
+    (tmp_path / "mine.yaml").write_text((bundled_configs() / "models" / "tiny-llama.yaml").read_text())
+    beside = load_job(tmp_path / "job.yaml", {"model": "mine"})
+    assert (named.model.layers, named.cluster.memory_gib, named.microbatches) == (4, 10.0, 4)
+    assert named == beside
+    assert named.digest == beside.digest
+
+
+def test_overrides_reach_into_named_files(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    job = load_job(tmp_path / "job.yaml", {"model.layers": 6, "batch.micro": 2, "budget.activation_mib": 5})
+    assert (job.model.layers, job.batch.micro, job.budget.activation_mib) == (6, 2, 5.0)
+
+
+def test_all_problems_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "wide.yaml").write_text("layers: 0\nhiden: 64\n")
+    found = refusals(
+        tmp_path, JOB.replace("models/tiny-llama", "wide").replace("tensor: 2", "tensr: 2").replace("gpus: 2", "gpus: x")
+    )
+    assert "wide.yaml: layers: found 0, needed at least 1" in found
+    assert any(
+        line.startswith("wide.yaml: hiden: found an unknown key") and line.endswith("did you mean hidden?") for line in found
+    )
+    assert any(line.startswith("job.yaml: parallel.tensr: ") and line.endswith("did you mean tensor?") for line in found)
+    assert "job.yaml: gpus: found 'x', needed a whole number" in found
+    assert not any(line.startswith("job.yaml: model") for line in found)
+
+
+def test_an_unknown_name_lists_what_exists(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB.replace("tiny-llama", "tiny-lama"))
+    assert found.startswith("job.yaml: model: found no file 'models/tiny-lama', needed a path, or one of models/")
+    assert found.endswith("did you mean models/tiny-llama?")
+
+
+def test_several_rules_of_one_model_are_several_problems(tmp_path: Path) -> None:
+    found = refusals(tmp_path, JOB, **{"parallel.tensor": 3, "gpus": 3})
+    assert "job.yaml: model.heads (8) must be a multiple of parallel.tensor (3)" in found
+    assert "job.yaml: model.vocab (1024) must be a multiple of parallel.tensor (3)" in found
+
+
+def test_overrides_are_blamed_for_their_own_problems(tmp_path: Path) -> None:
+    found = refusals(tmp_path, JOB, **{"batch.micro": 0, "gpus.more": 1, "colour.deep": 3})
+    assert "override batch.micro: found 0, needed at least 1" in found
+    assert "override gpus.more: found a single value above it, needed a mapping at gpus" in found
+    assert any(line.startswith("override colour.deep: found an unknown key") for line in found)

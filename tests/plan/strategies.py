@@ -1,0 +1,138 @@
+"""Random valid plans: `@given(plans())`, or `@given(plans(model=..., parallel=..., batch=..., even=True))` for a given run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ROW_PARALLEL
+from megatron_lynx.plan import order
+from megatron_lynx.plan.plan import (
+    BatchFacts,
+    ByPhase,
+    Gather,
+    LayerRange,
+    ModelFacts,
+    ParallelFacts,
+    Plan,
+    Predicted,
+    Provenance,
+    Rule,
+    Stage,
+    Windows,
+)
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, collectives_of
+
+SECONDS = st.floats(0, 1e3, allow_nan=False)
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
+DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    model: ModelFacts | None = None,
+    parallel: ParallelFacts | None = None,
+    batch: BatchFacts | None = None,
+    even: bool = False,
+) -> Plan:
+    """A valid plan; with `even`, every stage owns the same number of layers, as Megatron splits them by default."""
+    parallel = parallel or draw(layouts())
+    model = model or draw(models(parallel.pipeline, even))
+    batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
+    owned = draw(splits(model.layers, parallel.pipeline, even))
+    stages = [draw(stages_of(number, layers, parallel)) for number, layers in enumerate(owned)]
+    provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
+    return Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelFacts:
+    tensor = draw(st.sampled_from([1, 2, 4]))
+    return ParallelFacts(tensor=tensor, pipeline=draw(st.integers(1, 3)), sequence_parallel=tensor > 1 and draw(st.booleans()))
+
+
+@st.composite
+def models(draw: st.DrawFn, stages: int, even: bool) -> ModelFacts:
+    layers = stages * draw(st.integers(1, 3)) if even else draw(st.integers(stages, 3 * stages + 2))
+    return ModelFacts(layers=layers, hidden=64, ffn=256, heads=8, kv_groups=draw(st.sampled_from([1, 4, 8])), seq=32)
+
+
+@st.composite
+def splits(draw: st.DrawFn, layers: int, parts: int, even: bool = False, first: int = 1) -> list[LayerRange]:
+    """`layers` layers from number `first` on, cut into `parts` ranges."""
+    if even:
+        cuts = {layers // parts * part for part in range(1, parts)}
+    else:
+        inner = st.integers(1, layers - 1) if layers > 1 else st.nothing()
+        cuts = draw(st.sets(inner, min_size=parts - 1, max_size=parts - 1))
+    bounds = [0, *sorted(cuts), layers]
+    return [LayerRange(first=first + low, last=first + high - 1) for low, high in pairwise(bounds)]
+
+
+@st.composite
+def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: ParallelFacts) -> Stage:
+    last = number == parallel.pipeline - 1
+    ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
+    predicted = draw(
+        st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
+    )
+    kept = [draw(kept_items(span)) for span in ranges]
+    stage = Stage(stage=number, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
+    stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
+    for index in range(len(ranges)):
+        for half in HALVES:
+            if stage.rules[index].replays(half):
+                wish = draw(windows(last, parallel)), draw(st.sampled_from([ON_DEMAND, *_backward(parallel)]))
+                stage = _with_wish(stage, index, half, wish, parallel)
+    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth))
+    return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
+
+
+@st.composite
+def kept_items(draw: st.DrawFn, layers: LayerRange) -> Rule:
+    """Everything kept, everything replayed, or any mixture."""
+    free = [item for item in ITEMS if item not in ROW_PARALLEL]
+    replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
+    return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
+
+
+def windows(last: bool, parallel: ParallelFacts) -> st.SearchStrategy[str | ByPhase]:
+    """What a half may be asked to be replayed in. Not all are in time for it."""
+    any_phase = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel)]
+    sequence = parallel.sequence_parallel
+    forward = [f"fwd.{half}.{n}" for half in HALVES for n in range(collectives_of("fwd", sequence))]
+    steady = any_phase + ([] if last or parallel.tensor == 1 else forward)
+    return st.sampled_from(any_phase) | st.builds(ByPhase, steady=st.sampled_from(steady), cooldown=st.sampled_from(any_phase))
+
+
+def _backward(parallel: ParallelFacts) -> list[str]:
+    if parallel.tensor == 1:
+        return []
+    ordinals = range(collectives_of("bwd", parallel.sequence_parallel))
+    return [f"bwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
+
+
+def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
+    """Gather on demand whatever must be gathered."""
+    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay}
+    return rule.model_copy(update={"gather": Gather(**needed)})
+
+
+def _with_wish(stage: Stage, index: int, half: str, wish: tuple[str | ByPhase, str], parallel: ParallelFacts) -> Stage:
+    """The stage with one half's window (and gather) as wished, where that is in time; as it was where it is not."""
+    rule, (window, gather) = stage.rules[index], wish
+    changes: dict[str, object] = {"windows": Windows(**{**dict(rule.windows), half: window})}
+    if rule.gather.of(half) is not None:
+        changes["gather"] = Gather(**{**dict(rule.gather), half: gather})
+    rules = list(stage.rules)
+    rules[index] = rule.model_copy(update=changes)
+    wished = stage.model_copy(update={"rules": tuple(rules)})
+    return stage if _problems(wished, parallel, 2 * len(stage.layers)) else wished
+
+
+def _problems(stage: Stage, parallel: ParallelFacts, depth: int) -> list[str]:
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel))
+    ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in order.PHASES)
+    return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

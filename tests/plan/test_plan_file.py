@@ -1,0 +1,174 @@
+"""Plans as files: exact both ways, refused with every problem, never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.plan import Plan, dump_plan, load_plan, plan_schema, save_plan
+from megatron_lynx.yaml_file import write_yaml
+from tests.plan.strategies import plans
+
+REPLAYED = [
+    "input_layernorm",
+    "linear_qkv",
+    "rotary",
+    "attention_bda",
+    "pre_mlp_layernorm",
+    "linear_fc1",
+    "activation",
+    "mlp_bda",
+]
+KEPT = ["core_attention", "linear_proj", "linear_fc2"]
+
+
+def small_plan() -> dict[str, Any]:
+    """Two stages of two layers, as a person would write it."""
+    return {
+        "version": 1,
+        "model": {"layers": 4, "hidden": 64, "ffn": 256, "heads": 8, "kv_groups": 8, "seq": 32},
+        "parallel": {"tensor": 2, "pipeline": 2},
+        "batch": {"micro": 1, "microbatches": 4},
+        "stages": [
+            {"stage": 0, "layers": "1-2", "ahead_depth": 0, "rules": [{"layers": "1-2", "keep": KEPT, "replay": REPLAYED}]},
+            {"stage": 1, "layers": "3-4", "ahead_depth": 0, "rules": [{"layers": "3-4", "keep": KEPT, "replay": REPLAYED}]},
+        ],
+        "provenance": {"made_by": "a person"},
+    }
+
+
+def problems_of(tmp_path: Path, text: str) -> list[str]:
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_plan(tmp_path / "plan.yaml")
+    return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+    assert dump_plan(load_plan(path)) == path.read_text() == dump_plan(plan)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plans())
+def test_other_readers_see_the_same(plan: Plan) -> None:
+    """PyYAML itself, which knows octal, yes and no, reads our files alike."""
+    assert Plan.model_validate(yaml.safe_load(dump_plan(plan))) == plan
+
+
+def test_a_dumped_plan_is_short_and_explained(tmp_path: Path) -> None:
+    data = small_plan() | {"parallel": {"tensor": 2, "pipeline": 1}}
+    data["stages"] = [
+        {"stage": 0, "layers": "1-4", "ahead_depth": 1, "rules": [{"layers": "1-4", "keep": KEPT, "replay": REPLAYED}]}
+    ]
+    data["stages"][0]["rules"][0]["windows"] = {"attention": "bwd.mlp.0"}
+    text = dump_plan(Plan.model_validate(data))
+    comment = [line for line in text.splitlines() if line.startswith("#")]
+    assert 6 <= len(comment) <= 12
+    assert "0.1.0" in comment[0]
+    assert "\n".join(text.splitlines()[len(comment) :]) == (
+        "version: 1\n"
+        "model: {layers: 4, hidden: 64, ffn: 256, heads: 8, kv_groups: 8, seq: 32}\n"
+        "parallel: {tensor: 2, pipeline: 1}\n"
+        "batch: {micro: 1, microbatches: 4}\n"
+        "stages:\n"
+        "  - stage: 0\n"
+        "    layers: 1-4\n"
+        "    ahead_depth: 1\n"
+        "    rules:\n"
+        "      - layers: 1-4\n"
+        "        keep: [core_attention, linear_proj, linear_fc2]\n"
+        f"        replay: [{', '.join(REPLAYED)}]\n"
+        "        windows: {attention: bwd.mlp.0}\n"
+        "provenance:\n"
+        "  made_by: a person"
+    )
+
+
+def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
+    """A misspelt name hides neither the missing stage nor the layer that does not exist."""
+    data = small_plan()
+    del data["stages"][0]
+    data["stages"][0]["rules"][0]["replay"] = ["linear_qvk" if item == "linear_qkv" else item for item in REPLAYED]
+    data["stages"][0]["ahead_dept"] = data["stages"][0].pop("ahead_depth")
+    data["colour"] = "blue"
+    found = problems_of(tmp_path, write_yaml(data))
+    assert any(line.startswith("plan.yaml: stages.0.rules.0.replay.1: found 'linear_qvk'") for line in found)
+    assert any(line.endswith("did you mean linear_qkv?") for line in found)
+    assert any(line.startswith("plan.yaml: stages.0.ahead_dept: found an unknown key") for line in found)
+    assert any(line.startswith("plan.yaml: colour: found an unknown key") for line in found)
+    assert "plan.yaml: stages are numbered [1], but pipeline 2 needs [0, 1]" in found
+    assert any("the stages own layers 3-4, but the model has layers 1-4" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "answer"),
+    [
+        (("stages", 0, "rules", 0, "layers"), "1-7", "plan.yaml: stages.0: a rule names layers 1-7, but the stage owns 1-2"),
+        (("stages", 0, "rules", 0, "layers"), "2-1", "plan.yaml: stages.0.rules.0.layers: 2-1 ends before it begins"),
+        (("stages", 0, "rules", 0, "layers"), 0, "plan.yaml: stages.0.rules.0.layers: found 0, needed at least 1"),
+        (("stages", 0, "rules", 0, "layers"), "1-99999999999", "needed at most 1000"),
+        (
+            ("stages", 0, "rules", 0, "replay"),
+            [*REPLAYED, "linear_fc2"],
+            "plan.yaml: stages.0.rules.0: linear_fc2 is listed twice",
+        ),
+        (("stages", 0, "rules", 0, "replay"), [*REPLAYED, "linear_fc2"], "plan.yaml: stages.0.rules.0: linear_fc2 must be kept"),
+        (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "windows.mlp: found 'bwd.mpl.0', needed one of on_demand"),
+        (("stages", 0, "rules", 0, "windows"), {"mlp": "bwd.mpl.0"}, "did you mean bwd.mlp.0?"),
+        (("stages", 0, "rules", 0, "windows"), {"mlp": {"steady": "on_demand"}}, "windows.mlp.cooldown: found nothing"),
+        (
+            ("stages", 0, "rules", 0, "gather"),
+            {"mlp": "fwd.mlp.0"},
+            "gather.mlp: found 'fwd.mlp.0', needed one of on_demand, bwd.",
+        ),
+        (("parallel", "sequence_parallel"), "yes", "plan.yaml: parallel.sequence_parallel: found 'yes', needed true or false"),
+        (("parallel", "tensor"), "2", "plan.yaml: parallel.tensor: found '2', needed a whole number"),
+        (("provenance", "job"), 0.1, "plan.yaml: provenance.job: found 0.1, needed text; put it in quotes"),
+        (("stages", 0, "predicted"), {"step_s": float("1e400")}, "plan.yaml: stages.0.predicted.step_s"),
+        (("stages",), {}, "plan.yaml: stages: found an empty mapping, needed a list"),
+        (("version",), 2, "plan.yaml: version: found 2, needed 1; upgrade megatron-lynx"),
+        (("version",), "1", "plan.yaml: version: found '1', needed 1"),
+    ],
+)
+def test_refusals(tmp_path: Path, place: tuple[str | int, ...], value: Any, answer: str) -> None:
+    data: Any = small_plan()
+    part = data
+    for key in place[:-1]:
+        part = part.setdefault(key, {}) if isinstance(part, dict) else part[key]
+    part[place[-1]] = value
+    found = problems_of(tmp_path, write_yaml(data))
+    assert any(answer in line for line in found), found
+
+
+def test_the_schema_file_is_current() -> None:
+    """Else run scripts/export_schema.py."""
+    path = Path(__file__).parents[2] / "configs" / "plan.schema.json"
+    assert json.loads(path.read_text()) == plan_schema()
+
+
+def test_an_interrupted_write_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.yaml"
+    plan = Plan.model_validate(small_plan())
+    save_plan(plan, path)
+    before = path.read_text()
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_plan(plan.model_copy(update={"batch": plan.batch.model_copy(update={"micro": 2})}), path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]

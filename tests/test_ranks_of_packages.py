@@ -1,0 +1,147 @@
+"""The table of DESIGN 2: who may import whom. Imports inside functions count, type checking does not."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_lynx"
+
+FOUNDATION = {"errors", "units", "items", "validation", "yaml_file", "version"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "planner"}
+RUNNING = {"runtime", "apply", "measure"}
+MAY_IMPORT = {
+    "config": set(),
+    "schedule": set(),
+    "plan": {"schedule"},
+    "profiler": {"config"},
+    "cost": {"config", "profiler"},
+    "simulator": {"schedule", "cost"},
+    "solver": {"config", "schedule", "cost", "simulator"},
+    "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver"},
+    "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver"},
+    "runtime": set(),
+    "apply": {"plan", "runtime", "schedule"},
+    "measure": set(),
+    "compare": {"plan", "simulator.timeline", "measure"},
+}
+ANYTHING = {"cli", "launch", "testbed"}
+
+TORCH = {"runtime", "apply", "measure", "testbed", "launch", "profiler.measured", "profiler.links"}
+MEGATRON = {"apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"}
+"""Where the two heavy libraries may be imported; everything else must work without them."""
+
+OPTIONAL = {"transformer_engine", "apex", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"}
+"""Used where they are installed."""
+
+
+def modules() -> list[str]:
+    """Every module of the package, without the package's name: `plan.plan_file`."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = [file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__") for file in files]
+    return [name.removesuffix(".") for name in names if name]
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """The full names that a module imports anywhere but under TYPE_CHECKING."""
+    path = PACKAGE / module.replace(".", "/")
+    is_package = path.is_dir()
+    package = ["megatron_lynx", *module.split(".")] if is_package else ["megatron_lynx", *module.split(".")[:-1]]
+    tree = ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text())
+    for node in runtime_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def within(name: str, places: set[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def test_every_module_has_a_rank() -> None:
+    known = FOUNDATION | MAY_IMPORT.keys() | ANYTHING
+    assert [module for module in modules() if module.split(".")[0] not in known] == []
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_follow_the_table(module: str) -> None:
+    top = module.split(".")[0]
+    ours = [name.removeprefix("megatron_lynx.") for name in imports_of(module) if name.startswith("megatron_lynx.")]
+    if top not in ANYTHING:
+        allowed = FOUNDATION | {top} | MAY_IMPORT.get(top, set())
+        assert [name for name in ours if not within(name, allowed)] == [], f"{module} may import {sorted(allowed)}"
+    if top in RUNNING:
+        assert [name for name in ours if within(name, PLANNING)] == []
+    heavy = {name.split(".")[0]: name for name in imports_of(module)}
+    assert "torch" not in heavy or within(module, TORCH), f"{module} imports {heavy['torch']}"
+    assert "megatron" not in heavy or within(module, MEGATRON), f"{module} imports {heavy['megatron']}"
+
+
+def test_planning_needs_neither_torch_nor_megatron() -> None:
+    """A laptop without torch imports all of it; only what measures is imported when used."""
+    tops = FOUNDATION | PLANNING | {"schedule", "plan", "cli"}
+    names = [f"megatron_lynx.{module}" for module in modules() if module.split(".")[0] in tops and not within(module, TORCH)]
+    run_python(
+        f"import sys, importlib\nsys.modules.update(torch=None, megatron=None)\nfor n in {names}: importlib.import_module(n)"
+    )
+
+
+def test_running_never_loads_planning() -> None:
+    """Not even through a third module."""
+    names = [f"megatron_lynx.{module}" for module in modules() if module.split(".")[0] in RUNNING]
+    loaded = run_python(f"import sys, importlib\nfor n in {names}: importlib.import_module(n)\nprint(*sys.modules)").split()
+    assert [name for name in loaded if within(name, {f"megatron_lynx.{part}" for part in PLANNING})] == []
+
+
+def test_import_changes_nothing() -> None:
+    """`import megatron_lynx` loads nothing heavy and touches neither the environment nor warnings."""
+    run_python(
+        "import os, sys, warnings\n"
+        "before = dict(os.environ), list(warnings.filters), list(sys.path)\n"
+        "import megatron_lynx\n"
+        "assert (dict(os.environ), list(warnings.filters), list(sys.path)) == before\n"
+        "heavy = {'torch', 'megatron', 'pydantic', 'yaml', 'matplotlib', 'scipy', 'numpy'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+
+
+def test_help_loads_only_the_command_line() -> None:
+    run_python(
+        "import sys\nimport megatron_lynx.cli\n"
+        "heavy = {'torch', 'megatron', 'pydantic', 'matplotlib', 'scipy', 'numpy'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+
+
+def test_what_is_imported_is_required() -> None:
+    """Every library that the package imports is named in setup.py (or is an extra's)."""
+    distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "pydantic_core": "pydantic"}
+    declared = (ROOT / "setup.py").read_text()
+    used = {name.split(".")[0] for module in modules() for name in imports_of(module)} - sys.stdlib_module_names - OPTIONAL
+    names = sorted(distribution.get(name, name) for name in used - {"megatron_lynx"})
+    missing = [name for name in names if not re.search(rf'"{name}\b', declared)]
+    assert missing == []
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
