@@ -18,7 +18,7 @@ from megatron_lynx.yaml_file import write_atomically
 COLUMNS = (
     "setting",
     "step",
-    "middle half",
+    "quartiles",
     "ratio to none",
     "resident",
     "peak",
@@ -85,8 +85,8 @@ def notes(measurement: Measurement) -> Iterator[str]:
     """How times and bytes were counted, on what, and what was left out: a sentence each."""
     yield f"Machine: {measurement.machine}."
     yield (
-        f"Times: settings took turns, {measurement.rounds} rounds after {measurement.warmups} warm-up steps each; "
-        "a sample is the slowest rank's step; step is their median, middle half their quartiles."
+        f"Times: settings took turns, {measurement.rounds} timed rounds after {measurement.warmups} of warm-up; "
+        "a sample is the slowest rank's step; step is their median."
     )
     yield (
         f"Bytes: {HOW_BYTES[measurement.device]}, above the level at the step's start, in a step that was not timed, "

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+
+from megatron_lynx.compare.perfetto import write_trace
+from megatron_lynx.simulator.timeline import timeline_of
+from tests.compare.test_timeline_plot import STEP, span
+
+
+def test_trace_file(tmp_path):
+    gather = span("gather", 2.0, 2.25, window="bwd.mlp.0@1")
+    write_trace(timeline_of({0: STEP, 1: [gather, *STEP[:1]]}), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    bars = [event for event in events if event["ph"] == "X"]
+    assert names == {0: "rank 0", 1: "rank 1"}
+    assert [bar["ts"] for bar in bars] == sorted(bar["ts"] for bar in bars)
+    assert len(bars) == len(STEP) + 2
+
+    exposed = next(bar for bar in bars if bar["args"].get("window") == "on_demand")
+    assert (exposed["name"], exposed["ts"], exposed["dur"], exposed["cname"]) == ("replay attention(1)", 3e6, 0.5e6, "terrible")
+    assert exposed["args"] == {"layer": 1, "half": "attention", "micro_batch": 0, "window": "on_demand"}
+    assert {threads[bar["pid"], bar["tid"]] for bar in bars} == {"compute", "replay", "communication", "gather"}
+
+
+def test_spans_of_one_thread_nest(tmp_path):
+    """A trace viewer drops or moves bars of one thread that overlap without nesting."""
+    write_trace(timeline_of({0: STEP}), tmp_path / "trace.json")
+    bars = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    for thread in {bar["tid"] for bar in bars}:
+        open_until: list[float] = []
+        for bar in (bar for bar in bars if bar["tid"] == thread):
+            while open_until and open_until[-1] <= bar["ts"]:
+                open_until.pop()
+            assert not open_until or bar["ts"] + bar["dur"] <= open_until[-1]
+            open_until.append(bar["ts"] + bar["dur"])

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import pydantic
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.measure.measurement import RankResult, load_measurement, save_measurement
+from tests.measure.samples import MIB, measurement, setting
+
+
+def test_round_trip(tmp_path):
+    original = measurement()
+    save_measurement(original, tmp_path / "measurement.json")
+    assert load_measurement(tmp_path / "measurement.json") == original
+    assert json.loads((tmp_path / "measurement.json").read_text())["version"] == 1
+
+
+def test_a_step_is_its_slowest_ranks_in_every_round():
+    full = measurement().settings[1]
+    assert full.step_samples_s == pytest.approx((1.4, 1.54, 2.8))
+    assert (full.resident_bytes, full.peak_bytes) == (10 * MIB, 40 * MIB)
+
+
+def test_ratio_and_exposed_refer_to_the_first_setting():
+    whole = measurement()
+    ours = whole.settings[-1]
+    assert whole.ratio_to_none(ours) == pytest.approx(1.01)
+    assert whole.exposed_s(ours) == pytest.approx(0.011)
+    assert (ours.hidden_replays, ours.on_demand_replays, ours.on_demand_s) == (28, 4, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("answers", "together"),
+    [((True, True), True), ((True, False), False), ((None, False), False), ((True, None), None)],
+)
+def test_gradients_are_equal_only_if_all_ranks_say_so(answers, together):
+    ranks = [RankResult(rank=i, step_s=(1.0,), resident_bytes=1, peak_bytes=1, gradients_equal=a) for i, a in enumerate(answers)]
+    assert setting("x", 1.0, 1, 1).model_copy(update={"ranks": tuple(ranks)}).gradients_equal is together
+
+
+def test_what_cannot_be_compared_is_refused_with_every_reason():
+    one_round = setting("short", 1.0, 1, 1)
+    one_round = one_round.model_copy(update={"ranks": tuple(r.model_copy(update={"step_s": (1.0,)}) for r in one_round.ranks)})
+    with pytest.raises(pydantic.ValidationError) as caught:
+        measurement(settings=(setting("ours", 1.0, 1, 1, ours=True), setting("ours", 1.0, 1, 1), one_round))
+    text = str(caught.value)
+    assert "'ours' is there twice" in text
+    assert "must be stock none" in text
+    assert "'short' has 2 ranks and 1 rounds, but 'ours' has 2 ranks and 3 rounds" in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2}', None])
+def test_a_bad_file_is_a_config_error_that_names_it(tmp_path, content):
+    path = tmp_path / "measurement.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_measurement(path)
+    assert all("measurement.json" in problem.where for problem in caught.value.problems)
+
+
+def test_all_problems_of_a_file_at_once(tmp_path):
+    data = json.loads(measurement().model_dump_json())
+    data["version"] = 2
+    data["settings"][1]["ranks"][0]["step_s"] = []
+    data["machine"]["colour"] = "blue"
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as caught:
+        load_measurement(path)
+    places = [problem.where.split(": ")[-1] for problem in caught.value.problems]
+    assert {"version", "settings.1.ranks.0.step_s", "machine.colour"} <= set(places)
+
+
+def test_this_machine_is_described():
+    machine = this_machine(Links(kind="loopback"))
+    assert machine.gpu is None
+    assert machine.cores >= 1
+    assert machine.cpu in str(machine)
+    assert "loopback" in str(machine)
+    assert machine.torch in str(machine)
