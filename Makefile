@@ -33,4 +33,4 @@ $(VENV)/installed: setup.py megatron_lynx/version.py Makefile
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find megatron_lynx tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
