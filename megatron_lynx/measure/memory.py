@@ -6,17 +6,23 @@
     meter.use.peak_bytes                          the most that was live at any moment, above the level at entry
 
 CUDA: the caching allocator's own statistics (blocks, rounded to 512 bytes). CPU: `cpu_memory` (exact). Either needs a step of
-its own: count in a step that is not timed. Start from a settled state (after a warm-up, gradients set to None or allocated
-for good), or the first use of lazily allocated buffers is counted as activations.
+its own: count in a step that is not timed, after a warm-up, or the first use of lazily allocated buffers counts as activations.
+`count_step` also keeps gradients out of it: a step that frees the last step's would seem to hold less than it does, and one
+that allocates its own would seem to hold more from its second micro-batch on.
 """
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,33 @@ def activation_meter(device: torch.device | str) -> ActivationMeter:
 
         return CpuMeter()
     raise ValueError(f"activation bytes can be counted on cpu and cuda, not on {device.type}")
+
+
+def count_step(
+    step: Callable[[ActivationMeter], object], device: torch.device | str, parameters: Iterable[torch.nn.Parameter] = ()
+) -> MemoryUse:
+    """What `step(meter)` uses. `step` runs forward and backward passes; it neither clears gradients nor steps an optimizer.
+
+    Gradients of `parameters` are set to zeros first, so that they count neither as resident nor in the peak, whatever ran before.
+    Give none where gradients live in buffers, as with Megatron's DDP. Garbage is collected first.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    gc.collect()
+    with activation_meter(device) as meter:
+        step(meter)
+    return meter.use
+
+
+def marked(function: Callable[P, R], meter: ActivationMeter, name: str) -> Callable[P, R]:
+    """`function`, with a mark each time it returns: hand it to Megatron's schedule in place of its `forward_step_func`."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = function(*args, **kwargs)
+        meter.mark(name)
+        return result
+
+    return call
 
 
 @final
