@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ROW_PARALLEL
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -20,7 +20,6 @@ from megatron_lynx.plan.plan import (
     Provenance,
     Rule,
     Stage,
-    Windows,
 )
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, collectives_of
 
@@ -84,8 +83,7 @@ def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: Parall
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                wish = draw(windows(last, parallel)), draw(st.sampled_from([ON_DEMAND, *_backward(parallel)]))
-                stage = _with_wish(stage, index, half, wish, parallel)
+                stage = draw(with_windows(stage, index, half, last, parallel))
     needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
@@ -98,13 +96,29 @@ def kept_items(draw: st.DrawFn, layers: LayerRange) -> Rule:
     return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
 
 
-def windows(last: bool, parallel: ParallelFacts) -> st.SearchStrategy[str | ByPhase]:
-    """What a half may be asked to be replayed in. Not all are in time for it."""
+@st.composite
+def with_windows(draw: st.DrawFn, stage: Stage, index: int, half: Half, last: bool, parallel: ParallelFacts) -> Stage:
+    """The stage with a window for one half and a place for its gather, out of those that come in time for every layer."""
+
+    def in_time(windows: str | ByPhase, gather: str | None) -> bool:
+        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers))
+
+    gather = None
+    if stage.rules[index].gather.of(half) is not None:
+        gather = draw(st.sampled_from([name for name in [ON_DEMAND, *_backward(parallel)] if in_time(ON_DEMAND, name)]))
     any_phase = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel)]
-    sequence = parallel.sequence_parallel
-    forward = [f"fwd.{half}.{n}" for half in HALVES for n in range(collectives_of("fwd", sequence))]
-    steady = any_phase + ([] if last or parallel.tensor == 1 else forward)
-    return st.sampled_from(any_phase) | st.builds(ByPhase, steady=st.sampled_from(steady), cooldown=st.sampled_from(any_phase))
+    cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
+    forward = [] if last else _forward(parallel)
+    steady = [name for name in [*any_phase, *forward] if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
+    by_phase = st.builds(ByPhase, steady=st.sampled_from(steady), cooldown=st.sampled_from(cooldown))
+    return _with(stage, index, half, draw(st.sampled_from(cooldown) | by_phase), gather)
+
+
+def _forward(parallel: ParallelFacts) -> list[str]:
+    if parallel.tensor == 1:
+        return []
+    ordinals = range(collectives_of("fwd", parallel.sequence_parallel))
+    return [f"fwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
 
 
 def _backward(parallel: ParallelFacts) -> list[str]:
@@ -120,16 +134,14 @@ def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 
-def _with_wish(stage: Stage, index: int, half: str, wish: tuple[str | ByPhase, str], parallel: ParallelFacts) -> Stage:
-    """The stage with one half's window (and gather) as wished, where that is in time; as it was where it is not."""
-    rule, (window, gather) = stage.rules[index], wish
-    changes: dict[str, object] = {"windows": Windows(**{**dict(rule.windows), half: window})}
-    if rule.gather.of(half) is not None:
-        changes["gather"] = Gather(**{**dict(rule.gather), half: gather})
-    rules = list(stage.rules)
+def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | None) -> Stage:
+    rule, rules = stage.rules[index], list(stage.rules)
+    changes = {
+        "windows": rule.windows.model_copy(update={half: windows}),
+        "gather": rule.gather.model_copy(update={half: gather}),
+    }
     rules[index] = rule.model_copy(update=changes)
-    wished = stage.model_copy(update={"rules": tuple(rules)})
-    return stage if _problems(wished, parallel, 2 * len(stage.layers)) else wished
+    return stage.model_copy(update={"rules": tuple(rules)})
 
 
 def _problems(stage: Stage, parallel: ParallelFacts, depth: int) -> list[str]:
