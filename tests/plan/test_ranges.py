@@ -1,0 +1,22 @@
+"""Layers that are treated alike are written as one range, and still mean the same."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from megatron_lynx.plan import Plan
+from megatron_lynx.plan.plan import LayerRange
+from megatron_lynx.plan.ranges import joined
+from tests.plan.strategies import plans
+
+
+@settings(deadline=None, max_examples=30)
+@given(plans())
+def test_joining_single_layers(plan: Plan) -> None:
+    for stage in plan.stages:
+        single = [stage.rule_for(n).model_copy(update={"layers": LayerRange(first=n, last=n)}) for n in stage.layers]
+        rules = joined(reversed(single))
+        assert len(rules) <= len(stage.rules)
+        again = stage.model_copy(update={"rules": rules})
+        layers = [again.rule_for(n).model_copy(update={"layers": LayerRange(first=n, last=n)}) for n in stage.layers]
+        assert layers == single
