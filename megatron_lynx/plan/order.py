@@ -4,7 +4,8 @@
     then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
 
 A frame is *ahead* from its replay until backward enters its half. With sequence parallelism the first window of a half's own
-backward (the gathering of its gradient) comes before anything of the half is needed, so it may hide the half's own replay.
+backward gathers its gradient, before any GEMM's saved tensor is needed: it may hide the half's own replay, unless that has to
+regenerate the dropout mask, which backward needs first of all.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _misplaced(stage: Stage, layout: ParallelFacts, frame: FrameKey, phase: Phas
         return
     if window not in windows:
         yield f"{name} is no window of this stage in this phase"
-    elif windows.index(window) > _last_in_time(frame, layout, windows):
+    elif windows.index(window) > _last_in_time(stage, frame, layout, windows):
         yield f"{name} comes after backward needs the half"
     elif gather == ON_DEMAND:
         yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
@@ -96,10 +97,12 @@ def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:
     return COLUMN_PARALLEL[half] in stage.rule_for(layer).replay
 
 
-def _last_in_time(frame: FrameKey, layout: ParallelFacts, windows: list[Window]) -> int:
+def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window]) -> int:
     """The index of the last window before backward needs a tensor of the half."""
-    first_own = windows.index(Collective("bwd", *frame, 0))
-    return first_own if layout.sequence_parallel else first_own - 1
+    layer, half = frame
+    first_own = windows.index(Collective("bwd", layer, half, 0))
+    masked = f"{half}_bda" in stage.rule_for(layer).replay
+    return first_own if layout.sequence_parallel and not masked else first_own - 1
 
 
 def _deepest(stage: Stage, layout: ParallelFacts, phase: Phase) -> tuple[int, str]:

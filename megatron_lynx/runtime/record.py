@@ -37,11 +37,15 @@ class Recorder:
         self._ordinal = 0
         self._row_segment = -1
         self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks: Any = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._hooks:
-            outputs = self.frame.code(*args, **kwargs)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            with self._hooks:
+                outputs = self.frame.code(*args, **kwargs)
+        finally:
+            self._hooks = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
         self._settle_memos()
         return outputs
 

@@ -42,15 +42,19 @@ class Replayer:
         self._segment = 0
         self._ordinal = 0
         self._in_site = False
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
+        self._hooks: Any = None
 
     def run(self) -> None:
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = self.frame.inputs
-        with forked(self._random), torch.enable_grad(), autocast_as(self.frame.autocast), self._hooks:  # [1]
-            self._random.restore(self.frame.random)
-            with suppress(_Enough):
-                self.frame.code(*args, **kwargs)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
+        try:
+            with forked(self._random), torch.enable_grad(), autocast_as(self.frame.autocast), self._hooks:  # [1]
+                self._random.restore(self.frame.random)
+                with suppress(_Enough):
+                    self.frame.code(*args, **kwargs)
+        finally:
+            self._hooks = None  # it refers back to here
 
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments

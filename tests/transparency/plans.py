@@ -1,0 +1,79 @@
+"""Plans for tests, written out from a few words: which items each layer replays, and whether windows are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.plan.plan import Plan
+
+REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
+
+
+def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
+    """Everything that can be replayed; under sequence parallelism without the GEMMs that gather, unless `gather`."""
+    kept = () if gather or not job.parallel.sequence_parallel else tuple(COLUMN_PARALLEL.values())
+    return tuple(item for item in REPLAYABLE if item not in kept)
+
+
+def plan_for(job: Job, replays: Callable[[int], Iterable[str]], *, windows: bool = True, ahead_depth: int = 1) -> Plan:
+    """One rule per layer: `replays(layer)` are its replayed items."""
+    stages = [_stage(job, stage, replays, windows, ahead_depth) for stage in range(job.parallel.pipeline)]
+    model, parallel = job.model, job.parallel
+    return Plan.model_validate(
+        {
+            "version": 1,
+            "model": {name: getattr(model, name) for name in ("layers", "hidden", "ffn", "heads", "kv_groups", "seq")},
+            "parallel": {name: getattr(parallel, name) for name in ("tensor", "pipeline", "sequence_parallel")},
+            "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
+            "stages": stages,
+            "provenance": {"made_by": "a test"},
+        }
+    )
+
+
+def _stage(job: Job, stage: int, replays: Callable[[int], Iterable[str]], windows: bool, ahead_depth: int) -> dict[str, Any]:
+    layers = job.layers_of(stage)
+    rules = []
+    for layer in layers:
+        replayed = set(replays(layer))
+        rule: dict[str, Any] = {"layers": layer, "keep": [i for i in ITEMS if i not in replayed]}
+        rule["replay"] = [item for item in ITEMS if item in replayed]
+        halves = [half for half in HALVES if replayed & set(ITEMS_OF[half])]
+        if windows:
+            rule["windows"] = {half: _window(job, stage, layer, half, replayed) for half in halves}
+        if job.parallel.sequence_parallel:
+            gathers = [half for half in halves if COLUMN_PARALLEL[half] in replayed]
+            rule["gather"] = {half: _gather(job, stage, layer, half) if windows else "on_demand" for half in gathers}
+        rules.append(rule)
+    return {"stage": stage, "layers": f"{layers[0]}-{layers[-1]}", "ahead_depth": ahead_depth if windows else 0, "rules": rules}
+
+
+def _window(job: Job, stage: int, layer: int, half: Half, replayed: set[str]) -> Any:
+    if job.parallel.tensor == 1:
+        return _first_window(job, stage, layer, half, replayed)
+    last = "2" if job.parallel.sequence_parallel else "0"
+    if half == "attention":
+        return f"bwd.mlp.{last}"
+    if layer < job.layers_of(stage)[-1]:
+        return f"bwd.attention.{last}+1"
+    return _first_window(job, stage, layer, half, replayed)
+
+
+def _first_window(job: Job, stage: int, layer: int, half: Half, replayed: set[str]) -> Any:
+    """Of the frame that backward needs first: nothing precedes it in this backward."""
+    needs_gather = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replayed
+    if needs_gather or layer < job.layers_of(stage)[-1] or half == "attention":
+        return "on_demand"
+    if stage == job.parallel.pipeline - 1:
+        return "bwd.mlp.0" if job.parallel.sequence_parallel and "mlp_bda" not in replayed else "on_demand"
+    steady = "fwd.mlp.0" if job.parallel.tensor > 1 else "pipe.recv_backward"
+    return {"steady": steady, "cooldown": "pipe.recv_backward"}
+
+
+def _gather(job: Job, stage: int, layer: int, half: Half) -> str:
+    if half == "attention":
+        return "bwd.mlp.0"
+    return "bwd.attention.0+1" if layer < job.layers_of(stage)[-1] else "on_demand"
