@@ -25,8 +25,13 @@ from megatron_lynx.simulator.timeline import Span, Timeline
 
 DPI = 160
 WIDTH_INCHES = 16.0
-NAME_INCHES, TURNED_INCHES, PHASE_INCHES = 0.24, 0.11, 0.8
+NAME_INCHES, TURNED_INCHES, PHASE_INCHES = 0.24, 0.10, 0.6
 """What is narrower than this is not named: a half, a replay (its name is turned), a stretch of halves."""
+
+
+HOW_TO_READ = (
+    "A3, M3: attention, MLP half of layer 3. Wide lane: compute; narrow lane: awaited communication; white: outside layers."
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ def _edge_width(spans: list[Span], total_s: float) -> float:
 
 
 def _name_halves(axes: Axes, spans: list[Span], bottom: float, total_s: float) -> None:
-    """Names above the bars; above those one line for each stretch of halves of one pass and micro-batch."""
+    """Names above the bars; above those one line for each stretch of halves of one pass and micro-batch (the first is 0)."""
+    first = min((span.micro_batch for span in spans if span.micro_batch is not None), default=0)
     for span in spans:
         if WIDTH_INCHES * span.seconds >= NAME_INCHES * total_s:
             _write(axes, _short(span), span, bottom + HALF_NAMES, "#666666")
@@ -144,7 +150,7 @@ def _name_halves(axes: Axes, spans: list[Span], bottom: float, total_s: float) -
         axes.hlines(bottom + PHASE_LINE, whole.start_s, whole.end_s, color=colour, linewidth=1.6)
         if WIDTH_INCHES * whole.seconds >= PHASE_INCHES * total_s:
             _write(
-                axes, f"{kind} {'' if micro_batch is None else micro_batch}".strip(), whole, bottom + PHASE_LINE + 0.07, colour
+                axes, kind if micro_batch is None else f"{kind} {micro_batch - first}", whole, bottom + PHASE_LINE + 0.07, colour
             )
 
 
@@ -161,14 +167,15 @@ def _short(span: Span) -> str:
 
 def _write(axes: Axes, text: str, span: Span, height: float, colour: str, turned: bool = False) -> None:
     place = ((span.start_s + span.end_s) / 2, height)
-    axes.annotate(text, place, ha="center", va="center", fontsize=8, color=colour, rotation=90 if turned else 0, zorder=6)
+    axes.annotate(
+        text, place, ha="center", va="center", fontsize=7 if turned else 8, color=colour, rotation=90 if turned else 0, zorder=6
+    )
 
 
 def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
     rows = range(len(timeline.ranks))
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
-    subtitle = "A3, M3: attention and MLP half of layer 3. Wide lane: compute; narrow lane under it: communication waited for."
-    axes.text(0, 1, subtitle, transform=axes.transAxes, fontsize=9.5, color="#555555", va="bottom")
+    axes.text(0, 1, HOW_TO_READ, transform=axes.transAxes, fontsize=9.5, color="#555555", va="bottom")
     axes.set_yticks([-row - 0.5 for row in rows], [_row_label(timeline, rank) for rank in timeline.ranks])
     axes.tick_params(axis="y", length=0, labelsize=10)
     axes.set_ylim(-max(1, len(rows)), 0)

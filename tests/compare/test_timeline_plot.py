@@ -70,6 +70,17 @@ def test_it_says_what_it_shows():
     assert {"M1", "A1", "forward 0", "backward 0"} <= set(written)
 
 
+def test_micro_batches_are_counted_from_the_pictures_first():
+    """A trace counts over the whole run, so the step that is drawn may begin anywhere."""
+    step = [
+        span("forward", 0.0, 1.0, micro_batch=14),
+        span("backward", 1.0, 2.0, micro_batch=14),
+        span("forward", 2.0, 3.0, micro_batch=15),
+    ]
+    written = [text.get_text() for text in timeline_figure(timeline_of({0: step}), "later").axes[0].texts]
+    assert {"forward 0", "backward 0", "forward 1"} <= set(written)
+
+
 def test_bars_that_are_too_narrow_for_a_name_have_none():
     steps = [span("forward", 0.01 * i, 0.01 * (i + 1), layer=i + 1) for i in range(200)]
     written = [text.get_text() for text in timeline_figure(timeline_of({0: steps}), "deep").axes[0].texts]
