@@ -12,12 +12,13 @@ Stock Megatron hides the last ones behind the GEMMs of the column-parallel linea
 
 from __future__ import annotations
 
-from megatron_lynx.items import COLUMN_PARALLEL, ROW_PARALLEL, Half
+from typing import Literal
+
+from megatron_lynx.items import COLUMN_PARALLEL, Half
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.schedule.windows import Pass
 
 
-def window_lengths_s(profile: Profile, passing: Pass, half: Half, message_bytes: int) -> tuple[float, ...]:
+def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> tuple[float, ...]:
     """Seconds of the windows of one half in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
 
     Empty without tensor parallelism.
@@ -34,16 +35,22 @@ def window_lengths_s(profile: Profile, passing: Pass, half: Half, message_bytes:
     return gather, max(0.0, gather - linear.dgrad_s), max(0.0, scatter - linear.wgrad_s)
 
 
-def exposed_gather_s(profile: Profile, behind: Half | None, message_bytes: int) -> float:
-    """What an input gathered once costs: the gather, less the compute that runs between its start and its use.
+def gather_once_s(profile: Profile, half: Half, behind: Half | None, message_bytes: int) -> float:
+    """Seconds that are lost by gathering the input of a half's column-parallel linear once, for its replay and its backward.
 
-    It starts behind the first backward collective of the half `behind`, and the replay that needs it runs at a later
-    collective of that half: the row-parallel linear's backward and what precedes it lie in between. None: on demand.
+    It starts behind the first backward collective of the half `behind`; the row-parallel linear's backward and what precedes
+    it run before the replay needs it. None: on demand, nothing runs. In exchange the half's own backward gathers nothing,
+    which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
     gather = profile.link_s("all_gather", message_bytes)
-    if behind is None:
-        return gather
-    items = profile.half(behind).items
-    row = next(item for item in items if item in ROW_PARALLEL)
-    inner = "core_attention" if behind == "attention" else "activation"
-    return max(0.0, gather - items[row].backward_s - items[inner].backward_s)
+    saved = max(0.0, gather - profile.half(half).items[COLUMN_PARALLEL[half]].dgrad_s)
+    return max(0.0, gather - _compute_after_first_s(profile, behind) - saved)
+
+
+def _compute_after_first_s(profile: Profile, half: Half | None) -> float:
+    """Backward seconds of a half between its first collective and its column-parallel linear."""
+    if half is None:
+        return 0.0
+    items = profile.half(half).items
+    inner = ("linear_proj", "core_attention", "rotary") if half == "attention" else ("linear_fc2", "activation")
+    return sum(items[item].backward_s for item in inner)

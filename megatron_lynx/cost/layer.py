@@ -159,7 +159,8 @@ def _core(shape: LayerShape) -> list[SavedTensor]:
         sizes.append(element)  # its copy in the model's type, which the second GEMM reads
     if dropout:
         sizes += [element, element]  # the noise, and their product
-    return [SavedTensor(bytes=shape.scores * size, **own) for size in sizes]
+    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # a boolean each, made anew by every layer
+    return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
 
 
 def _mlp(shape: LayerShape) -> list[SavedTensor]:

@@ -3,7 +3,7 @@
     one micro-batch, layers 1 and 2, backward order:     mlp(2)   attention(2)   mlp(1)   attention(1)
     [A] backward of a half begins: it is whole, those behind it are what they keep
            whole  +  resident       +  resident  +  resident
-    [B] in its window the next one is regenerated, when of itself only its inputs are still needed
+    [B] in its last window the next one is regenerated, when of itself only its inputs are still needed
            tail   +  whole          +  resident  +  resident
     The other micro-batches in flight hold their resident parts all the while.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_lynx.cost.replay import Replay
 from megatron_lynx.items import COLUMN_PARALLEL, Half
@@ -30,19 +31,27 @@ class HalfMemory:
     """What its replay adds, a gathered input included: the size of its frame."""
     tail: int
     """What its backward still needs at its last collective: its input, and its column-parallel linear's."""
+    ahead: int = 0
+    """What is there before its backward begins: all that is regenerated, or a gathered input alone, or nothing."""
 
     @property
     def whole(self) -> int:
         return self.resident + self.regenerated
 
 
-def half_memory(half: Half, profile: HalfProfile, replay: Replay, gathered_bytes: int = 0) -> HalfMemory:
-    """`gathered_bytes`: the buffer of an input that is gathered once (sequence parallelism)."""
+NOTHING = HalfMemory(0, 0, 0)
+
+
+def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, ahead: bool = False) -> HalfMemory:
+    """`gathered_bytes`: the buffer of an input that is gathered once (sequence parallelism). `ahead`: whether the half is
+    replayed in a window of the one before it."""
     argument = sum(tensor.bytes for tensor in profile.tensors if COLUMN_PARALLEL[half] in tensor.saved_by)
+    regenerated = replay.regenerated_bytes + gathered_bytes
     return HalfMemory(
         resident=profile.input_bytes + replay.stays_bytes,
-        regenerated=replay.regenerated_bytes + gathered_bytes,
+        regenerated=regenerated,
         tail=profile.input_bytes + argument + gathered_bytes,
+        ahead=regenerated if ahead else gathered_bytes,
     )
 
 
@@ -50,13 +59,11 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
     return sum(half.resident for half in halves)
 
 
-def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: int, ahead: bool) -> int:
-    """The most that the stage's layers hold. `ahead`: whether halves are regenerated before their backward begins ([B])."""
+def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: int) -> int:
+    """The most that the stage's layers hold at once, over all micro-batches in flight."""
     total = resident_bytes(backward_order)
     behind, peak = total, total
-    for index, half in enumerate(backward_order):
+    for half, following in pairwise((*backward_order, NOTHING)):
         behind -= half.resident
-        peak = max(peak, behind + half.whole)  # [A]
-        if ahead and index + 1 < len(backward_order):
-            peak = max(peak, behind + half.tail + backward_order[index + 1].regenerated)  # [B]
+        peak = max(peak, behind + half.whole, behind + half.tail + following.ahead)  # [A] [B]
     return peak + (in_flight - 1) * total

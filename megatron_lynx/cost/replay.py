@@ -45,7 +45,9 @@ def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str
     runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay)
     stays = regenerated = 0
     for tensor, items in let_go:
-        remembered = tensor.output and tensor.made_by not in (*replay, *ROW_PARALLEL) and order.index(tensor.made_by) < passed  # [4]
+        remembered = (
+            tensor.output and tensor.made_by not in (*replay, *ROW_PARALLEL) and order.index(tensor.made_by) < passed
+        )  # [4]
         if remembered or set(tensor.saved_by) - set(items):
             stays += tensor.bytes
         elif items:

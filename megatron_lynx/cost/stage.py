@@ -1,7 +1,7 @@
 """Seconds of a stage's passes and of a whole step.
 
-    stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once
-    stage 1     F B F B F B F B                 + the messages on the way down and up
+stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once
+stage 1     F B F B F B F B                 + the messages on the way down and up
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Timing the messages of a job between the ranks that will send them.
 
-    every rank:  barrier ─ n x message ─ ...     median of each rank, the slowest rank counts (a collective ends when the last one has it)
+    every rank:  n x (barrier, message)     median of each rank; of those the slowest, when the last one has it
 
 Sizes: for all-gather and reduce-scatter, of the gathered tensor; for p2p, of what one rank sends the next.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.profile import LinkKind, LinkPoint
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 WARMUP = 2
 """Messages before the first that counts: connections are made on first use."""
@@ -48,15 +48,14 @@ def measure_links(
     for kind in kinds:
         for size in sizes_bytes:
             send = _message(kind, size, group, device)
-            points.append(LinkPoint(kind=kind, bytes=size, seconds=_slowest(_median_seconds(send, group, repetitions), group, device)))
+            points.append(
+                LinkPoint(kind=kind, bytes=size, seconds=_slowest(_median_seconds(send, group, repetitions), group, device))
+            )
     return tuple(points)
 
 
 def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
     """A call that sends one message and returns when it has arrived."""
-    import torch
-    import torch.distributed as dist
-
     ranks = dist.get_world_size(group)
     count = max(1, size_bytes // 4 // ranks)
     part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
@@ -71,8 +70,6 @@ def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch
 
 def _pass_on(whole: torch.Tensor, group: ProcessGroup) -> None:
     """Even ranks send to the next one, odd ranks receive: one message on each link, one way."""
-    import torch.distributed as dist
-
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank % 2 == 0 and rank + 1 < ranks:
         dist.send(whole, dist.get_global_rank(group, rank + 1), group=group)
@@ -81,9 +78,6 @@ def _pass_on(whole: torch.Tensor, group: ProcessGroup) -> None:
 
 
 def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     seconds = []
     for repetition in range(WARMUP + repetitions):
         dist.barrier(group=group)
@@ -97,9 +91,6 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
 
 
 def _slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    import torch
-    import torch.distributed as dist
-
     slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return float(slowest.item())

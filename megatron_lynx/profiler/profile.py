@@ -13,9 +13,9 @@ import hashlib
 import os
 from typing import Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, write_yaml
 
@@ -157,20 +157,24 @@ class Profile(_Part):
         points = sorted((point.bytes, point.seconds) for point in self.links if point.kind == kind)
         if not points or not size_bytes:
             return 0.0
-        sizes, seconds = zip(*points, strict=True)
         if len(points) == 1:
-            return float(seconds[0] * size_bytes / sizes[0])
-        if size_bytes < sizes[0]:
-            return float(seconds[0])
-        if size_bytes > sizes[-1]:
-            slope = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
-            return float(seconds[-1] + slope * (size_bytes - sizes[-1]))
-        return float(np.interp(size_bytes, sizes, seconds))
+            return points[0][1] * size_bytes / points[0][0]
+        above = next((index for index, (size, _) in enumerate(points) if size >= size_bytes), len(points) - 1)
+        (left, left_s), (right, right_s) = points[max(above, 1) - 1], points[max(above, 1)]
+        slope = (right_s - left_s) / (right - left)
+        return max(points[0][1], left_s + slope * (size_bytes - left)) if above else points[0][1]
 
     @property
     def digest(self) -> str:
         """SHA-256 of the profile's canonical JSON: what a plan records as its origin."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def shape_of(job: Job) -> Shape:
+    """What a profile of this job is a profile of."""
+    model, parallel = job.model, job.parallel
+    facts = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype")}
+    return Shape(micro=job.batch.micro, tensor=parallel.tensor, sequence_parallel=parallel.sequence_parallel, **facts)
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

@@ -1,0 +1,77 @@
+"""The memory blocks that a half's backward needs: how large, made by which item, saved by which.
+
+A block is a storage: views of it count once and keep all of it. Two passes are recorded and held side by side; what both have
+in common (parameters, masks, rotary tables, the input) belongs to neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.items import COLUMN_PARALLEL, ITEMS_OF
+from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, nbytes_of, tensors_in
+from megatron_lynx.profiler.profile import SavedTensor
+
+
+@dataclass
+class _Block:
+    bytes: int
+    made_by: str
+    saved_by: list[str] = field(default_factory=list)
+    output: bool = False
+
+
+def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
+    """The memory blocks of one pass, and the bytes of each site's output.
+
+    Two passes are recorded and held: what both have in common (parameters, masks, rotary tables, the input) is not theirs.
+    """
+    first, second = _recorded(run), _recorded(run)
+    own = [block for address, block in second[0].items() if address not in first[0] and (block.saved_by or block.output)]
+    tensors = tuple(
+        SavedTensor(bytes=block.bytes, made_by=block.made_by, saved_by=tuple(block.saved_by), output=block.output)
+        for block in own
+        if block.saved_by or block.made_by == COLUMN_PARALLEL[run.half]
+    )
+    return tensors, second[1]
+
+
+def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
+    """One pass under saved-tensor hooks. The third is to be held: it keeps every address seen from being used again."""
+    blocks: dict[int, _Block] = {}
+    outputs: dict[str, int] = {}
+    held: list[Tensor] = []
+    item = [code_behind(run.half, None)]
+
+    def seen(tensor: Tensor) -> _Block:
+        held.append(tensor.detach())
+        storage = tensor.untyped_storage()
+        return blocks.setdefault(storage.data_ptr(), _Block(storage.nbytes(), item[0]))
+
+    def pack(tensor: Tensor) -> Tensor:
+        block = seen(tensor)
+        if item[0] not in block.saved_by:
+            block.saved_by.append(item[0])
+        return tensor.detach()
+
+    def entered(name: str, arguments: Any) -> None:
+        for tensor in tensors_in(arguments):
+            seen(tensor)
+        item[0] = name
+
+    def left(name: str, result: Any) -> None:
+        block = seen(first_of(result))
+        block.output = block.output or block.made_by == name
+        outputs[name] = nbytes_of(first_of(result))
+        item[0] = code_behind(run.half, name)
+
+    start = run.input.detach().requires_grad_()
+    blocks[start.untyped_storage().data_ptr()] = _Block(nbytes_of(start), "input")
+    with run.watched(entered, left), torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        result = run.forward(start, **run.arguments)
+    outputs[ITEMS_OF[run.half][-1]] = nbytes_of(first_of(result))
+    return blocks, outputs, (held, result)

@@ -1,0 +1,84 @@
+"""One half of a real layer, ready to be run again and again, with a call back at every door of a site.
+
+start ─ [norm] ─ [linear_qkv] ─ (rotary) ─ [core_attention] ─ [linear_proj] ─ (bda) ─ end       [site]  (code)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+
+
+@dataclass
+class HalfRun:
+    """One half, ready to be run again and again from the same input."""
+
+    half: Half
+    forward: Callable[..., Any]
+    arguments: dict[str, Any]
+    input: Tensor
+    sites: dict[str, nn.Module]
+
+    def output(self) -> Tensor:
+        result = self.forward(self.input.detach().requires_grad_(), **self.arguments)
+        return first_of(result)
+
+    @contextmanager
+    def watched(self, entered: Callable[[str, Any], None], left: Callable[[str, Any], None]) -> Iterator[None]:
+        """Call back at the entry of every site with its arguments, and at its exit with its outputs."""
+        handles = []
+        for name, module in self.sites.items():
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: entered(name, (args, kwargs)), with_kwargs=True
+                )
+            )
+            handles.append(module.register_forward_hook(lambda _, args, output, name=name: left(name, output)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def sites_of(layer: Any, half: Half) -> dict[str, nn.Module]:
+    attention, mlp = layer.self_attention, layer.mlp
+    if half == "attention":
+        inside = {name: getattr(attention, name) for name in ("linear_qkv", "core_attention", "linear_proj")}
+        return {"input_layernorm": layer.input_layernorm, **inside}
+    return {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2}
+
+
+def code_behind(half: Half, site: str | None) -> str:
+    """The item that code belongs to which runs after `site` (None: before the first)."""
+    order = ITEMS_OF[half]
+    if site is None:
+        return order[0]
+    behind = order[min(order.index(site) + 1, len(order) - 1)]
+    return behind if behind in CODE_ITEMS else site
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def first_of(outputs: Any) -> Tensor:
+    return next(tensors_in(outputs))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)

@@ -1,0 +1,68 @@
+"""One real layer, measured: both halves, item by item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.profiler.measured.blocks import blocks_of
+from megatron_lynx.profiler.measured.half_run import HalfRun, nbytes_of, sites_of
+from megatron_lynx.profiler.measured.seconds import gradient_gemm_seconds, item_flops, item_seconds
+from megatron_lynx.profiler.profile import HalfProfile, ItemProfile
+
+
+def shard_arguments(job: Job) -> dict[str, Any]:
+    """Arguments of Megatron's `TransformerConfig` that make a layer without a group do the work of one tensor-parallel rank."""
+    model, tensor = job.model, job.parallel.tensor
+    return {
+        "num_attention_heads": model.heads // tensor,
+        "num_query_groups": model.kv_groups // tensor,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn // tensor,
+        "sequence_parallel": False,
+    }
+
+
+def measure_layer(
+    layer: Any, hidden: Tensor, arguments: dict[str, Any], *, sequence_shards: int = 1, repetitions: int = 9
+) -> dict[Half, HalfProfile]:
+    """Both halves of a `TransformerLayer`, which is in training mode.
+
+    `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
+    `sequence_shards` is the tensor-parallel size under sequence parallelism: norms, dropouts and residuals then do that share
+    of the rows, and their figures are divided by it.
+    """
+    attention = HalfRun("attention", layer._forward_attention, arguments, hidden, sites_of(layer, "attention"))
+    output = attention.output().detach()
+    mlp = HalfRun("mlp", layer._forward_mlp, {}, output, sites_of(layer, "mlp"))
+    return {run.half: _profile(run, sequence_shards, repetitions) for run in (attention, mlp)}
+
+
+def _profile(run: HalfRun, shards: int, repetitions: int) -> HalfProfile:
+    forward, backward = item_seconds(run, repetitions)
+    tensors, outputs = blocks_of(run)
+    flops = item_flops(run)
+    gemms = gradient_gemm_seconds(run, repetitions)
+    order = ITEMS_OF[run.half]
+    on_own_rows = {order[0], order[-1]}  # the norm and the bias-dropout-add
+
+    def share(item: str) -> int:
+        return shards if item in on_own_rows else 1
+
+    tensors = tuple(tensor.model_copy(update={"bytes": tensor.bytes // share(tensor.made_by)}) for tensor in tensors)
+    items = {
+        item: ItemProfile(
+            forward_s=forward.get(item, 0.0) / share(item),
+            backward_s=backward.get(item, 0.0) / share(item),
+            saved_bytes=sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)),
+            output_bytes=outputs.get(item, 0) // (shards if item in (*on_own_rows, *ROW_PARALLEL) else 1),
+            flops=flops.get(item, 0),
+            dgrad_s=gemms.get(item, (0.0, 0.0))[0],
+            wgrad_s=gemms.get(item, (0.0, 0.0))[1],
+        )
+        for item in order
+    }
+    return HalfProfile(input_bytes=nbytes_of(run.input) // shards, items=items, tensors=tensors)

@@ -1,0 +1,146 @@
+"""Seconds of every item, from marks at the doors of the sites.
+
+    forward    start ─ norm ─ linear_qkv ─ (rotary) ─ core_attention ─ linear_proj ─ (bda) ─ end        module hooks
+    backward   end ─ (bda) ─ linear_proj ─ core_attention ─ (rotary) ─ linear_qkv ─ norm ─ start        gradient hooks
+
+A site's backward begins when the gradient of its output exists and ends when those of its arguments do; what lies between two
+sites is the code item there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_lynx.items import CODE_ITEMS, ITEMS_OF
+from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, tensors_in
+from megatron_lynx.profiler.profile import BlockSeconds
+
+WARMUP = 2
+"""Passes before the first that counts: caches and allocators settle."""
+
+
+def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockSeconds:
+    """Forward and backward seconds of anything that returns one tensor with a gradient, such as the model's head and its loss."""
+    forward, backward = [], []
+    for repetition in range(WARMUP + repetitions):
+        start = now()
+        output = run()
+        middle = now()
+        output.backward(torch.ones_like(output))
+        if repetition >= WARMUP:
+            forward.append(middle - start)
+            backward.append(now() - middle)
+    return BlockSeconds(forward_s=median(forward), backward_s=median(backward))
+
+
+def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median forward and backward seconds of each item."""
+    passes = [_timed_pass(run) for _ in range(WARMUP + repetitions)][WARMUP:]
+    medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in ITEMS_OF[run.half]} for index in (0, 1)]
+    return medians[0], medians[1]
+
+
+def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
+    """One pass. A mark (item, second) ends that item's stretch; an item's stretches add up."""
+    forward_marks: list[tuple[str, float]] = []
+    backward_marks: list[tuple[str, float]] = []
+    code = [code_behind(run.half, None)]
+
+    def on_gradient(tensor: Tensor, item: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: backward_marks.append((item, now())))
+
+    def entered(name: str, arguments: Any) -> None:
+        forward_marks.append((code[0], now()))
+        for tensor in tensors_in(arguments):
+            on_gradient(tensor, name)  # when these gradients exist, the site's backward is over
+
+    def left(name: str, outputs: Any) -> None:
+        forward_marks.append((name, now()))
+        code[0] = code_behind(run.half, name)
+        if code[0] in CODE_ITEMS:
+            on_gradient(first_of(outputs), code[0])
+
+    start = run.input.detach().requires_grad_()
+    with run.watched(entered, left):
+        begin = now()
+        output = first_of(run.forward(start, **run.arguments))
+    forward_marks.append((code[0], now()))
+    gradient = torch.ones_like(output)
+    middle = now()
+    output.backward(gradient)
+    backward_marks.append((ITEMS_OF[run.half][0], now()))
+    return _stretches(begin, forward_marks), _stretches(middle, backward_marks)
+
+
+def _stretches(begin: float, marks: list[tuple[str, float]]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for item, second in marks:
+        seconds[item] = seconds.get(item, 0.0) + second - begin
+        begin = second
+    return seconds
+
+
+def gradient_gemm_seconds(run: HalfRun, repetitions: int) -> dict[str, tuple[float, float]]:
+    """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone."""
+    arguments: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def entered(name: str, called_with: Any) -> None:
+        arguments[name] = next(tensors_in(called_with)).detach().flatten(0, -2)
+
+    def left(name: str, result: Any) -> None:
+        outputs[name] = first_of(result).detach().flatten(0, -2)
+
+    with run.watched(entered, left), torch.no_grad():
+        run.output()
+    result = {}
+    for name in (name for name in run.sites if name.startswith("linear_")):
+        weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
+        with torch.no_grad():
+            dgrad = median_seconds(partial(torch.matmul, gradient, weight), repetitions)
+            wgrad = median_seconds(partial(torch.matmul, gradient.t(), argument), repetitions)
+        result[name] = (dgrad, wgrad)
+    return result
+
+
+def item_flops(run: HalfRun) -> dict[str, int]:
+    """FLOPs of each site's forward."""
+
+    flops: dict[str, int] = {}
+    with FlopCounterMode(display=False) as counter:
+
+        def entered(name: str, _: Any) -> None:
+            flops[name] = -counter.get_total_flops()
+
+        def left(name: str, _: Any) -> None:
+            flops[name] += counter.get_total_flops()
+
+        with run.watched(entered, left):
+            run.output()
+    return flops
+
+
+def median_seconds(call: Callable[[], Any], repetitions: int) -> float:
+    seconds = []
+    for repetition in range(WARMUP + repetitions):
+        start = now()
+        call()
+        if repetition >= WARMUP:
+            seconds.append(now() - start)
+    return median(seconds)
+
+
+def now() -> float:
+    """The clock, when the device has finished what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,85 @@
+"""What a solver answers: one choice for each half of each layer of a stage. There is no answer for a question that has none:
+then `Infeasible` is raised and says what binds, and by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.solver.problem import ON_DEMAND_NAME, Option, StageProblem
+from megatron_lynx.units import format_bytes
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """Both halves of one layer."""
+
+    attention: Option
+    mlp: Option
+
+    @property
+    def halves(self) -> tuple[Option, Option]:
+        return self.attention, self.mlp
+
+    @property
+    def exposed_s(self) -> float:
+        return self.attention.exposed_s + self.mlp.exposed_s
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.attention.memory.resident + self.mlp.memory.resident
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A stage's layers, first to last. Seconds and bytes of one micro-batch; `peak_bytes` of all in flight."""
+
+    layers: tuple[LayerChoice, ...]
+    in_flight: int
+
+    @property
+    def halves(self) -> Iterator[Option]:
+        """In forward order."""
+        return (half for layer in self.layers for half in layer.halves)
+
+    @property
+    def backward_order(self) -> tuple[HalfMemory, ...]:
+        return tuple(half.memory for half in reversed(list(self.halves)))
+
+    @cached_property
+    def exposed_s(self) -> float:
+        return sum(half.exposed_s for half in self.halves)
+
+    @cached_property
+    def hidden_s(self) -> float:
+        return sum(half.hidden_s for half in self.halves)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        return resident_bytes(self.backward_order)
+
+    @cached_property
+    def ahead_bytes(self) -> int:
+        """The largest frame that is regenerated in a window."""
+        return max((half.memory.regenerated for half in self.halves if half.seat.steady != ON_DEMAND_NAME), default=0)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return peak_bytes(self.backward_order, self.in_flight)
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(half.flops for half in self.halves)
+
+
+def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
+    """`least` is the answer that needs the least memory; the budget is below it."""
+    budget = problem.budget_bytes or 0
+    held = f"{format_bytes(least.peak_bytes)} with everything replayable replayed ({problem.in_flight} in flight)"
+    short = f"raise it by {format_bytes(least.peak_bytes - budget)}, or lower batch.micro, or raise parallel.tensor"
+    place = f"budget.activation_mib, stage {problem.stage}"
+    return Infeasible("no plan fits the budget", [Problem(place, format_bytes(budget), f"at least {held}", short)])

@@ -1,0 +1,60 @@
+"""What a plan really replays and holds, on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+
+@dataclass
+class Counted:
+    """One step."""
+
+    flops: int
+    resident_bytes: int
+    frames: int
+    """Halves that were replayed."""
+    state_bytes: int
+    """One random state."""
+
+
+def count(rank: int, job: Job, plans: list[Plan | None]) -> list[Counted]:
+    """One counted step under each plan, after a warm-up (None: stock)."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    return [_count(job, plan) for plan in plans]
+
+
+def _count(job: Job, plan: Plan | None) -> Counted:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.measure.memory import count_step, marked
+    from megatron_lynx.testbed import training as testbed
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    training = testbed.Training(job, build_model(job), optimizer=None)
+    installation = install(training.chunks, plan) if plan is not None else None
+    batches, plain = testbed.synthetic_batches(job), testbed.forward_step
+    training.step(batches)
+    if installation is not None:
+        installation.engine.take_counts()
+    with FlopCounterMode(display=False) as counter:
+        training.step(batches)
+    replays = installation.engine.take_counts().replayed if installation is not None else 0
+
+    def step(meter):
+        testbed.forward_step = marked(plain, meter, "forward")  # which run_schedule looks up
+        try:
+            testbed.run_schedule(training.chunks, job, batches)
+        finally:
+            testbed.forward_step = plain
+
+    resident = count_step(step, "cpu", training.parameters().values()).resident_bytes
+    if installation is not None:
+        installation.remove()
+    return Counted(counter.get_total_flops(), resident, replays, torch.get_rng_state().nbytes)

@@ -1,0 +1,46 @@
+"""Profiles nobody measured: seconds from FLOPs, bytes from shapes, links as a test wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
+from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
+
+FLOPS_PER_S = 1e9
+SMALL_S = 1e-6
+"""Seconds of an item without a GEMM."""
+
+
+def made_up_profile(job: Job, link_s: float = 1e-3, **changes: Any) -> Profile:
+    """Every collective of a layer takes `link_s`; a GEMM's backward takes twice its forward."""
+    shape = LayerShape(job.model, job.parallel, job.batch.micro)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+    fields = {
+        "source": Source(how="analytic", machine="none", made_by="a test", repetitions=1),
+        "shape": shape_of(job),
+        "attention": made_up_half(shape, "attention"),
+        "mlp": made_up_half(shape, "mlp"),
+        "links": tuple(LinkPoint(kind=kind, bytes=shape.gathered_bytes, seconds=link_s) for kind in kinds),
+    }
+    return Profile(**{**fields, **changes})
+
+
+def made_up_half(shape: LayerShape, half: Half) -> HalfProfile:
+    flops, tensors = item_flops(shape), half_tensors(shape, half)
+    items = {}
+    for item in ITEMS_OF[half]:
+        gemm_s = flops[item] / FLOPS_PER_S
+        linear = item.startswith("linear_")
+        items[item] = ItemProfile(
+            forward_s=gemm_s or SMALL_S,
+            backward_s=2 * gemm_s or SMALL_S,
+            saved_bytes=sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)),
+            output_bytes=0 if item in CODE_ITEMS else shape.input_bytes,
+            flops=flops[item],
+            dgrad_s=gemm_s if linear else 0.0,
+            wgrad_s=gemm_s if linear else 0.0,
+        )
+    return HalfProfile(input_bytes=shape.input_bytes, items=items, tensors=tensors)

@@ -1,0 +1,53 @@
+"""What the tests of measuring run on a rank. Megatron is imported inside, after the rank's stand-in is in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import Half
+from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, LinkKind, LinkPoint
+
+
+def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
+    """One layer of a job's tensor-parallel shard, on a single rank without a group."""
+    import torch
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import initialise
+
+    model, shards = job.model, job.parallel.tensor
+    alone = job.model_copy(update={"gpus": 1, "parallel": type(job.parallel)(), "model": model.model_copy(update={"layers": 1})})
+    initialise(alone)
+    chunk = build_model(alone, **shard_arguments(job))[0]
+    layer = getattr(chunk, "module", chunk).decoder.layers[0]
+    dtype = next(layer.parameters()).dtype
+    arguments = {}
+    if model.position == "rope":
+        arguments["rotary_pos_emb"] = RotaryEmbedding(model.head_size, 1.0, use_cpu_initialization=True)(model.seq)
+    hidden = torch.randn(model.seq, job.batch.micro, model.hidden, dtype=dtype)
+    sequence_shards = shards if job.parallel.sequence_parallel else 1
+    return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2)
+
+
+def measure_squaring(rank: int) -> BlockSeconds:
+    import torch
+
+    from megatron_lynx.profiler.measured import measure_block
+
+    tensor = torch.ones(8, requires_grad=True)
+    return measure_block(lambda: tensor * tensor, repetitions=2)
+
+
+def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int]) -> tuple[LinkPoint, ...]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_lynx.profiler.links import measure_links
+    from megatron_lynx.testbed.tiny_jobs import tiny_job
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(tiny_job(tensor=2))
+    return measure_links(kinds, sizes, dist.group.WORLD, torch.device("cpu"), repetitions=2)

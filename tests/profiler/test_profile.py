@@ -1,0 +1,61 @@
+"""The profile file: exact round trip, straight lines between messages, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.profiler.profile import LinkPoint, load_profile, save_profile
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.profiler.made_up import made_up_profile
+
+
+def with_links(*points: tuple[int, float]):
+    links = tuple(LinkPoint(kind="all_reduce", bytes=size, seconds=seconds) for size, seconds in points)
+    return made_up_profile(tiny_job(tensor=2), links=links)
+
+
+def test_a_saved_profile_reads_back_the_same(tmp_path):
+    profile = made_up_profile(tiny_job("llama", tensor=2), link_s=1e-9 / 3)
+    save_profile(profile, tmp_path / "profile.yaml")
+    again = load_profile(tmp_path / "profile.yaml")
+    assert again == profile
+    assert again.digest == profile.digest
+    (tmp_path / "profile.json").write_text(profile.model_dump_json())
+    assert load_profile(tmp_path / "profile.json") == profile
+
+
+def test_every_problem_of_a_file_is_listed(tmp_path):
+    profile = made_up_profile(tiny_job(tensor=2)).model_dump(mode="json")
+    profile["version"], profile["attention"]["input_bytes"], profile["colour"] = 2, -1, "red"
+    (tmp_path / "p.yaml").write_text(__import__("json").dumps(profile))
+    with pytest.raises(ConfigError) as refusal:
+        load_profile(tmp_path / "p.yaml")
+    assert {problem.where.rpartition(": ")[2] for problem in refusal.value.problems} >= {
+        "version",
+        "attention.input_bytes",
+        "colour",
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds"),
+    [(50, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (300, 6.0), (400, 10.0), (500, 14.0)],
+    ids=["all latency", "first", "between", "second", "between", "last", "beyond"],
+)
+def test_messages_lie_on_the_lines_between_measured_ones(size, seconds):
+    assert with_links((400, 10.0), (100, 1.0), (200, 2.0)).link_s("all_reduce", size) == pytest.approx(seconds)
+
+
+def test_one_point_is_bandwidth_and_no_point_costs_nothing():
+    profile = with_links((100, 1.0))
+    assert profile.link_s("all_reduce", 250) == pytest.approx(2.5)
+    assert profile.link_s("p2p", 250) == 0
+
+
+def test_a_profile_of_half_a_layer_is_refused():
+    profile = made_up_profile(tiny_job())
+    fewer = dict(profile.mlp.items)
+    del fewer["activation"]
+    with pytest.raises(ValueError, match=r"mlp\.items"):
+        made_up_profile(tiny_job(), mlp=profile.mlp.model_copy(update={"items": fewer}))

@@ -1,0 +1,149 @@
+"""Plans for every layout: they are valid, say where each half is replayed and why, and predict what follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.layer import LayerShape, replayed_flops
+from megatron_lynx.errors import ConfigError, Infeasible
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES
+from megatron_lynx.plan.plan import ByPhase
+from megatron_lynx.planner import REPLAYABLE, make_plan, uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import MIB
+from tests.profiler.made_up import made_up_profile
+
+LAYOUTS = {
+    "one rank": {},
+    "tp": {"tensor": 2},
+    "tp+sp": {"tensor": 2, "sequence_parallel": True},
+    "pp": {"pipeline": 2, "microbatches": 4},
+    "tp x pp": {"tensor": 2, "pipeline": 2, "microbatches": 4},
+    "tp x pp+sp": {"tensor": 2, "pipeline": 2, "microbatches": 4, "sequence_parallel": True},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
+
+
+def with_budget(job, mib):
+    return job.model_copy(update={"budget": Budget(activation_mib=mib)})
+
+
+def planned(link_s=1.0, budget_mib=None, like="gpt", **layout):
+    job = tiny_job(like, **layout)
+    return make_plan(with_budget(job, budget_mib) if budget_mib else job, made_up_profile(job, link_s))
+
+
+@every_layout
+@every_model
+def test_every_layout_has_a_plan_that_predicts_its_work(layout, like):
+    job = tiny_job(like, **layout)
+    plan = make_plan(job, made_up_profile(job))
+    shape = LayerShape(job.model, job.parallel, job.batch.micro)
+    for stage in plan.stages:
+        replayed = sum(len(rule.layers) * replayed_flops(shape, rule.replay) for rule in stage.rules)
+        assert stage.predicted.replayed_flops == replayed
+        assert stage.predicted.step_s > 0
+        inputs = 2 * len(stage.layers) * shape.input_bytes
+        assert stage.predicted.resident_activation_bytes >= inputs
+    assert plan.provenance.job == job.digest
+    assert plan.provenance.profile == made_up_profile(job).digest
+
+
+@every_layout
+@every_model
+@pytest.mark.parametrize("replay", ["all", "none", ("input_layernorm", "activation", "core_attention")])
+@pytest.mark.parametrize("windows", [True, False])
+@pytest.mark.parametrize("gather", ["keep", "once"])
+def test_uniform_plans_are_valid(layout, like, replay, windows, gather):
+    job = tiny_job(like, **layout)
+    plan = uniform_plan(job, replay, windows=windows, gather=gather)
+    wanted = {"all": set(REPLAYABLE), "none": set()}.get(replay) if isinstance(replay, str) else set(replay)
+    kept = set(COLUMN_PARALLEL.values()) if job.parallel.sequence_parallel and gather == "keep" else set()
+    for stage in plan.stages:
+        assert {item for rule in stage.rules for item in rule.replay} == wanted - kept
+        assert stage.ahead_depth <= int(windows)
+
+
+def test_long_windows_hide_everything_but_the_last_half_is_kept():
+    plan = planned(tensor=2)
+    (stage,) = plan.stages
+    first, last = stage.rules
+    assert (str(first.layers), str(last.layers)) == ("1-3", "4")
+    assert (first.windows.attention, first.windows.mlp) == ("bwd.mlp.0", "bwd.attention.0+1")
+    assert last.windows.attention == "bwd.mlp.0"
+    assert not last.replays("mlp")
+    assert stage.ahead_depth == 1
+    assert stage.predicted.exposed_replay_s == 0
+    assert stage.predicted.hidden_replay_s > 0
+    assert stage.predicted.ahead_bytes > 0
+
+
+def test_the_last_mlp_half_of_an_early_stage_is_replayed_while_others_wait():
+    first, last = planned(tensor=2, pipeline=2, microbatches=4).stages
+    assert first.rules[-1].windows.mlp == ByPhase(steady="fwd.mlp.0", cooldown="pipe.recv_backward")
+    assert last.rules[-1].windows.mlp is None
+    alone = planned(pipeline=2, microbatches=4).stages[0]
+    assert alone.rules[-1].windows.mlp == "pipe.recv_backward"
+    assert alone.rules[-1].windows.attention == "on_demand"
+
+
+def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
+    layout = {"tensor": 2, "sequence_parallel": True}
+    gathering = planned(link_s=1e-5, **layout).stages[0]
+    assert gathering.rules[0].gather.attention == "bwd.mlp.0"
+    assert gathering.rules[0].gather.mlp == "bwd.attention.0+1"
+    assert set(COLUMN_PARALLEL.values()) <= set(gathering.rules[0].replay)
+    roomy = planned(link_s=1e-5, budget_mib=8, **layout).stages[0]
+    assert all(rule.gather.of(half) is None for rule in roomy.rules for half in HALVES)
+    assert roomy.predicted.resident_activation_bytes > gathering.predicted.resident_activation_bytes
+
+
+def test_without_windows_a_wide_budget_keeps_everything():
+    plan = planned(link_s=1e-9, budget_mib=64, tensor=2)
+    assert all(rule.replay == () for rule in plan.stages[0].rules)
+    assert plan.stages[0].ahead_depth == 0
+
+
+def test_a_budget_is_kept_and_bought_with_time():
+    job = tiny_job(tensor=2, layers=8)
+    profile = made_up_profile(job, link_s=1e-9)
+    least = make_plan(job, profile).stages[0].predicted
+    everything = uniform_kept_bytes(job)
+    steps = []
+    for share in (0.5, 0.7, 0.9):
+        limited = with_budget(job, share * everything / MIB)
+        predicted = make_plan(limited, profile).stages[0].predicted
+        assert predicted.resident_activation_bytes <= share * everything
+        assert predicted.resident_activation_bytes >= least.resident_activation_bytes
+        steps.append(predicted.step_s)
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) == len(steps)
+
+
+def uniform_kept_bytes(job):
+    kept = job.model_copy(update={"policy": "none"})
+    return make_plan(kept, made_up_profile(job)).stages[0].predicted.resident_activation_bytes
+
+
+def test_a_budget_below_the_least_is_refused_with_figures():
+    with pytest.raises(Infeasible, match=r"budget.activation_mib, stage 0: found 1.0\d KiB, needed at least"):
+        planned(budget_mib=0.001, tensor=2)
+
+
+def test_policies_none_and_full():
+    job = tiny_job(tensor=2)
+    profile = made_up_profile(job)
+    none, full = (make_plan(job.model_copy(update={"policy": policy}), profile).stages[0] for policy in ("none", "full"))
+    assert all(rule.replay == () for rule in none.rules)
+    assert full.rules[0].windows.attention == "on_demand"
+    assert full.predicted.hidden_replay_s == 0
+    assert full.predicted.step_s == pytest.approx(none.predicted.step_s + full.predicted.exposed_replay_s)
+
+
+def test_a_profile_of_another_job_is_refused_with_every_difference():
+    profile = made_up_profile(tiny_job(tensor=2))
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(tiny_job(tensor=1, hidden=64), profile)
+    assert [problem.where for problem in refusal.value.problems] == ["profile: shape.hidden", "profile: shape.tensor"]
