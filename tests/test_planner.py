@@ -12,6 +12,7 @@ from megatron_lynx.plan.plan import ByPhase
 from megatron_lynx.planner import REPLAYABLE, make_plan, uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
+from tests.cost.on_ranks import count
 from tests.profiler.made_up import made_up_profile
 
 LAYOUTS = {
@@ -64,6 +65,24 @@ def test_uniform_plans_are_valid(layout, like, replay, windows, gather):
     for stage in plan.stages:
         assert {item for rule in stage.rules for item in rule.replay} == wanted - kept
         assert stage.ahead_depth <= int(windows)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tp"], LAYOUTS["tp+sp"]], ids=["tp", "tp+sp"])
+@every_model
+def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, layout, like):
+    job = tiny_job(like, microbatches=1, seq=64, micro=1, **layout)
+    profile = made_up_profile(job, link_s=1e-5)
+    nothing, plan = (make_plan(job.model_copy(update={"policy": policy}), profile) for policy in ("none", "planned"))
+    kept, predicted = nothing.stages[0].predicted, plan.stages[0].predicted
+    for stock, counted in pool_of(2).run(count, job, [None, plan]):
+        assert counted.flops - stock.flops == predicted.replayed_flops > 0
+        assert counted.hidden == counted.frames > 0
+        saved = kept.resident_activation_bytes - predicted.resident_activation_bytes
+        states = saved - (stock.resident_bytes - counted.resident_bytes)
+        noise = job.model.seq * 16  # results of reductions that gloo still holds when the forward returns
+        assert -noise <= states <= 5 * counted.state_bytes * counted.frames + noise
+        rest = (states + counted.state_bytes // 2) % counted.state_bytes - counted.state_bytes // 2
+        assert abs(rest) <= noise, "what is left over are random states, which frames remember"
 
 
 def test_long_windows_hide_everything_but_the_last_half_is_kept():

@@ -53,13 +53,7 @@ def _option(job: Job, profile: Profile, seats: Seats, place: Place, replay: Coll
     flops = item_flops(shape)
     return Option(
         replay=tuple(replay),
-        memory=half_memory(
-            half,
-            costs,
-            replayed,
-            gathered_bytes=shape.gathered_bytes if seats.gathers(half, replay) else 0,
-            ahead=_ahead(half, seat),
-        ),
+        memory=half_memory(half, costs, replayed, gathered_bytes=gathered_bytes, ahead=_ahead(half, seat)),
         seat=seat,
         replay_s=replay_s,
         exposed_s=seat.exposed_s(replay_s, profile.interference),

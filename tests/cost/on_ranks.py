@@ -16,6 +16,8 @@ class Counted:
     resident_bytes: int
     frames: int
     """Halves that were replayed."""
+    hidden: int
+    """Those of them that were replayed in a window."""
     state_bytes: int
     """One random state."""
 
@@ -34,6 +36,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
 
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step, marked
+    from megatron_lynx.runtime.engine import Counts
     from megatron_lynx.testbed import training as testbed
     from megatron_lynx.testbed.tiny_models import build_model
 
@@ -45,7 +48,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
         installation.engine.take_counts()
     with FlopCounterMode(display=False) as counter:
         training.step(batches)
-    replays = installation.engine.take_counts().replayed if installation is not None else 0
+    counts = installation.engine.take_counts() if installation is not None else Counts()
 
     def step(meter):
         testbed.forward_step = marked(plain, meter, "forward")  # which run_schedule looks up
@@ -57,4 +60,4 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     resident = count_step(step, "cpu", training.parameters().values()).resident_bytes
     if installation is not None:
         installation.remove()
-    return Counted(counter.get_total_flops(), resident, replays, torch.get_rng_state().nbytes)
+    return Counted(counter.get_total_flops(), resident, counts.replayed, counts.hidden, torch.get_rng_state().nbytes)
