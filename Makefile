@@ -1,4 +1,4 @@
-# make demo    install into .venv and see it work on this machine
+# make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
 # make test    every test
 # make check   style and types
 # make clean   remove what was built (.venv stays)
@@ -10,11 +10,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-input --quiet
 TORCH  := torch==2.13.0
+DEMO   := build/demo
 
 .PHONY: demo test check clean
 
 demo: $(VENV)/installed
-	$(BIN)/megatron-lynx demo
+	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
+	$(BIN)/megatron-lynx plan jobs/demo --profile $(DEMO)/profile.yaml -o $(DEMO)/plan.yaml
+	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
+	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

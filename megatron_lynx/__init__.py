@@ -1,0 +1,33 @@
+"""megatron-lynx: activation memory made cheap, by recomputation that hides behind communication.
+
+    with megatron_lynx.install(model, megatron_lynx.load_plan("plan.yaml")):
+        train()
+
+Importing this package imports nothing else and changes nothing; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_lynx.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_lynx.apply import Installation, install
+    from megatron_lynx.plan import Plan, load_plan
+
+__all__ = ["load_plan", "install", "Plan", "Installation", "__version__"]
+
+_HOMES = {"load_plan": "plan", "Plan": "plan", "install": "apply", "Installation": "apply"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -9,6 +9,10 @@ No import at the top but the command line's own: `--help` must not wait for torc
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +23,17 @@ from megatron_lynx.errors import LynxError
 from megatron_lynx.version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
+
+    from megatron_lynx.apply.inventory import Held
+    from megatron_lynx.config import Job
+    from megatron_lynx.plan import Plan
+    from megatron_lynx.profiler.profile import Profile
+    from megatron_lynx.testbed.comparison import Comparison
+    from megatron_lynx.testbed.place import Place
+
+WIDTH_OF_FILES = 180
+"""Columns of a table that goes to a file or a pipe, where nobody says how wide the page is."""
 
 
 class ErrorBoundary(TyperGroup):
@@ -36,6 +50,10 @@ class ErrorBoundary(TyperGroup):
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the job; without one, it is measured.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
 
 
@@ -67,9 +85,232 @@ def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
         _print(explanation(plan))
 
 
+@app.command()
+def profile(
+    job_file: JobName,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PROFILE", help="Where to write it.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a job's layers and links cost on this machine."""
+    from megatron_lynx.profiler.profile import save_profile
+
+    job = _job(job_file)
+    _make_folder(output.parent)
+    with _place(job) as place:
+        measured = _measured(job, place)
+    save_profile(measured, output)
+    if as_json:
+        _print_json(measured.model_dump(mode="json"))
+    else:
+        _print(_profile_in_words(measured, output))
+
+
+@app.command()
+def plan(
+    job_file: JobName,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
+    profile_file: ProfileOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """The best plan for a job."""
+    from megatron_lynx.plan import save_plan
+    from megatron_lynx.plan.explanation import explanation
+    from megatron_lynx.planner import make_plan
+    from megatron_lynx.profiler.profile import load_profile
+
+    job = _job(job_file)
+    _make_folder(output.parent)
+    if profile_file is not None:
+        costs = load_profile(profile_file)
+    else:
+        with _place(job) as place:
+            costs = _measured(job, place)
+    made = make_plan(job, costs)
+    save_plan(made, output)
+    if as_json:
+        _print_json(_plan_summary(made, output))
+    else:
+        _print(explanation(made))
+        typer.echo(f"wrote {output}")
+
+
+@app.command()
+def compare(
+    job_file: JobName,
+    plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
+    profile_file: ProfileOption = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
+    warmups: Annotated[int, typer.Option("--steps-warmup", min=0, help="Steps of each setting before those.")] = 1,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the reports go.")] = Path(
+        "build/compare"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Train a job under stock Megatron's settings and under a plan, side by side, on this machine."""
+    from megatron_lynx.compare.report import print_report
+    from megatron_lynx.compare.table import as_json as rows_as_json
+    from megatron_lynx.compare.table import rows_of
+    from megatron_lynx.testbed.comparison import compare as run
+
+    job = _job(job_file)
+    _make_folder(output)
+    with _place(job) as place:
+        made = _plan_for(job, place, plan_file, profile_file, output)
+        comparison = run(job, made, place, _announced, rounds=rounds, warmups=warmups)
+    written = _write_comparison(comparison, output)
+    if as_json:
+        _print_json(rows_as_json(rows_of(comparison.measurement)))
+    else:
+        print_report(comparison.measurement, _console())
+        typer.echo("\n".join(f"wrote {path}" for path in written))
+    if not comparison.gradients_equal:
+        typer.echo("gradients under the plan differ from stock Megatron's", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def hooks(as_json: AsJson = False) -> None:
+    """What is held of the megatron-core that is installed, and whether it is as recorded. Needs no model."""
+    with _announced("reading megatron-core"):
+        _quieten_megatron()
+        from megatron_lynx.apply.inventory import inventory
+        from megatron_lynx.apply.releases import installed_version, present_release
+
+        held = list(inventory(present_release()))
+    stale = sum(not each.as_recorded for each in held)
+    if as_json:
+        rows = [{"hook": each.hook, "site": each.site, "release": each.release, "as_recorded": each.as_recorded} for each in held]
+        _print_json({"megatron_core": installed_version(), "hooks": rows})
+    else:
+        _print_held(held, f"megatron-core {installed_version()}: {len(held)} functions relied on, {stale} not as recorded")
+    if stale:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """The console script."""
     app(prog_name="megatron-lynx")
+
+
+def _job(name: str) -> Job:
+    from megatron_lynx.config import load_job
+
+    return load_job(name)
+
+
+@contextmanager
+def _place(job: Job) -> Iterator[Place]:
+    from megatron_lynx.testbed.place import place_for
+
+    with place_for(job) as place:
+        typer.echo(f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'} on this machine: {place.description}", err=True)
+        yield place
+
+
+def _measured(job: Job, place: Place) -> Profile:
+    from megatron_lynx.testbed.profiling import measure_profile
+
+    return measure_profile(job, place, _announced)
+
+
+def _plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
+    """The given plan, or one made here and kept beside the reports."""
+    from megatron_lynx.plan import load_plan, save_plan
+    from megatron_lynx.planner import make_plan
+    from megatron_lynx.profiler.profile import load_profile, save_profile
+
+    if plan_file is not None:
+        return load_plan(plan_file)
+    costs = load_profile(profile_file) if profile_file is not None else _measured(job, place)
+    save_profile(costs, folder / "profile.yaml")
+    made = make_plan(job, costs)
+    save_plan(made, folder / "plan.yaml")
+    return made
+
+
+def _write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    from megatron_lynx.compare.perfetto import write_trace
+    from megatron_lynx.compare.report import write_report
+    from megatron_lynx.compare.timeline_plot import plot_timeline
+
+    picture, trace = folder / "timeline.png", folder / "trace.json"
+    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
+    write_trace(comparison.timeline, trace)
+    return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
+
+
+def _plan_summary(made: Plan, path: Path) -> dict[str, Any]:
+    stages = [
+        {
+            "stage": stage.stage,
+            "layers": str(stage.layers),
+            "ahead_depth": stage.ahead_depth,
+            "predicted": stage.predicted.model_dump(mode="json"),
+        }
+        for stage in made.stages
+    ]
+    return {"plan": os.fspath(path), "stages": stages}
+
+
+def _profile_in_words(measured: Profile, path: Path) -> str:
+    from megatron_lynx.units import format_bytes, format_seconds
+
+    halves = [
+        f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
+        f"saves {format_bytes(half.saved_bytes)}"
+        for name, half in (("attention", measured.attention), ("mlp", measured.mlp))
+    ]
+    links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
+    return "\n".join([*halves, *links, f"wrote {path}"])
+
+
+def _print_held(held: list[Held], summary: str) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("hook", "site", "release", "as recorded"):
+        table.add_column(column, overflow="fold")
+    for each in held:
+        style = "" if each.as_recorded else "bold red"
+        table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
+    _print(table)
+    typer.echo(summary)
+
+
+@contextmanager
+def _announced(what: str) -> Iterator[None]:
+    """Say on stderr what takes long, while it does."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print(f"{what} ...", soft_wrap=True)
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(what, total=None)
+        yield
+        progress.update(task, total=1, completed=1)
+
+
+def _quieten_megatron() -> None:
+    """That Apex and Transformer Engine are missing is Megatron's to know. No compilation: its import must not start one."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def _make_folder(folder: Path) -> None:
+    """Before anything takes long: whether the answer can be written."""
+    from megatron_lynx.errors import ConfigError, Problem
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(os.fspath(folder), str(error.strerror or error).lower(), "a folder that can be written")
+        raise ConfigError(f"{folder} cannot be used", [problem]) from None
 
 
 def _print_json(answer: Any) -> None:
@@ -77,9 +318,13 @@ def _print_json(answer: Any) -> None:
 
 
 def _print(answer: RenderableType) -> None:
+    _console().print(answer)
+
+
+def _console() -> Console:
     from rich.console import Console
 
-    Console().print(answer)
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 
 
 def _show_error(error: LynxError) -> None:

@@ -1,7 +1,7 @@
 """Seconds of a step under several settings, which take turns, so that a machine that slows down slows them all.
 
 warm-up   A B C   A B C                not kept
-round 0   |A |B |C                     | barrier of all ranks and, on CUDA, an idle device: not timed
+round 0   |A |B |C                     | prepare; barrier of all ranks and, on CUDA, an idle device: not timed
 round 1   |A |B |C
           └┴─ one sample: from the barrier until this rank's step is done (on CUDA: done on the device)
 """
@@ -50,16 +50,19 @@ def time_alternating(
     *,
     rounds: int,
     warmups: int = 1,
+    prepare: Callable[[str], object] = lambda setting: None,
     barrier: Step = lambda: None,
     device: torch.device | str = "cpu",
 ) -> dict[str, tuple[float, ...]]:
     """This rank's samples in seconds, by setting, one per round.
 
+    `prepare` is called with a setting's name before each of its turns, outside of what is timed: to put it in force.
     Every rank must call this with the same settings in the same order, or their collectives do not meet.
     """
     samples: dict[str, list[float]] = {setting: [] for setting in steps}
     for number in range(warmups + rounds):
         for setting, step in steps.items():
+            prepare(setting)
             seconds = _one(step, barrier, torch.device(device))
             if number >= warmups:
                 samples[setting].append(seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,11 +70,14 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     return TransformerConfig(**{**fields, **overrides})
 
 
-def build_model(job: Job, *, seed: int = 1234, **overrides: Any) -> list[GPTModel | Float16Module]:
+def build_model(
+    job: Job, *, seed: int = 1234, weights_of: Sequence[torch.nn.Module] | None = None, **overrides: Any
+) -> list[GPTModel | Float16Module]:
     """This rank's chunks (one), in training mode, on the GPU if there is one. `parallel_state` must be initialised.
 
     Weights depend on `seed` and names alone; random-number states are consumed, so seed them afterwards
     (`training.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
+    With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
     """
     config = transformer_config(job, **overrides)
     model = job.model
@@ -87,9 +91,21 @@ def build_model(job: Job, *, seed: int = 1234, **overrides: Any) -> list[GPTMode
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
     )
-    draw_weights(chunk, seed)
+    if weights_of is None:
+        draw_weights(chunk, seed)
     chunk.cuda(torch.cuda.current_device())
-    return [Float16Module(config, chunk) if config.bf16 else chunk]
+    whole = Float16Module(config, chunk) if config.bf16 else chunk
+    if weights_of is not None:
+        share_weights(whole, weights_of[0])
+    return [whole]
+
+
+def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
+    """Give a chunk the parameters of another one of the same make: the same objects, so gradients are shared as well."""
+    for place, module in chunk.named_modules():
+        other = like.get_submodule(place)
+        for name in list(module._parameters):
+            setattr(module, name, other._parameters[name])
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

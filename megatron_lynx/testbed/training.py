@@ -10,9 +10,10 @@ It knows nothing of plans: stock runs and planned runs go through the same lines
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +38,10 @@ class MicroBatch:
     position_ids: torch.Tensor
 
 
+ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Any]]
+"""What Megatron calls its `forward_step_func`."""
+
+
 def initialise(job: Job, seed: int = 1234) -> None:
     """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
 
@@ -46,11 +51,28 @@ def initialise(job: Job, seed: int = 1234) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
-    )
+    if not _has_layout_of(job):
+        _drop_groups()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
+        )
     seed_random_numbers(seed)
+
+
+def _has_layout_of(job: Job) -> bool:
+    if not parallel_state.is_initialized():
+        return False
+    sizes = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
+    return sizes == (job.parallel.tensor, job.parallel.pipeline)
+
+
+def _drop_groups() -> None:
+    """Destroy every group but the world. Megatron makes some forty of them, each with threads of its own, and forgets them."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def shut_down() -> None:
@@ -156,11 +178,15 @@ def train_step(chunks: Sequence[torch.nn.Module], optimizer: Any, job: Job, batc
 
 
 def run_schedule(
-    chunks: Sequence[torch.nn.Module], job: Job, batches: Iterable[MicroBatch], forward_only: bool = False
+    chunks: Sequence[torch.nn.Module],
+    job: Job,
+    batches: Iterable[MicroBatch],
+    forward_only: bool = False,
+    forward_step_func: ForwardStep | None = None,
 ) -> list[torch.Tensor]:
-    """All micro-batches of one step through Megatron's own schedule for this layout."""
+    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them."""
     results: list[torch.Tensor] = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=forward_step_func or forward_step,
         data_iterator=iter(batches),
         model=list(chunks),
         num_microbatches=job.microbatches,

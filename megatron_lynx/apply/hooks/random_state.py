@@ -6,32 +6,42 @@ would otherwise draw other numbers in the replay (rule R13).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_lynx.runtime.rng import TorchRandom
 
-State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str]
+State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
+
+
+_NAME = "_current_state_name"
+"""Of the state in use; 0.15's tracker keeps none."""
 
 
 class MegatronRandom:
-    """A `RandomSource` over torch's generators and Megatron's tracker."""
+    """A `RandomSource` over torch's generators and Megatron's tracker.
+
+    The tracker is looked up each time: seeding anew with `force_reset_rng` makes another one.
+    """
 
     def __init__(self) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        self._tracker: Any = get_cuda_rng_tracker()
+        self._present_tracker: Callable[[], Any] = get_cuda_rng_tracker
         self._torch = TorchRandom()
 
     def capture(self) -> State:
-        return self._torch.capture(), self._tracker.get_states(), self._tracker._current_state_name
+        tracker = self._present_tracker()
+        return self._torch.capture(), tracker.get_states(), tracker._current_state_name
 
     def restore(self, state: State) -> None:
         default, tracked, name = state
         self._torch.restore(default)
-        self._tracker.set_states(dict(tracked))
-        self._tracker._current_state_name = name
+        tracker = self._present_tracker()
+        tracker.set_states(dict(tracked))
+        tracker._current_state_name = name
 
     def same(self, one: State, other: State) -> bool:
         return (

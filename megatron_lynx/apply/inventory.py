@@ -1,0 +1,65 @@
+"""What the hooks rely on in the megatron-core that is installed, and whether it reads as recorded. Needs no model.
+
+release table: module:function -> fingerprint ──compared with the source that is there──> one row each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lynx.apply.releases import Release, fingerprint
+
+RELIES_ON = {
+    "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
+    "sites": (
+        "transformer.attention",
+        "transformer.mlp",
+        "transformer.dot_product_attention",
+        "fusions.fused_bias_dropout",
+    ),
+    "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
+    "random_state": ("tensor_parallel.random",),
+    "steps": ("pipeline_parallel.schedules",),
+    "receives": ("pipeline_parallel.p2p_communication",),
+}
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`) that counts on what is in them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One function that a hook relies on."""
+
+    hook: str
+    site: str
+    """`module:qualified.name`."""
+    release: str
+    recorded: str
+    found: str | None
+    """Its fingerprint now; None where there is no such function."""
+
+    @property
+    def as_recorded(self) -> bool:
+        return self.found == self.recorded
+
+
+def inventory(release: Release) -> Iterator[Held]:
+    """A row for each function of a release's table."""
+    for site, recorded in release.fingerprints.items():
+        yield Held(hook_of(site), site, release.version, recorded, _found(site))
+
+
+def hook_of(site: str) -> str:
+    """The hook that relies on a function; ValueError for one that none is known to."""
+    module = site.partition(":")[0].removeprefix("megatron.core.")
+    for hook, modules in RELIES_ON.items():
+        if module in modules:
+            return hook
+    raise ValueError(f"no hook is known to rely on {site}")
+
+
+def _found(site: str) -> str | None:
+    try:
+        return fingerprint(site)
+    except (ImportError, AttributeError):
+        return None

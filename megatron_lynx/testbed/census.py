@@ -1,0 +1,129 @@
+"""The first pass of a comparison, on every rank: what each setting holds, and whether its gradients are stock's.
+
+    none ── one step ──> losses and gradients that all others must equal in every bit
+    each candidate ── one step: gradients, counts of replays; it warms up as well
+                   └─ one step: bytes
+    opponents ── module sets, all; block N from almost all layers down, until one holds more than ours
+
+Nothing is timed here, so it runs over an unshaped link, in processes started as `process_peak` wants them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.measure import process_peak
+from megatron_lynx.measure.measurement import CounterCheck, Skipped
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, blocks, module_sets, ours
+from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
+
+Bits = dict[str, torch.Tensor]
+"""Losses and gradients by name."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One setting on one rank."""
+
+    candidate: Candidate
+    resident_bytes: int
+    peak_bytes: int
+    most_resident_bytes: int
+    """Of all ranks; so is the next."""
+    most_peak_bytes: int
+    hidden_replays: int = 0
+    on_demand_replays: int = 0
+    gradients_equal: bool | None = None
+
+    def holds_no_more_than(self, other: Counted) -> bool:
+        """By either count of bytes: such a setting can be an opponent."""
+        return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
+
+
+@dataclass
+class Census:
+    """What one rank counted. The ranks' lists are alike: same settings, same order."""
+
+    counted: list[Counted] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    check: CounterCheck | None = None
+
+    def of(self, name: str) -> Counted:
+        return next(each for each in self.counted if each.candidate.name == name)
+
+
+def take_census(rank: int, job: Job, plan: Plan) -> Census:
+    """Runs inside `RankPool`, on all ranks of the job."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    none = Subject(job, NONE)
+    reference = none.repeatable_step()
+    census = Census([_count(none)])
+    for candidate in (SELECTIVE, FULL, *ours(plan)):
+        census.counted.append(_count(Subject(job, candidate, none), reference))
+    _count_opponents(census, job, none, reference)
+    census.check = _check_of(none)
+    return census
+
+
+def _count(subject: Subject, reference: Bits | None = None) -> Counted:
+    """Without a reference the subject is the reference, and warm."""
+    equal, hidden, on_demand = None, 0, 0
+    with subject.in_force() as installation:
+        if reference is not None:
+            equal = same_bits(subject.repeatable_step(), reference)
+        if installation is not None:
+            counts = installation.engine.take_counts()
+            hidden, on_demand = counts.hidden, counts.on_demand
+        use = subject.counted_step()
+    most_resident, most_peak = most_of_all_ranks((use.resident_bytes, use.peak_bytes), subject.device)
+    return Counted(
+        candidate=subject.candidate,
+        resident_bytes=use.resident_bytes,
+        peak_bytes=use.peak_bytes,
+        most_resident_bytes=most_resident,
+        most_peak_bytes=most_peak,
+        hidden_replays=hidden,
+        on_demand_replays=on_demand,
+        gradients_equal=equal,
+    )
+
+
+def _count_opponents(census: Census, job: Job, none: Subject, reference: Bits) -> None:
+    ours_counted = census.counted[-1]
+    for candidate in module_sets(job):
+        _try(census, job, candidate, none, reference)
+    for candidate in blocks(job):
+        counted = _try(census, job, candidate, none, reference)
+        if counted is not None and not counted.holds_no_more_than(ours_counted):
+            break
+
+
+def _try(census: Census, job: Job, candidate: Candidate, none: Subject, reference: Bits) -> Counted | None:
+    """Count a candidate that may not run. Whatever stops it, it stops it on every rank alike."""
+    if candidate.known_to_fail is not None:
+        census.skipped.append(Skipped(name=candidate.name, reason=candidate.known_to_fail))
+        return None
+    try:
+        counted = _count(Subject(job, candidate, none), reference)
+    except Exception as error:  # noqa: BLE001 (stock Megatron's, of any kind; the report says which)
+        reason = f"stock Megatron raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        census.skipped.append(Skipped(name=candidate.name, reason=reason))
+        return None
+    census.counted.append(counted)
+    return counted
+
+
+def _check_of(subject: Subject) -> CounterCheck | None:
+    """The counter against the process's real peak, in a step of a setting that holds much."""
+    if subject.device.type != "cpu":
+        return None
+    if why_not := process_peak.why_unavailable():
+        return CounterCheck(counted_bytes=subject.counted_step().peak_bytes, why_not=why_not)
+    check = process_peak.check_counter(subject.uncleared_step)
+    return CounterCheck(counted_bytes=check.counted_bytes, process_bytes=check.process_bytes)

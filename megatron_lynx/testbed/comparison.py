@@ -1,0 +1,148 @@
+"""A plan and stock Megatron side by side, on ranks of this machine.
+
+census   what each setting holds; are its gradients stock's?           all candidates, unshaped link
+field    none, selective, full, ours on demand, ours, and the stock settings of no more bytes than ours
+race     seconds, in turns; a traced step of each plan                  the field, the job's own link
+  └────> Measurement (table, verdict) and Timeline (picture, trace)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped
+from megatron_lynx.measure.process_peak import ENVIRONMENT
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.simulator.timeline import Timeline, timeline_of
+from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
+from megatron_lynx.testbed.census import Census, Counted, take_census
+from megatron_lynx.testbed.place import Place
+from megatron_lynx.testbed.race import Lap, race
+from megatron_lynx.units import format_bytes
+
+MOST_OPPONENTS = 3
+"""That are timed besides stock full: those of no more bytes than ours that repeat least."""
+
+Announce = Callable[[str], AbstractContextManager[object]]
+"""Tells a person what takes long, while it does."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it."""
+
+    measurement: Measurement
+    timeline: Timeline
+    """One step of every rank under the plan."""
+
+    @property
+    def gradients_equal(self) -> bool:
+        """Whether those of both settings of ours equal stock's in every bit."""
+        return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
+
+
+def compare(job: Job, plan: Plan, place: Place, announce: Announce, *, rounds: int = 5, warmups: int = 1) -> Comparison:
+    """Train a few steps under every setting. `place` is where the ranks run.
+
+    Raises `PlanMismatch`, `HookRefused` or another error of this package; `RankError` for anything else that a rank raises.
+    """
+    check_plan(job, plan)
+    with announce("counting what every setting holds, comparing gradients"):
+        censuses = place.run(take_census, job, plan, unshaped=True, env=ENVIRONMENT)
+    field = _field(censuses[0])
+    with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
+        laps = place.run(race, job, [counted.candidate for counted in field], rounds, warmups)
+    settings = tuple(_setting(counted.candidate.name, censuses, laps) for counted in field)
+    measurement = Measurement(
+        subject=subject_of(job),
+        machine=this_machine(place.links, place.device),
+        device=place.device,
+        warmups=warmups,
+        settings=settings,
+        skipped=(*_left_out(censuses[0], field), *censuses[0].skipped),
+        counter_check=censuses[0].check,
+    )
+    return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
+
+
+def check_plan(job: Job, plan: Plan) -> None:
+    """Raises `PlanMismatch` with every fact in which the plan was made for another job, before any rank is started."""
+    found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
+    needed: dict[str, dict[str, object]] = {
+        "model": {name: getattr(job.model, name) for name in found["model"]},
+        "parallel": {name: getattr(job.parallel, name) for name in found["parallel"]},
+        "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
+    }
+    problems = [
+        Problem(f"plan: {part}.{name}", str(found[part][name]), f"{value}, as in the job", "make a plan for this job")
+        for part, facts in needed.items()
+        for name, value in facts.items()
+        if found[part][name] != value
+    ]
+    if problems:
+        raise PlanMismatch("the plan does not fit the job", problems)
+
+
+def subject_of(job: Job) -> str:
+    """What was trained, in a line."""
+    model, parallel = job.model, job.parallel
+    kind = "Llama-like" if model.activation == "swiglu" else "GPT-like"
+    sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
+    layout = f"tensor {parallel.tensor}{sequence}, pipeline {parallel.pipeline}"
+    return (
+        f"{kind} model, {model.layers} layers of {model.hidden}, sequence {model.seq}; {layout}; "
+        f"{job.microbatches} x {job.batch.micro} sequences a step"
+    )
+
+
+def _field(census: Census) -> list[Counted]:
+    """Who is timed."""
+    ours = [counted for counted in census.counted if counted.candidate.ours]
+    always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
+    return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]
+
+
+def _opponents(census: Census) -> list[Counted]:
+    """Stock settings that hold no more than ours, by either count; what holds most repeats least, so those come first."""
+    ours = census.of("ours")
+    others = [counted for counted in census.counted if counted.candidate not in (NONE, SELECTIVE, FULL)]
+    small = [counted for counted in others if not counted.candidate.ours and counted.holds_no_more_than(ours)]
+    return sorted(small, key=lambda counted: counted.most_resident_bytes, reverse=True)
+
+
+def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
+    """Who was counted but not timed."""
+    ours = census.of("ours")
+    for counted in census.counted:
+        if counted in field:
+            continue
+        held = format_bytes(counted.most_resident_bytes)
+        reason = "repeats more than the settings of no more bytes that were timed"
+        if not counted.holds_no_more_than(ours):
+            reason = f"holds {held}, ours {format_bytes(ours.most_resident_bytes)}: no opponent"
+        yield Skipped(name=counted.candidate.name, reason=reason)
+
+
+def _setting(name: str, censuses: list[Census], laps: list[dict[str, Lap]]) -> Setting:
+    ranks = tuple(
+        _result(rank, census.of(name), lap[name]) for rank, (census, lap) in enumerate(zip(censuses, laps, strict=True))
+    )
+    return Setting(name=name, ours=censuses[0].of(name).candidate.ours, ranks=ranks)
+
+
+def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:
+    return RankResult(
+        rank=rank,
+        step_s=lap.step_s,
+        resident_bytes=counted.resident_bytes,
+        peak_bytes=counted.peak_bytes,
+        hidden_replays=counted.hidden_replays,
+        on_demand_replays=counted.on_demand_replays,
+        on_demand_s=timeline_of({rank: lap.events}).on_demand_s(rank) if lap.events else None,
+        gradients_equal=counted.gradients_equal,
+    )

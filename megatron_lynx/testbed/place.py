@@ -1,0 +1,98 @@
+"""Where the ranks of a job run on this machine: on how many processes, over which link, on which device.
+
+job.cluster: device cpu, link 400 Mbit/s   ─>  two hosts, a shaped link     (loopback, with the reason, where that needs root)
+job.cluster: device cpu, no link           ─>  loopback
+job.cluster: device cuda                   ─>  this machine's GPUs
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.measure.machine import Links as LinkFacts
+from megatron_lynx.testbed import links
+from megatron_lynx.testbed.ranks import RankError, run_ranks
+
+LONGEST_RUN_S = 1800.0
+"""After which ranks that do not answer are given up."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Made by `place_for`, which closes its hosts."""
+
+    ranks: int
+    device: Literal["cpu", "cuda"]
+    hosts: links.Links
+    links: LinkFacts
+
+    @property
+    def description(self) -> str:
+        """One sentence about the network."""
+        return "one rank, no links" if self.ranks == 1 else self.hosts.description
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, unshaped: bool = False, env: Mapping[str, str] | None = None
+    ) -> list[Any]:
+        """`function(rank, *args)` on fresh ranks; their results in order.
+
+        `unshaped` is for what does not time messages. Errors of this package are raised as they are, others as `RankError`.
+        """
+        hosts = links.Loopback() if unshaped else self.hosts
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        try:
+            return run_ranks(function, self.ranks, *args, links=hosts, env={**hidden, **(env or {})}, timeout_s=LONGEST_RUN_S)
+        except RankError as error:
+            if isinstance(error.__cause__, LynxError):
+                raise error.__cause__ from None
+            raise
+
+
+@contextmanager
+def place_for(job: Job) -> Iterator[Place]:
+    """The place a job asks for. Raises `ConfigError` where this machine cannot be one."""
+    _check(job)
+    rate = job.cluster.link_mbit_per_s
+    shape = job.cluster.device == "cpu" and rate is not None and job.gpus > 1
+    with links.shaped_hosts(rate) if shape and rate is not None else links.Loopback() as hosts:
+        yield Place(job.gpus, job.cluster.device, hosts, _facts(job, hosts))
+
+
+def _facts(job: Job, hosts: links.Links) -> LinkFacts:
+    if job.gpus == 1:
+        return LinkFacts(kind="none")
+    if job.cluster.device == "cuda":
+        return LinkFacts(kind="device")
+    return LinkFacts(kind="shaped", mbit_per_s=job.cluster.link_mbit_per_s) if hosts.shaped else LinkFacts(kind="loopback")
+
+
+def _check(job: Job) -> None:
+    """Every reason for which the job's ranks cannot run here."""
+    problems = []
+    if job.cluster.device == "cuda" and (found := _gpus()) < job.gpus:
+        problems.append(
+            Problem("job: gpus", f"{job.gpus}", f"at most {found}, the GPUs of this machine", "or cluster.device: cpu")
+        )
+    if job.cluster.device == "cpu" and job.gpus > MOST_RANKS_PER_CORE * (cores := len(os.sched_getaffinity(0))):
+        needed = f"at most {MOST_RANKS_PER_CORE * cores}, {MOST_RANKS_PER_CORE} for each core of this machine"
+        problems.append(Problem("job: gpus", f"{job.gpus} processes", needed))
+    if job.model.attention == "flash":
+        problems.append(Problem("job: model.attention", "flash", "unfused", "the testbed's local layers keep the scores"))
+    if problems:
+        raise ConfigError("this job cannot be run on this machine", problems)
+
+
+MOST_RANKS_PER_CORE = 4
+"""More would only wait for each other."""
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

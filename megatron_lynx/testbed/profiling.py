@@ -1,0 +1,147 @@
+"""A measured profile: one layer and the ends of the model on every rank, then the job's messages between the ranks.
+
+each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
+   (all at once, as       embedding, and head with loss, of the same shard ──measure_block──> seconds
+    in training)          messages over the job's own groups and links ──measure_links──> points
+parent                    the slowest rank's figures ──> Profile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.items import Half
+from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.testbed.place import Place
+from megatron_lynx.version import __version__
+
+REPETITIONS = 9
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured."""
+
+    halves: dict[Half, HalfProfile]
+    embedding: BlockSeconds
+    head: BlockSeconds
+    links: tuple[LinkPoint, ...]
+
+    @property
+    def layer_s(self) -> float:
+        return sum(half.forward_s + half.backward_s for half in self.halves.values())
+
+
+def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
+    """The profile of a job on this machine. Raises what the ranks raise."""
+    with announce("measuring a layer and the links"):
+        figures: list[RankFigures] = place.run(measure_rank, job, REPETITIONS)
+    slowest = max(figures, key=lambda each: each.layer_s)
+    machine = this_machine(place.links, place.device)
+    source = Source(
+        how="measured",
+        machine=f"{machine.gpu or machine.cpu}, {machine.cores} cores",
+        made_by=f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}",
+        repetitions=REPETITIONS,
+        interconnect=place.description,
+    )
+    return Profile(
+        source=source,
+        shape=shape_of(job),
+        attention=slowest.halves["attention"],
+        mlp=slowest.halves["mlp"],
+        links=figures[0].links,
+        embedding=slowest.embedding,
+        head=slowest.head,
+    )
+
+
+def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
+    """Runs inside `RankPool`, on all ranks of the job."""
+    from megatron_lynx.profiler.measured import measure_block, measure_layer, shard_arguments
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import initialise
+
+    alone = _alone(job)
+    initialise(alone)
+    whole = build_model(alone, **shard_arguments(job))[0]
+    chunk = getattr(whole, "module", whole)
+    hidden = _hidden(alone, chunk)
+    sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
+    halves = measure_layer(
+        chunk.decoder.layers[0], hidden, _arguments(alone), sequence_shards=sequence_shards, repetitions=repetitions
+    )
+    embedding = measure_block(_embedding(alone, chunk), repetitions)
+    head = measure_block(_head(alone, chunk, hidden), repetitions)
+    initialise(job)
+    return RankFigures(halves, embedding, head, _messages(job, hidden.device, repetitions))
+
+
+def _alone(job: Job) -> Job:
+    """One layer, and one shard's share of the vocabulary, without tensor and pipeline groups; a micro-batch on each rank."""
+    model = job.model.model_copy(update={"layers": 1, "vocab": job.model.vocab // job.parallel.tensor})
+    batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
+    return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch})
+
+
+def _hidden(job: Job, chunk: Any) -> torch.Tensor:
+    parameter = next(chunk.parameters())
+    shape = (job.model.seq, job.batch.micro, job.model.hidden)
+    return torch.randn(shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """What the block passes to each layer besides its input."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    if job.model.position != "rope":
+        return {}
+    rotary = RotaryEmbedding(job.model.head_size, 1.0, use_cpu_initialization=True)
+    return {"rotary_pos_emb": rotary(job.model.seq)}
+
+
+def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
+    from megatron_lynx.testbed.training import synthetic_batches
+
+    batch = synthetic_batches(job)[0]
+    return lambda: chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
+
+
+def _head(job: Job, chunk: Any, hidden: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Final norm, output projection and loss."""
+    from megatron_lynx.testbed.training import synthetic_batches
+
+    labels = synthetic_batches(job)[0].labels
+
+    def run() -> torch.Tensor:
+        weight = chunk.shared_embedding_or_output_weight() if job.model.tied_embeddings else None
+        normed = chunk.decoder.final_layernorm(hidden.detach().requires_grad_())
+        logits, _ = chunk.output_layer(normed, weight=weight)
+        loss: torch.Tensor = chunk.compute_language_model_loss(labels, logits)
+        return loss
+
+    return run
+
+
+def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoint, ...]:
+    """A quarter of each message, half, and the whole, over the group that sends it."""
+    from megatron.core import parallel_state
+
+    from megatron_lynx.profiler.links import measure_links, messages_of
+
+    points: list[LinkPoint] = []
+    for kind, size in messages_of(job).items():
+        pipeline = kind == "p2p"
+        group = (
+            parallel_state.get_pipeline_model_parallel_group() if pipeline else parallel_state.get_tensor_model_parallel_group()
+        )
+        points += measure_links((kind,), (size // 4, size // 2, size), group, device, repetitions)
+    return tuple(points)

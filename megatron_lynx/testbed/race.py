@@ -1,0 +1,71 @@
+"""The second pass of a comparison, on every rank: how long a step takes under each setting, and one traced step of each plan.
+
+    settings take turns ── a plan is installed before its turn and removed after it, untimed ──> seconds
+    each plan           ── one step more, its trace on                                       ──> events
+
+Nothing is counted in these processes: the allocator's books, once on, cost time.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.measure.steps import time_alternating
+from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.subject import Subject
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One setting on one rank."""
+
+    step_s: tuple[float, ...]
+    events: list[dict[str, Any]]
+    """Of one more step (empty without a plan)."""
+
+
+def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
+    """Runs inside `RankPool`, on all ranks of the job. Laps by the names of `candidates`, of which the first is stock none."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    none = Subject(job, NONE)
+    subjects = {each.name: none if each is candidates[0] else Subject(job, each, none) for each in candidates}
+    with Turns(subjects) as turns:
+        samples = time_alternating(
+            {name: subject.step for name, subject in subjects.items()},
+            rounds=rounds,
+            warmups=warmups,
+            prepare=turns.take,
+            barrier=dist.barrier,
+            device=none.device,
+        )
+    return {name: Lap(samples[name], _trace(subject)) for name, subject in subjects.items()}
+
+
+def _trace(subject: Subject) -> list[dict[str, Any]]:
+    with subject.in_force() as installation:
+        return [] if installation is None else subject.traced_step(installation)
+
+
+class Turns:
+    """Whose turn it is: that subject's plan is in force, and no other's."""
+
+    def __init__(self, subjects: dict[str, Subject]) -> None:
+        self._subjects = subjects
+        self._present = ExitStack()
+
+    def take(self, name: str) -> None:
+        self._present.close()
+        self._present.enter_context(self._subjects[name].in_force())
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._present.__exit__(*error)  # type: ignore[arg-type]
