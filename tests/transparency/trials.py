@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -22,19 +28,40 @@ class Trial:
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig."""
     traced: bool = False
+    """Whether events of the last step are recorded."""
+    counted: bool = False
+    """Whether floating-point operations and collectives of the last step are counted."""
+    canaries: bool = False
+    """Whether what was let go is overwritten with NaN before backward."""
+    backward_thread: bool = False
+    """Whether backward runs in a second thread, as it does on CUDA."""
+    compared: str = "everything"
+    """Or `weights`: with the distributed optimizer a rank's own shard of gradients is reduced, the rest is not."""
+
+
+@dataclass
+class Seen:
+    """What one training showed."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: list[Any] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    flops: int = 0
+    collectives: list[str] = field(default_factory=list)
+    overwritten: int = 0
+    live_bytes: list[int] = field(default_factory=list)
+    """Bytes of all tensors alive after each step."""
+    frames_left: int = 0
 
 
 @dataclass
 class Outcome:
-    """What a rank saw."""
+    """A planned training beside the stock one."""
 
     differing: list[str]
     """Losses, gradients and weights that are not equal in every bit, by name and step."""
-    counts: list[Any]
-    """Per step, `engine.Counts` of the planned run."""
-    events: list[dict[str, Any]]
-    frames_left: int
-    """Frames alive after the last step."""
+    stock: Seen
+    planned: Seen
 
 
 def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcome]:
@@ -42,44 +69,160 @@ def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> 
     from megatron_lynx.testbed.training import initialise
 
     initialise(job)
-    stock = _train(job, None, trial)
-    return [_outcome(stock, _train(job, plan, trial)) for plan in plans]
+    stock = train(job, None, trial)
+    return [_outcome(stock, train(job, plan, trial)) for plan in plans]
 
 
-def _train(job: Job, plan: Plan | None, trial: Trial) -> dict[str, Any]:
+def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
+    """A training from the same weights and seeds, under a plan or without."""
     from megatron_lynx.apply import install
-    from megatron_lynx.runtime.frame import Frame
     from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import Training, seed_random_numbers
 
-    with stand_in_for_fused_gradient():
-        chunks = build_model(job, **trial.model)
-        training = Training(job, chunks, **trial.training)
+    seen = Seen()
+    with ExitStack() as stack:
+        stack.enter_context(stand_in_for_fused_gradient())
+        training = Training(job, build_model(job, **trial.model), **trial.training)
         seed_random_numbers(7)
-        installation = install(training.chunks, plan) if plan is not None else None
-        seen: dict[str, torch.Tensor] = {}
-        counts, events = [], []
+        installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
+        if trial.backward_thread:
+            stack.enter_context(_backward_in_a_second_thread())
+        if trial.canaries and plan is not None:
+            stack.enter_context(_canaries(seen))
         for step in range(trial.steps):
-            if installation is not None and trial.traced:
-                installation.engine.trace.start()
-            losses = training.step(synthetic_batches(job, step))
-            seen.update({f"step {step}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
-            seen.update({f"step {step}: {name}": grad for name, grad in training.gradients().items()})
-            if installation is not None:
-                counts.append(installation.engine.take_counts())
-                events = [event.as_dict() for event in installation.engine.trace.stop()]
-        seen.update({f"weight {name}": parameter.detach().clone() for name, parameter in training.parameters().items()})
-        if installation is not None:
-            installation.remove()
-    alive = sum(isinstance(thing, Frame) for thing in gc.get_objects())
-    return {"seen": seen, "counts": counts, "events": events, "alive": alive}
+            last = step == trial.steps - 1
+            _step(training, installation, job, step, trial, seen, last)
+        if trial.compared == "weights":
+            seen.tensors.clear()
+        for name, parameter in training.parameters().items():
+            seen.tensors[f"weight {name}"] = parameter.detach().clone()
+    seen.frames_left = sum(type(thing).__name__ == "Frame" for thing in gc.get_objects())
+    return seen
 
 
-def _outcome(stock: dict[str, Any], planned: dict[str, Any]) -> Outcome:
-    names = stock["seen"].keys() | planned["seen"].keys()
-    differing = [name for name in sorted(names) if not _same(stock["seen"].get(name), planned["seen"].get(name))]
-    return Outcome(differing, planned["counts"], planned["events"], planned["alive"])
+def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, seen: Seen, last: bool) -> None:
+    from megatron_lynx.testbed.training import synthetic_batches
+
+    if installation is not None and trial.traced and last:
+        installation.engine.trace.start()
+    with ExitStack() as stack:
+        if trial.counted and last:
+            flops = stack.enter_context(FlopCounterMode(display=False))
+            collectives = stack.enter_context(_Collectives())
+        losses = training.step(synthetic_batches(job, step))
+    seen.tensors.update({f"step {step}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
+    seen.tensors.update({f"step {step}: {name}": grad for name, grad in training.gradients().items()})
+    if trial.counted and last:
+        seen.flops, seen.collectives = flops.get_total_flops(), collectives.names
+    if installation is not None:
+        seen.counts.append(installation.engine.take_counts())
+        seen.events = [event.as_dict() for event in installation.engine.trace.stop()] if last else []
+    del losses
+    seen.live_bytes.append(_live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
+
+
+def _live_bytes() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class _Collectives(TorchDispatchMode):
+    """The names of the collectives that this rank issues, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _backward_in_a_second_thread() -> Iterator[None]:
+    """Megatron's `custom_backward` (a global of `schedules`) in a thread of its own, waited for."""
+    from megatron.core.pipeline_parallel import schedules
+
+    original = schedules.custom_backward
+
+    def in_thread(*args: Any) -> None:
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                original(*args)
+            except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+    schedules.custom_backward = in_thread
+    try:
+        yield
+    finally:
+        schedules.custom_backward = original
+
+
+@contextmanager
+def _canaries(seen: Seen) -> Iterator[None]:
+    """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_lynx.runtime.record import Recorder
+
+    let_go: list[torch.Tensor] = []
+    pack, pack_view, backward_step = Recorder._pack, Recorder._pack_view, schedules.backward_step
+
+    def packing(self: Any, tensor: torch.Tensor) -> Any:
+        packed = pack(self, tensor)
+        if not isinstance(packed, torch.Tensor):
+            let_go.append(tensor.detach())
+        return packed
+
+    def packing_view(self: Any, argument: int, tensor: torch.Tensor) -> Any:
+        let_go.append(tensor.detach())
+        return pack_view(self, argument, tensor)
+
+    def overwriting(*args: Any, **kwargs: Any) -> Any:
+        seen.overwritten += _overwrite_unheld(let_go)
+        let_go.clear()
+        return backward_step(*args, **kwargs)
+
+    Recorder._pack, Recorder._pack_view, schedules.backward_step = packing, packing_view, overwriting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Recorder._pack, Recorder._pack_view, schedules.backward_step = pack, pack_view, backward_step  # type: ignore[method-assign]
+
+
+def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:
+    """NaN into every storage that only these tensors hold."""
+    holders = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    count = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        # one reference per tensor of ours, and one for the handle in hand
+        if tensor.is_floating_point() and torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1:
+            torch.tensor([], dtype=tensor.dtype).set_(storage).fill_(float("nan"))
+            count += 1
+    return count
+
+
+def _outcome(stock: Seen, planned: Seen) -> Outcome:
+    names = stock.tensors.keys() | planned.tensors.keys()
+    differing = [name for name in sorted(names) if not _same(stock.tensors.get(name), planned.tensors.get(name))]
+    slim = [Seen(**{**vars(seen), "tensors": {}}) for seen in (stock, planned)]
+    return Outcome(differing, *slim)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

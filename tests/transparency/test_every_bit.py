@@ -1,0 +1,142 @@
+"""Losses, every gradient and every weight equal stock's in every bit, and the replays are those that the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.plan.strategies import plans
+from tests.transparency.expected import expected
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.trials import Outcome, Trial, compare_with_stock
+
+Pools = Callable[[int], RankPool]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2": {"tensor": 2},
+    "TP2+SP": {"tensor": 2, "sequence_parallel": True},
+    "PP2": {"pipeline": 2, "microbatches": 4},
+    "TP2xPP2": {"tensor": 2, "pipeline": 2, "microbatches": 4},
+    "TP2xPP2+SP": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
+
+
+def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | None = None) -> list[list[Outcome]]:
+    """Run every plan on every rank; outcomes by rank. Equality, counts and leftovers are asserted here."""
+    results = pool_of(job.gpus).run(compare_with_stock, job, candidates, trial or Trial())
+    for rank, outcomes in enumerate(results):
+        stage = rank // (job.parallel.tensor * job.replicas)
+        for plan, outcome in zip(candidates, outcomes, strict=True):
+            assert outcome.differing == [], f"rank {rank}, plan {plan.model_dump_json()}"
+            assert outcome.planned.frames_left == 0
+            for counts in outcome.planned.counts:
+                needed = expected(job, plan, stage)
+                found = (counts.recorded, counts.replayed, counts.hidden, counts.gathered)
+                assert found == (needed.replayed, needed.replayed, needed.hidden, needed.gathered), plan.model_dump_json()
+                assert counts.live_ahead <= plan.stages[stage].ahead_depth
+    return results
+
+
+@every_layout
+@every_model
+def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
+    job = tiny_job(like, **LAYOUTS[layout])
+    everything = replayable(job)
+    candidates = [
+        plan_for(job, lambda layer: ()),
+        plan_for(job, lambda layer: everything, windows=False),
+        plan_for(job, lambda layer: everything),
+        plan_for(job, lambda layer: [item for item in everything if (item in ITEMS_OF["attention"]) == bool(layer % 2)]),
+        plan_for(job, lambda layer: ["input_layernorm", "pre_mlp_layernorm", "activation"]),
+    ]
+    if job.parallel.sequence_parallel:
+        with_gemms = replayable(job, gather=True)
+        candidates += [plan_for(job, lambda layer: with_gemms, windows=False), plan_for(job, lambda layer: with_gemms)]
+    checked(pool_of, job, candidates)
+
+
+@every_layout
+@every_model
+def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
+    job = tiny_job(like, **LAYOUTS[layout])
+    model, parallel = job.model, job.parallel
+    of_this_job = plans(
+        model=ModelFacts(**{name: getattr(model, name) for name in ModelFacts.model_fields}),
+        parallel=ParallelFacts(**{name: getattr(parallel, name) for name in ParallelFacts.model_fields}),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        even=True,
+    )
+
+    @settings(
+        max_examples=2,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    @given(st.lists(of_this_job, min_size=5, max_size=5))
+    def check(candidates: list[Plan]) -> None:
+        checked(pool_of, job, candidates, Trial(steps=1))
+
+    check()
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
+    "bf16": ({"tensor": 2, "dtype": "bf16"}, Trial()),
+    "bf16, sequence parallel": ({"tensor": 2, "sequence_parallel": True, "dtype": "bf16"}, Trial()),
+    "query and key norms": ({"tensor": 2}, Trial(model={"qk_layernorm": True})),
+    "Megatron's DDP": ({"tensor": 2}, Trial(training={"ddp": True, "optimizer": "megatron"})),
+    "reductions in backward": ({"replicas": 2}, Trial(training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"})),
+    "distributed optimizer with fused weight gradients, bf16": (
+        {"replicas": 2, "distributed_optimizer": True, "dtype": "bf16"},
+        Trial(
+            training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"},
+            model={"gradient_accumulation_fusion": True},
+            compared="weights",
+        ),
+    ),
+    "fused weight gradients, sequence parallel": (
+        {"tensor": 2, "sequence_parallel": True},
+        Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True}),
+    ),
+    "backward in a second thread": ({"tensor": 2}, Trial(backward_thread=True)),
+    "backward in a second thread, pipeline": ({"pipeline": 2, "microbatches": 4}, Trial(backward_thread=True)),
+    "batched exchanges": ({"pipeline": 2, "microbatches": 4}, Trial(model={"batch_p2p_comm": True})),
+    "fewer micro-batches than stages": ({"pipeline": 2, "microbatches": 1}, Trial()),
+    "one key/value group, biases on QKV only": ({"kv_groups": 1, "bias": False}, Trial(model={"add_qkv_bias": True})),
+}
+
+
+@every_model
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(pool_of: Pools, variant: str, like: Any) -> None:
+    fields, trial = VARIANTS[variant]
+    job = tiny_job(like, **fields)
+    gather = job.parallel.sequence_parallel
+    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=gather))], trial)
+
+
+@every_model
+def test_deeper_ahead(pool_of: Pools, like: Any) -> None:
+    """Three frames ahead: the windows of the layer above and the one above that."""
+    job = tiny_job(like, tensor=2)
+    plan = plan_for(job, lambda layer: replayable(job), ahead_depth=3)
+    raw = plan.model_dump(mode="json")
+    for rule in raw["stages"][0]["rules"][:-2]:
+        rule["windows"] = {"attention": "bwd.mlp.0+1", "mlp": "bwd.attention.0+2"}
+    deeper = Plan.model_validate(raw)
+    outcomes = checked(pool_of, job, [deeper])
+    assert max(counts.live_ahead for counts in outcomes[0][0].planned.counts) == 3
