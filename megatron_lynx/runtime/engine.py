@@ -167,7 +167,7 @@ class Engine:
     # --- backward ------------------------------------------------------------------------------------------------------
 
     def _enter(self, frame: Frame) -> None:
-        if not torch.autograd._is_checkpoint_valid():
+        if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
             raise _partial_backward(frame)
         self._close_backward_span()
         self.ledger.enter(frame)

@@ -157,6 +157,11 @@ class Frame:
         """Whether there is anything to replay."""
         return bool(self.wanted) and not self.replayed
 
+    @property
+    def waits(self) -> bool:
+        """Whether a backward is to come that needs this frame."""
+        return self.lets_go or bool(self.found)
+
     def keep(self, key: Key, tensor: Tensor) -> None:
         """A wanted tensor was regenerated."""
         if key in self.wanted:

@@ -50,17 +50,24 @@ class Ledger:
         self._last: Literal["forward", "backward", "nothing"] = "nothing"
         self._count = 0
         self._recording: MicroBatch | None = None
-        self.entered: Frame | None = None
-        """The half whose backward runs."""
+        self._in_forward = False
+        self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
         """Collectives that this half's backward has issued."""
 
     @property
+    def entered(self) -> Frame | None:
+        """The half whose backward runs. Held weakly: outside of Megatron's schedules nobody says when a backward is over."""
+        return self._entered() if self._entered is not None else None
+
+    @property
     def busy(self) -> bool:
-        """Whether a micro-batch is between its forward and its backward."""
-        return any(micro_batch.alive for micro_batch in self._in_flight)
+        """Whether a micro-batch is between the beginning of its forward and the end of its backward."""
+        waits = self._recording is not None and any(frame.waits for frame in self._recording.frames.values())
+        return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight)
 
     def begin_forward(self) -> None:
+        self._in_forward = True
         while self._in_flight and not self._in_flight[0].alive:
             self._in_flight.popleft()  # its graph was dropped without a backward
         self._recording = self._opened()
@@ -71,6 +78,7 @@ class Ledger:
             self._recording.output = weakref.ref(tensor)
             self._in_flight.append(self._recording)
         self._recording = None
+        self._in_forward = False
         self._last = "forward"
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
@@ -91,6 +99,7 @@ class Ledger:
         """The step failed: nothing of it is continued."""
         self._in_flight.clear()
         self._recording = None
+        self._in_forward = False
         self._last = "nothing"
         self.leave()
 
@@ -102,12 +111,12 @@ class Ledger:
 
     def enter(self, frame: Frame) -> None:
         """Backward reaches a half."""
-        self.entered = frame
+        self._entered = weakref.ref(frame)
         self.ordinal = 0
         frame.micro_batch.ahead.discard(frame.key)
 
     def leave(self) -> None:
-        self.entered = None
+        self._entered = None
         self.ordinal = 0
 
     def hidden_by_forward(self) -> MicroBatch | None:

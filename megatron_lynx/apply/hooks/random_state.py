@@ -15,7 +15,6 @@ from megatron_lynx.runtime.rng import TorchRandom
 
 State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
 
-
 _NAME = "_current_state_name"
 """Of the state in use; 0.15's tracker keeps none."""
 
@@ -34,14 +33,15 @@ class MegatronRandom:
 
     def capture(self) -> State:
         tracker = self._present_tracker()
-        return self._torch.capture(), tracker.get_states(), tracker._current_state_name
+        return self._torch.capture(), tracker.get_states(), getattr(tracker, _NAME, None)
 
     def restore(self, state: State) -> None:
         default, tracked, name = state
         self._torch.restore(default)
         tracker = self._present_tracker()
         tracker.set_states(dict(tracked))
-        tracker._current_state_name = name
+        if name is not None:
+            setattr(tracker, _NAME, name)
 
     def same(self, one: State, other: State) -> bool:
         return (

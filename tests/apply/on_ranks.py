@@ -1,0 +1,282 @@
+"""What the tests of installing and refusing run on ranks. Megatron is imported inside, after the rank's stand-in is in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import LynxError
+from megatron_lynx.plan.plan import Plan
+
+from ..transparency.trials import Trial, compare_with_stock
+
+ABSENT = "absent"
+
+
+class Attributes:
+    """Every attribute of Megatron's and torch's modules and of a model's submodules, to be compared by identity."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self._owners: dict[str, Any] = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] in ("torch", "megatron") and isinstance(module, ModuleType)
+        }
+        if model is not None:
+            self._owners |= {f"model.{name}": module for name, module in model.named_modules()}
+        self._before = {name: dict(vars(owner)) for name, owner in self._owners.items()}
+
+    def changed(self) -> list[str]:
+        """Attributes that are another object now, appeared or are gone. What was only imported does not count, nor a tensor:
+        Megatron keeps the present input on the model."""
+        return sorted(
+            f"{name}.{key}"
+            for name, owner in self._owners.items()
+            for key in self._before[name].keys() | vars(owner).keys()
+            if vars(owner).get(key, ABSENT) is not self._before[name].get(key, ABSENT)
+            and not isinstance(vars(owner).get(key), (ModuleType, torch.Tensor))
+        )
+
+
+def trained(job: Job, **model: Any) -> Any:
+    """A model of the job, ready for a first step."""
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, initialise, seed_random_numbers
+
+    initialise(job)
+    training = Training(job, build_model(job, **model))
+    seed_random_numbers(7)
+    return training
+
+
+# --- installing and removing ---------------------------------------------------------------------------------------------
+
+
+def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
+    """What differs from before: while installed, after `remove()`, after the context, after an exception in the context."""
+    from megatron_lynx.apply import install
+
+    training = trained(job)
+    one_step(training)  # of stock, which itself leaves traces the first time
+    attributes = Attributes(training.chunks[0])
+    seen = {}
+    installation = install(training.chunks, plan)
+    seen["claimed"] = sorted(hook.claim.where for hook in installation.hooks)
+    seen["installed"] = attributes.changed()
+    one_step(training)
+    installation.remove()
+    installation.remove()
+    seen["removed"] = attributes.changed()
+    with install(training.chunks[0], plan):
+        one_step(training)
+    seen["context left"] = attributes.changed()
+    with suppress(KeyError), install(training.chunks, plan):
+        raise KeyError
+    seen["context failed"] = attributes.changed()
+    return seen
+
+
+def one_step(training: Any, number: int = 0) -> list[torch.Tensor]:
+    from megatron_lynx.testbed.training import synthetic_batches
+
+    losses: list[torch.Tensor] = training.step(synthetic_batches(training.job, number))
+    return losses
+
+
+def changed_by_import(rank: int) -> list[str]:
+    """In a rank that has imported Megatron and nothing of this package but the testbed."""
+    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.tensor_parallel.layers
+    import megatron.core.transformer.transformer_layer  # noqa: F401
+
+    for name in [name for name in sys.modules if name.startswith(("megatron_lynx.apply", "megatron_lynx.runtime"))]:
+        del sys.modules[name]
+    attributes = Attributes()
+    import megatron_lynx
+    import megatron_lynx.apply
+    import megatron_lynx.runtime.engine  # noqa: F401
+
+    return attributes.changed()
+
+
+# --- refusals before training --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Refusal:
+    """What came of an `install` or `remove` that should have been refused."""
+
+    error: LynxError | None
+    changed: list[str]
+    """Attributes that the attempt left changed."""
+
+    @property
+    def places(self) -> list[str]:
+        return [problem.where for problem in self.error.problems] if self.error else []
+
+
+Spoil = Callable[[Any, ExitStack], Any]
+"""Makes a run unfit for a plan; may return another model to install into. What it must undo goes onto the stack."""
+
+
+def refused(rank: int, job: Job, plan: Plan, spoil: Spoil | None = None) -> Refusal:
+    from megatron_lynx.apply import install
+
+    training = trained(job)
+    with ExitStack() as undo:
+        model = (spoil(training, undo) if spoil else None) or training.chunks
+        attributes = Attributes(training.chunks[0])
+        try:
+            install(model, plan).remove()
+        except LynxError as error:
+            return Refusal(error, attributes.changed())
+    return Refusal(None, [])
+
+
+def set_config(training: Any, undo: ExitStack, **fields: Any) -> None:
+    """Fields of the model's TransformerConfig, which must exist in this release."""
+    config = training.chunks[0].config
+    for name, value in fields.items():
+        undo.enter_context(patch.object(config, name, value))
+
+
+def rewrite_function(training: Any, undo: ExitStack) -> None:
+    """One function that hooks rely on reads differently, another one is gone."""
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.transformer.mlp import MLP
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    undo.enter_context(patch.object(MLP, "forward", forward))
+    original = p2p_communication._batched_p2p_ops
+    del p2p_communication._batched_p2p_ops
+    undo.callback(setattr, p2p_communication, "_batched_p2p_ops", original)
+
+
+def rename_release(training: Any, undo: ExitStack, version: str) -> None:
+    import megatron.core
+
+    undo.enter_context(patch.object(megatron.core, "__version__", version))
+
+
+def context_parallel(training: Any, undo: ExitStack) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """Called as Megatron's and torch's are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def wrap_in_fsdp(training: Any, undo: ExitStack) -> Any:
+    return FullyShardedDataParallel(training.chunks[0])
+
+
+def twice(training: Any, undo: ExitStack) -> Any:
+    return [training.chunks[0]] * 2
+
+
+def without_decoder(training: Any, undo: ExitStack) -> Any:
+    return torch.nn.Linear(2, 2)
+
+
+def graphable_random_numbers(training: Any, undo: ExitStack) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    undo.enter_context(patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True))
+
+
+def other_classes(training: Any, undo: ExitStack) -> None:
+    """A layer and a site of classes of somebody else."""
+    layers = training.chunks[0].decoder.layers
+    layers[0].__class__ = type("MyLayer", (type(layers[0]),), {"__module__": "mine"})
+    layers[1].mlp.linear_fc1.__class__ = type("MyLinear", (type(layers[1].mlp.linear_fc1),), {"__module__": "mine"})
+
+
+# --- refusals while a plan is in force -----------------------------------------------------------------------------------
+
+
+def second_installation(rank: int, job: Job, plan: Plan) -> Refusal:
+    """Refused, and the first one still holds everything."""
+    from megatron_lynx.apply import install
+
+    training = trained(job)
+    with install(training.chunks, plan):
+        return refusal_of(partial(install, training.chunks, plan), Attributes(training.chunks[0]))
+
+
+def replaced_on_top(rank: int, job: Job, plan: Plan) -> Refusal:
+    """Somebody wrapped what we hold: removal touches nothing, and works when they are gone."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_lynx.apply import install
+
+    training = trained(job)
+    clean = Attributes(training.chunks[0])
+    installation = install(training.chunks, plan)
+    with patch.object(schedules, "backward_step", lambda *args, **kwargs: None):
+        refusal = refusal_of(installation.remove, Attributes(training.chunks[0]))
+    installation.remove()
+    refusal.changed += clean.changed()
+    return refusal
+
+
+def removal_mid_step(rank: int, job: Job, plan: Plan) -> list[Refusal]:
+    """Removing in the middle of each micro-batch's forward step, before and behind the model, and of a layer; then between steps."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed import training as loop
+
+    training = trained(job)
+    one_step(training)
+    clean = Attributes(training.chunks[0])
+    installation = install(training.chunks, plan)
+    refusals: list[Refusal] = []
+
+    def attempt(*_: Any) -> None:
+        refusals.append(refusal_of(installation.remove, Attributes(training.chunks[0])))
+
+    def forward_step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+        attempt()
+        result = original(batches, model)
+        attempt()
+        return result
+
+    original = loop.forward_step
+    layer_hook = training.chunks[0].decoder.layers[0].mlp.register_forward_pre_hook(attempt)
+    with patch.object(loop, "forward_step", forward_step):
+        one_step(training)
+    layer_hook.remove()
+    installation.remove()
+    assert not clean.changed(), clean.changed()
+    return refusals
+
+
+def refusal_of(action: Callable[[], Any], attributes: Attributes) -> Refusal:
+    try:
+        action()
+    except LynxError as error:
+        return Refusal(error, attributes.changed())
+    return Refusal(None, [])
+
+
+def compare_with_stock_of_release(rank: int, job: Job, plans: list[Plan]) -> tuple[str, list[Any]]:
+    """The transparency trial, and the release of megatron-core that it ran on."""
+    from megatron.core import __version__
+
+    return __version__, compare_with_stock(rank, job, plans, Trial())

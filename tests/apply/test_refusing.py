@@ -1,0 +1,154 @@
+"""Whatever does not fit is refused before training, with every problem and its place, and leaves nothing behind (rules R6, R14)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from megatron_lynx.errors import HookRefused, PlanMismatch
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..transparency.plans import plan_for, replayable
+from . import on_ranks
+
+FEATURES = {
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
+    "tp_comm_overlap": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "num_moe_experts": 4,
+    "multi_latent_attention": True,
+    "mtp_num_layers": 1,
+    "heterogeneous_block_specs": True,
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "distribute_saved_activations": True,
+    "use_ring_exchange_p2p": True,
+    "fp8": "e4m3",
+    "fp4": "e2m1",
+    "inference_fuse_tp_communication": True,
+    "cuda_graph_impl": "local",
+}
+
+
+def plan_of(job):
+    return plan_for(job, lambda _: replayable(job))
+
+
+def refused(pool_of, job, spoil, plan=None):
+    """What every rank of the job answers, when its plan is installed into a run that `spoil` made unfit."""
+    refusals = pool_of(job.gpus).run(on_ranks.refused, job, plan or plan_of(job), spoil)
+    for refusal in refusals:
+        assert refusal.error is not None, "installed"
+        assert refusal.changed == []
+        assert all(problem.found and problem.where in str(refusal.error) for problem in refusal.error.problems)
+    return refusals
+
+
+def test_features_that_work_against_a_plan(pool_of):
+    """All at once: every one is listed."""
+    [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.set_config, **FEATURES))
+    assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
+    assert refusal.places == [f"config.{name}" for name in FEATURES]
+    assert all(problem.todo.startswith("drop ") for problem in refusal.error.problems)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_stock_recomputation(pool_of, granularity):
+    [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.set_config, recompute_granularity=granularity))
+    assert refusal.places == ["--recompute-granularity"]
+    assert "the plan decides" in str(refusal.error)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "places"),
+    [
+        (on_ranks.wrap_in_fsdp, ["model wrapper"]),
+        (on_ranks.graphable_random_numbers, ["random-number tracker"]),
+        (on_ranks.other_classes, ["layer 1", "layer 2.linear_fc1"]),
+        (on_ranks.twice, ["model"]),
+        (on_ranks.without_decoder, ["model"]),
+        (partial(on_ranks.rename_release, version="0.99.1"), ["megatron.core"]),
+        (
+            on_ranks.rewrite_function,
+            ["megatron.core.transformer.mlp:MLP.forward", "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"],
+        ),
+    ],
+    ids=lambda value: getattr(getattr(value, "func", value), "__name__", ""),
+)
+def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
+    [refusal] = refused(pool_of, tiny_job(), spoil)
+    assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
+    assert refusal.places == places
+
+
+def test_context_parallelism(pool_of):
+    job = tiny_job(replicas=2)
+    for refusal in refused(pool_of, job, on_ranks.context_parallel):
+        assert refusal.places == ["context parallel size"]
+
+
+def test_a_plan_for_another_model(pool_of):
+    other = tiny_job("llama", layers=6, hidden=64, ffn=128, heads=8, kv_groups=8)
+    [refusal] = refused(pool_of, tiny_job(), None, plan_of(other))
+    assert (type(refusal.error), refusal.error.exit_status) == (PlanMismatch, 2)
+    assert refusal.places == [
+        *(f"plan: model.{name}" for name in ("layers", "hidden", "ffn", "heads", "kv_groups")),
+        "plan: stages.0.layers",
+    ]
+
+
+def test_a_plan_for_another_layout(pool_of):
+    other = tiny_job(tensor=2, sequence_parallel=True)
+    refusals = refused(pool_of, tiny_job(pipeline=2), None, plan_of(other))
+    assert [refusal.places for refusal in refusals] == [
+        [*(f"plan: parallel.{name}" for name in ("tensor", "pipeline", "sequence_parallel")), "plan: stages.0.layers"],
+        [*(f"plan: parallel.{name}" for name in ("tensor", "pipeline", "sequence_parallel")), "plan: stages"],
+    ]
+
+
+def test_a_plan_with_other_stages(pool_of):
+    """Same model, same layout, but a stage more to the first."""
+    job = tiny_job(pipeline=2)
+    plan = plan_of(job).model_dump(mode="json")
+    first, second = plan["stages"]
+    first["layers"], second["layers"] = "1-3", 4
+    first["rules"].append(second["rules"].pop(0))
+    first["ahead_depth"] = second["ahead_depth"] = 0
+    for stage in (first, second):
+        for rule in stage["rules"]:
+            rule["windows"] = {}
+    refusals = refused(pool_of, job, None, type(plan_of(job)).model_validate(plan))
+    assert [refusal.places for refusal in refusals] == [["plan: stages.0.layers"], ["plan: stages.1.layers"]]
+    assert {type(refusal.error) for refusal in refusals} == {PlanMismatch}
+
+
+# --- while a plan is in force --------------------------------------------------------------------------------------------
+
+
+def test_a_second_installation(pool_of):
+    job = tiny_job()
+    [refusal] = pool_of(1).run(on_ranks.second_installation, job, plan_of(job))
+    assert (type(refusal.error), refusal.changed) == (HookRefused, [])
+    assert {"layer 1._forward_mlp", "layer 4.linear_qkv.forward"} < {*refusal.places}
+    assert "remove the first installation" in str(refusal.error)
+
+
+def test_a_replacement_on_top_of_ours(pool_of):
+    job = tiny_job()
+    [refusal] = pool_of(1).run(on_ranks.replaced_on_top, job, plan_of(job))
+    assert (type(refusal.error), refusal.changed) == (HookRefused, [])
+    assert refusal.places == ["megatron.core.pipeline_parallel.schedules.backward_step"]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "microbatches": 3}], ids=str)
+def test_removal_in_the_middle_of_a_step(pool_of, layout):
+    job = tiny_job(**layout)
+    for refusals in pool_of(job.gpus).run(on_ranks.removal_mid_step, job, plan_of(job)):
+        assert len(refusals) >= 3 * job.microbatches
+        for refusal in refusals:
+            assert (type(refusal.error), refusal.changed) == (HookRefused, [])
+            assert "between steps" in str(refusal.error)
