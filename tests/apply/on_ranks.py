@@ -238,7 +238,7 @@ def replaced_on_top(rank: int, job: Job, plan: Plan) -> Refusal:
 
 
 def removal_mid_step(rank: int, job: Job, plan: Plan) -> list[Refusal]:
-    """Removing in the middle of each micro-batch's forward step, before and behind the model, and of a layer; then between steps."""
+    """Removing within each micro-batch's forward step, before and behind the model, and within a layer; then between steps."""
     from megatron_lynx.apply import install
     from megatron_lynx.testbed import training as loop
 

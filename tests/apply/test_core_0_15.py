@@ -1,4 +1,4 @@
-"""megatron-core 0.15, smoke-tested: found before the installed release on the ranks' import path, and equal to itself under a plan.
+"""megatron-core 0.15, smoke-tested: before the installed release on the ranks' import path, it equals itself under a plan.
 
 `make test` puts it into build/megatron-core-0.15 and sets MEGATRON_CORE_0_15_DIR.
 """

@@ -1,4 +1,4 @@
-"""Whatever does not fit is refused before training, with every problem and its place, and leaves nothing behind (rules R6, R14)."""
+"""What does not fit is refused before training, every problem with its place, and leaves nothing behind (rules R6, R14)."""
 
 from __future__ import annotations
 
