@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_lynx.cli import app
-from megatron_lynx.plan import load_plan
+from megatron_lynx.config import Job
+from megatron_lynx.plan import Plan, load_plan, save_plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.simulator.timeline import Timeline
+from megatron_lynx.testbed.comparison import Comparison
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
+from tests.measure.samples import measurement, setting
 from tests.plan.test_plan_file import small_plan
 
 
@@ -70,3 +79,81 @@ def test_a_wrong_plan_ends_with_status_2_and_no_traceback(tmp_path: Path, text: 
 
 def test_a_mistyped_command_is_a_wrong_request() -> None:
     assert lynx("explian", "plan.yaml").exit_code == 2
+
+
+def job_file(folder: Path, job: Job) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(write_yaml(job.model_dump(mode="json", by_alias=True)))
+    return path
+
+
+def plan_file(folder: Path, plan: Plan) -> Path:
+    save_plan(plan, folder / "plan.yaml")
+    return folder / "plan.yaml"
+
+
+SMALL = tiny_job("llama", tensor=2, microbatches=1, micro=1, layers=2)
+
+
+def test_from_a_job_to_a_comparison(tmp_path: Path) -> None:
+    """The three commands of `make demo`, on a job of seconds."""
+    job = job_file(tmp_path, SMALL)
+    profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
+    assert lynx("profile", job, "-o", profile).exit_code == 0
+    summary = json.loads(lynx("plan", job, "--profile", profile, "-o", plan, "--json").stdout)
+    assert [stage["layers"] for stage in summary["stages"]] == ["1-2"]
+    result = lynx("compare", job, "--plan", plan, "-o", folder, "--rounds", 1, "--steps-warmup", 0, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["setting"] for row in rows[:3]] == ["stock none", "stock selective", "stock full"]
+    assert [row["gradients_equal"] for row in rows] == [None, *[True] * (len(rows) - 1)]
+    assert "loopback" in result.stderr
+    written = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert written.keys() == {"compare.md", "compare.json", "measurement.json", "timeline.png", "trace.json"}
+    assert all(written.values())
+    assert json.loads((folder / "compare.json").read_text())["rows"] == rows
+    assert "timeline.png" in (folder / "compare.md").read_text()
+
+
+def test_compare_says_no_where_gradients_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differing(*_: Any, **__: Any) -> Comparison:
+        ours = setting("ours", 1.0, 1, 1, ours=True, gradients_equal=False)
+        none = setting("stock none", 1.0, 2, 2, gradients_equal=None)
+        return Comparison(measurement(settings=(none, ours)), Timeline({0: (), 1: ()}))
+
+    monkeypatch.setattr("megatron_lynx.testbed.comparison.compare", differing)
+    result = lynx(
+        "compare", job_file(tmp_path, SMALL), "--plan", plan_file(tmp_path, uniform_plan(SMALL)), "-o", tmp_path / "out"
+    )
+    assert result.exit_code == 1
+    assert "differ" in result.stderr
+    assert (tmp_path / "out" / "compare.md").exists()
+
+
+def test_wrong_requests_end_with_status_2_before_anything_runs(tmp_path: Path) -> None:
+    job, other = job_file(tmp_path, SMALL), plan_file(tmp_path, uniform_plan(tiny_job("llama", tensor=2, layers=4, hidden=64)))
+    (tmp_path / "file").write_text("")
+    for answers, arguments in (
+        (["jobs/dem", "did you mean jobs/demo"], ("compare", "jobs/dem")),
+        (["no such file"], ("compare", job, "--plan", tmp_path / "none.yaml", "-o", tmp_path)),
+        (["model.layers", "model.hidden", "batch.micro"], ("compare", job, "--plan", other, "-o", tmp_path)),
+        (["'--rounds'"], ("compare", job, "--rounds", 0)),
+        (["cannot be used"], ("compare", job, "-o", tmp_path / "file")),
+        (["no such file"], ("plan", job, "--profile", tmp_path / "none.yaml", "-o", tmp_path / "p.yaml")),
+        (["cannot be used"], ("profile", job, "-o", tmp_path / "file" / "p.yaml")),
+    ):
+        result = lynx(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert all(answer in result.stderr for answer in answers), result.stderr
+
+
+def test_hooks_are_as_recorded() -> None:
+    """In a process of its own: Megatron is imported as a user's machine has it, without the stand-in."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_lynx.cli", "hooks", "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["hooks"]
+    assert {row["hook"] for row in rows} == {"halves", "sites", "collectives", "random_state", "steps", "receives"}
+    assert all(row["as_recorded"] for row in rows)

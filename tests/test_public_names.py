@@ -1,0 +1,21 @@
+"""What `import megatron_lynx` offers."""
+
+from __future__ import annotations
+
+import pytest
+
+import megatron_lynx
+from megatron_lynx import apply, plan
+
+
+def test_names_are_those_of_their_homes() -> None:
+    assert set(megatron_lynx.__all__) == {"load_plan", "install", "Plan", "Installation", "__version__"}
+    assert megatron_lynx.load_plan is plan.load_plan
+    assert megatron_lynx.Plan is plan.Plan
+    assert megatron_lynx.install is apply.install
+    assert megatron_lynx.Installation is apply.Installation
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'instal'"):
+        _ = megatron_lynx.instal  # type: ignore[attr-defined]
