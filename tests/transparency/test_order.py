@@ -1,0 +1,89 @@
+"""Which frame ran in which window: as the plan says, and the same on every rank of the tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.order import Phase, frames_of, window_of
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.trials import Trial, compare_with_stock
+
+Pools = Callable[[int], RankPool]
+
+
+def replays_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple[Any, ...]]]:
+    """Per rank, (micro-batch, layer, half, window) of every replay of one step, in the order in which they ran."""
+    results = pool_of(job.gpus).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
+    timelines = []
+    for outcomes in results:
+        assert outcomes[0].differing == []
+        events = [event for event in outcomes[0].planned.events if event["kind"] == "replay"]
+        timelines.append([(event["micro_batch"], event["layer"], event["half"], event["window"]) for event in events])
+    return timelines
+
+
+def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, ...]]:
+    stage = plan.stages[stage_number]
+    warmup = min(job.parallel.pipeline - 1 - stage_number, job.microbatches)
+    phases: list[Phase] = ["steady"] * (job.microbatches - warmup) + ["cooldown"] * warmup  # type: ignore[assignment]
+    return {
+        (micro_batch, *frame, str(window_of(stage, frame, phase)))
+        for micro_batch, phase in enumerate(phases)
+        for frame in frames_of(stage)
+    }
+
+
+def test_one_frame_ahead(pool_of: Pools) -> None:
+    """Written out for two layers: each half hides behind the reduction of the half that backward runs before it."""
+    job = tiny_job("llama", tensor=2, layers=2, microbatches=1)
+    timelines = replays_seen(pool_of, job, plan_for(job, lambda layer: replayable(job)))
+    assert timelines[0] == [
+        (0, 2, "mlp", "on_demand"),
+        (0, 2, "attention", "bwd.mlp.0@2"),
+        (0, 1, "mlp", "bwd.attention.0@2"),
+        (0, 1, "attention", "bwd.mlp.0@1"),
+    ]
+    assert timelines[1] == timelines[0]
+
+
+def test_own_window_under_sequence_parallelism(pool_of: Pools) -> None:
+    """The gathering of a half's own gradient hides its own replay: not even the first frame is exposed."""
+    job = tiny_job("llama", tensor=2, sequence_parallel=True, layers=2, microbatches=1)
+    plan = plan_for(job, lambda layer: [item for item in replayable(job) if not item.endswith("bda")])
+    assert replays_seen(pool_of, job, plan)[0][0] == (0, 2, "mlp", "bwd.mlp.0@2")
+
+
+def test_phases_of_a_pipeline(pool_of: Pools) -> None:
+    """Steady: a forward's reduction hides the first frame of the coming backward. Cool-down: only the receive can."""
+    job = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)
+    plan = plan_for(job, lambda layer: replayable(job))
+    timelines = replays_seen(pool_of, job, plan)
+    first_frames = [replay for replay in timelines[0] if replay[1:3] == (2, "mlp")]
+    assert first_frames == [
+        (0, 2, "mlp", "fwd.mlp.0@2"),
+        (1, 2, "mlp", "fwd.mlp.0@2"),
+        (2, 2, "mlp", "pipe.recv_backward"),
+    ]
+    for rank, timeline in enumerate(timelines):
+        assert set(timeline) == planned_windows(job, plan, rank // 2)
+    assert timelines[0] == timelines[1]
+    assert timelines[2] == timelines[3]
+
+
+def test_gathers_come_behind_their_window(pool_of: Pools) -> None:
+    job = tiny_job("llama", tensor=2, sequence_parallel=True, layers=2, microbatches=1)
+    plan = plan_for(job, lambda layer: replayable(job, gather=True))
+    results = pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
+    for outcomes in results:
+        events = outcomes[0].planned.events
+        for gather in (event for event in events if event["kind"] == "gather"):
+            window = next(event for event in events if event["kind"] == "window" and event["window"] == gather["window"])
+            replay = next(
+                event for event in events if event["kind"] == "replay" and event["layer"] == gather["layer"] and event["half"] == gather["half"]
+            )
+            assert window["end_s"] <= gather["start_s"] < gather["end_s"] <= replay["start_s"]
