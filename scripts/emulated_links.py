@@ -76,14 +76,14 @@ def _cycles_per_s(cycles: int = 100_000_000) -> float:
     torch.cuda._sleep(cycles)
     end.record()
     end.synchronize()
-    return cycles / (start.elapsed_time(end) / 1e3)
+    return float(cycles / (start.elapsed_time(end) / 1e3))
 
 
 def join_alone(ranks: int) -> None:
     """Make this process rank 0 of a job of `ranks` whose other ranks do not exist."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 (makes the backend known)
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def _trained(job: Job, plan: Plan | None) -> dict[str, torch.Tensor]:
     initialise(job)
     training = Training(job, build_model(job))
     seed_random_numbers(7)
-    seen = {}
+    seen: dict[str, torch.Tensor] = {}
     with nullcontext() if plan is None else install(training.chunks, plan):
         for step in range(STEPS):
             losses = training.step(synthetic_batches(job, step))
@@ -192,10 +192,9 @@ def arguments() -> Check:
     parser.add_argument("--latency-us", type=float, default=20.0, help="of each emulated collective")
     parser.add_argument("--out", type=Path, help="default: $OUT, else a folder of benchmarks/results")
     given = parser.parse_args()
-    device = (
-        "dry-run" if given.dry_run or not torch.cuda.is_available() else torch.cuda.get_device_name().replace(" ", "-").lower()
-    )
-    usual = os.environ.get("OUT") or f"{'build' if given.dry_run else 'benchmarks/results'}/gpu-{device}-{date.today()}"
+    usual = os.environ.get("OUT") or f"build/gpu-dry-run-{date.today()}"
+    if not given.dry_run and torch.cuda.is_available() and "OUT" not in os.environ:
+        usual = f"benchmarks/results/gpu-{torch.cuda.get_device_name().replace(' ', '-').lower()}-{date.today()}"
     return Check(given.dry_run, given.rounds, given.link_gb_per_s * 1e9, given.latency_us / 1e6, given.out or Path(usual))
 
 

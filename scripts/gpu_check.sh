@@ -7,4 +7,5 @@ cd "$(dirname "$0")/.."
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1 TORCHDYNAMO_DISABLE=1 LOCAL_RANK=0
+case " $* " in *" --dry-run "*) export CUDA_VISIBLE_DEVICES= ;; esac
 exec "${PYTHON:-$python}" -m scripts.gpu_check "$@"
