@@ -49,7 +49,7 @@ def agenda(stage: Stage) -> Agenda:
 def _assign(table: dict[WindowKey, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
     if window == ON_DEMAND:
         return
-    key: WindowKey = (
-        Place(window.passing, window.layer, window.half, window.ordinal) if isinstance(window, Collective) else RECV_BACKWARD
-    )
+    key: WindowKey = RECV_BACKWARD
+    if isinstance(window, Collective):
+        key = Place(window.passing, window.layer, window.half, window.ordinal)
     table[key] = (*table.get(key, ()), frame)

@@ -67,7 +67,7 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
     wrappers = []
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
         wrappers.append(model)
-        model = model.module
+        model = model.module  # type: ignore[assignment]
     return tuple(wrappers), model
 
 

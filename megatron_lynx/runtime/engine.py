@@ -32,7 +32,7 @@ from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.replay import Replayer, present_autocast
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, map_nest, storage_of, tensors_in
-from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.trace import Kind, Trace
 from megatron_lynx.runtime.window import RECV_BACKWARD, Agenda, Phase, Place, WindowedWork, WindowKey
 
 Guard = Callable[[], AbstractContextManager[Any]]
@@ -272,7 +272,7 @@ class Engine:
         return place, entered.micro_batch, entered.micro_batch.phase
 
     def _window(self, window: WindowKey, micro_batch: MicroBatch | None, phase: Phase, wait: Callable[[], Any]) -> Any:
-        kind = "recv" if window == RECV_BACKWARD else "window"
+        kind: Kind = "recv" if window == RECV_BACKWARD else "window"
         number = micro_batch.number if micro_batch else None
         with self.trace.span(kind, window=str(window), micro_batch=number):
             if micro_batch is not None:

@@ -65,7 +65,7 @@ class View:
 
     @classmethod
     def of(cls, saved: Tensor, argument: int) -> View:
-        return cls(argument, tuple(saved.size()), tuple(saved.stride()), saved.storage_offset())
+        return cls(argument, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
     def in_(self, argument: Tensor) -> Tensor:
         same = (tuple(argument.size()), tuple(argument.stride()), argument.storage_offset())

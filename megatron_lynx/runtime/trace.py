@@ -58,7 +58,7 @@ class Trace:
         self.enabled = False
         if self._on_cuda:
             torch.cuda.synchronize()
-        events = [Event(*what, self._seconds(start), self._seconds(end)) for what, start, end in self._spans]
+        events = [Event(*(*what, self._seconds(start), self._seconds(end))) for what, start, end in self._spans]
         self._spans.clear()
         return sorted(events, key=lambda event: (event.start_s, -event.end_s))
 
@@ -99,4 +99,4 @@ class Trace:
         return event
 
     def _seconds(self, moment: Any) -> float:
-        return self._origin.elapsed_time(moment) / 1e3 if self._on_cuda else moment - self._origin
+        return float(self._origin.elapsed_time(moment) / 1e3 if self._on_cuda else moment - self._origin)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_lynx.items import Half
 
 Phase = Literal["steady", "cooldown"]
-RECV_BACKWARD = "pipe.recv_backward"
+RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 
 
 class Place(NamedTuple):

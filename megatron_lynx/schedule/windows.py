@@ -30,7 +30,7 @@ PATTERN = r"(on_demand|pipe\.recv_backward|(fwd|bwd)\.(attention|mlp)\.\d(\+\d+)
 """What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
 
 ON_DEMAND = "on_demand"
-RECV_BACKWARD = "pipe.recv_backward"
+RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 
 
 @dataclass(frozen=True, order=True)

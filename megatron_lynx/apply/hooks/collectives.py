@@ -1,12 +1,12 @@
 """The tensor-parallel windows of local layers.
 
-Replaces              `dist_all_gather_func` and `dist_reduce_scatter_func` in `megatron.core.tensor_parallel.mappings` and `.layers`
-                      (bound there at import), and `torch.distributed.all_reduce`.
+Replaces              `dist_all_gather_func` and `dist_reduce_scatter_func` in `megatron.core.tensor_parallel.mappings` and
+                      `.layers` (bound there at import), and `torch.distributed.all_reduce`.
 Why                   each of them is a stretch in which compute waits for the tensor-parallel group.
 Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
-Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data parallel).
-                      A gather whose result a frame already holds is served without communication.
+Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data
+                      parallel). A gather whose result a frame already holds is served without communication.
 """
 
 from __future__ import annotations

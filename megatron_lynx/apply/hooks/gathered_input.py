@@ -1,8 +1,8 @@
 """Gathering a replayed GEMM's input once (sequence parallelism).
 
 Replaces              `get_global_memory_buffer` in `megatron.core.tensor_parallel.layers`.
-Why                   Megatron gathers into one global buffer; a frame's gathered input must outlive it, and serves the replay and then the
-                      weight gradient.
+Why                   Megatron gathers into one global buffer; a frame's gathered input must outlive it, and serves the
+                      replay and then the weight gradient.
 Calls the original    whenever no frame holds the input asked for.
 Holds                 nothing.
 Passes through when   the present site or backward has no gathered input.

@@ -1,7 +1,8 @@
 """The two halves of a layer.
 
 Replaces              `_forward_attention` and `_forward_mlp` on each layer *instance* of the stage.
-Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on the class.
+Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
+                      the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
 Holds                 the policy of the half; nothing per call.
 Passes through when   gradients are off (evaluation, forward_only).

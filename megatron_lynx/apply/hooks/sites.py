@@ -1,7 +1,8 @@
 """The submodule calls of a layer.
 
 Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...).
-Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without running it.
+Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without
+                      running it.
 Calls the original    once per call, unless a replay has its result.
 Holds                 nothing.
 Passes through when   the call is not made inside a half that is recorded or replayed.

@@ -1,7 +1,7 @@
 """The order of micro-batches.
 
-Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module, read at
-                      each call by every schedule).
+Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module,
+                      read at each call by every schedule).
 Why                   which micro-batch's backward comes next, and in which phase, follows from the order of these calls.
 Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
 Holds                 the micro-batches in flight, by weak reference to their output tensor.
