@@ -3,7 +3,9 @@
     none ── one step ──> losses and gradients that all others must equal in every bit
     each candidate ── one step: gradients, counts of replays; it warms up as well
                    └─ one step: bytes
-    opponents ── module sets, all; block N from almost all layers down, until one holds more than ours
+    opponents ── module sets, all that run; block N from almost all layers down, until one holds more than ours
+
+Whether a module set runs at all is tried by each rank for itself, before: a stage that fails would leave the next one waiting.
 
 Nothing is timed here, so it runs over an unshaped link, in processes started as `process_peak` wants them.
 """
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.plan.plan import Plan
@@ -60,10 +63,11 @@ def take_census(rank: int, job: Job, plan: Plan) -> Census:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.training import initialise
 
+    failing = _failing(job)
     initialise(job)
     none = Subject(job, NONE)
     reference = none.repeatable_step()
-    census = Census([_count(none)])
+    census = Census([_count(none)], failing)
     for candidate in (SELECTIVE, FULL, *ours(plan)):
         census.counted.append(_count(Subject(job, candidate, none), reference))
     _count_opponents(census, job, none, reference)
@@ -96,27 +100,40 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
 
 def _count_opponents(census: Census, job: Job, none: Subject, reference: Bits) -> None:
     ours_counted = census.counted[-1]
+    failing = {skipped.name for skipped in census.skipped}
     for candidate in module_sets(job):
-        _try(census, job, candidate, none, reference)
+        if candidate.name not in failing:
+            census.counted.append(_count(Subject(job, candidate, none), reference))
     for candidate in blocks(job):
-        counted = _try(census, job, candidate, none, reference)
-        if counted is not None and not counted.holds_no_more_than(ours_counted):
+        counted = _count(Subject(job, candidate, none), reference)
+        census.counted.append(counted)
+        if not counted.holds_no_more_than(ours_counted):
             break
 
 
-def _try(census: Census, job: Job, candidate: Candidate, none: Subject, reference: Bits) -> Counted | None:
-    """Count a candidate that may not run. Whatever stops it, it stops it on every rank alike."""
-    if candidate.known_to_fail is not None:
-        census.skipped.append(Skipped(name=candidate.name, reason=candidate.known_to_fail))
-        return None
+def _failing(job: Job) -> list[Skipped]:
+    """The module sets that stock Megatron cannot train with, and why."""
+    from megatron_lynx.testbed.training import initialise
+
+    alone = _alone(job)
+    initialise(alone)
+    reasons = {candidate.name: candidate.known_to_fail or _error_of(alone, candidate) for candidate in module_sets(job)}
+    return [Skipped(name=name, reason=reason) for name, reason in reasons.items() if reason is not None]
+
+
+def _error_of(alone: Job, candidate: Candidate) -> str | None:
     try:
-        counted = _count(Subject(job, candidate, none), reference)
+        Subject(alone, candidate).step()
     except Exception as error:  # noqa: BLE001 (stock Megatron's, of any kind; the report says which)
-        reason = f"stock Megatron raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        census.skipped.append(Skipped(name=candidate.name, reason=reason))
-        return None
-    census.counted.append(counted)
-    return counted
+        return f"stock Megatron raised {type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _alone(job: Job) -> Job:
+    """The same kind of model with one narrow layer, on every rank for itself."""
+    size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
+    batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
+    return job.model_copy(update={"model": job.model.model_copy(update=size), "parallel": Parallel(), "batch": batch})
 
 
 def _check_of(subject: Subject) -> CounterCheck | None:

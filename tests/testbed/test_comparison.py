@@ -126,3 +126,14 @@ def test_a_profile_of_real_ranks_makes_a_plan() -> None:
     assert profile.head.forward_s > 0
     assert profile.embedding.backward_s > 0
     assert make_plan(job, profile).parallel.sequence_parallel
+
+
+def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
+    """A bug's story: the first stage failed in its forward, was passed over, and the second stage waited for it for ever."""
+    job = tiny_job("llama", pipeline=2, microbatches=2, micro=1)
+    with place_for(job) as place:
+        comparison = compare(job, uniform_plan(job), place, silently, rounds=1, warmups=0)
+    assert comparison.gradients_equal
+    reasons = [skipped.reason for skipped in comparison.measurement.skipped if "layernorm" in skipped.name]
+    assert all("stock Megatron raised" in reason for reason in reasons), reasons
+    assert comparison.measurement.settings[-1].hidden_replays > 0
