@@ -115,7 +115,7 @@ def _deepest(stage: Stage, layout: ParallelFacts, phase: Phase) -> tuple[int, st
     deepest, where = 0, ""
     for window in windows_in_order(stage, layout.sequence_parallel, phase):
         entered = (window.layer, window.half) if isinstance(window, Collective) and window.passing == "bwd" else None
-        ahead.discard(entered)  # type: ignore[arg-type]
+        ahead.discard(entered)
         ahead.update(frame for frame in served.get(window, []) if frame != entered)
         if len(ahead) > deepest:
             deepest, where = len(ahead), str(window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import CODE_ITEMS
+from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.schedule.windows import ON_DEMAND
@@ -41,10 +41,11 @@ def expected(job: Job, plan: Plan, stage_number: int) -> Expected:
         if not lets_go(job, stage, layer, half):
             continue
         result.replayed += job.microbatches
-        gathers = plan.parallel.sequence_parallel and {"attention": "linear_qkv", "mlp": "linear_fc1"}[half] in stage.rule_for(layer).replay
+        gathers = (
+            plan.parallel.sequence_parallel
+            and {"attention": "linear_qkv", "mlp": "linear_fc1"}[half] in stage.rule_for(layer).replay
+        )
         result.gathered += job.microbatches * gathers
         for phase, count in backwards.items():
             result.hidden += count * (window_of(stage, (layer, half), phase) != ON_DEMAND)  # type: ignore[arg-type]
     return result
-
-

@@ -94,16 +94,20 @@ def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     check()
 
 
+OVERLAPPED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
     "bf16": ({"tensor": 2, "dtype": "bf16"}, Trial()),
     "bf16, sequence parallel": ({"tensor": 2, "sequence_parallel": True, "dtype": "bf16"}, Trial()),
     "query and key norms": ({"tensor": 2}, Trial(model={"qk_layernorm": True})),
     "Megatron's DDP": ({"tensor": 2}, Trial(training={"ddp": True, "optimizer": "megatron"})),
-    "reductions in backward": ({"replicas": 2}, Trial(training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"})),
+    "reductions in backward": (
+        {"replicas": 2},
+        Trial(training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}),
+    ),
     "distributed optimizer with fused weight gradients, bf16": (
         {"replicas": 2, "distributed_optimizer": True, "dtype": "bf16"},
         Trial(
-            training={"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"},
+            training=OVERLAPPED,
             model={"gradient_accumulation_fusion": True},
             compared="weights",
         ),

@@ -83,7 +83,6 @@ def test_gathers_come_behind_their_window(pool_of: Pools) -> None:
         events = outcomes[0].planned.events
         for gather in (event for event in events if event["kind"] == "gather"):
             window = next(event for event in events if event["kind"] == "window" and event["window"] == gather["window"])
-            replay = next(
-                event for event in events if event["kind"] == "replay" and event["layer"] == gather["layer"] and event["half"] == gather["half"]
-            )
+            half = (gather["layer"], gather["half"])
+            replay = next(event for event in events if event["kind"] == "replay" and (event["layer"], event["half"]) == half)
             assert window["end_s"] <= gather["start_s"] < gather["end_s"] <= replay["start_s"]
