@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL
+from megatron_lynx.items import CODE_ITEMS
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.schedule.windows import ON_DEMAND
