@@ -1,0 +1,22 @@
+"""What a layer leaves in memory between its forward and its backward, on ranks of the testbed."""
+
+from __future__ import annotations
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.subject import Subject
+
+
+def count(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:
+    """Bytes that each setting holds at the end of the forward pass, beyond the level at its start. Runs on a rank."""
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    first = Subject(job, NONE)
+    held = {}
+    for candidate in candidates:
+        subject = Subject(job, candidate, first)
+        with subject.in_force():
+            subject.step()
+            held[candidate.name] = subject.counted_step().resident_bytes
+    return held
