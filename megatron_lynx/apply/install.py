@@ -95,9 +95,10 @@ def install(model: Any, plan: Plan) -> Installation:
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
     stage = plan.stages[run.stage]
+    shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
     of_layer = policies(plan, stage, gathered_input.start_gather(run.tensor_group))
     for number, layer in run.layers.items():
-        yield from halves.claims(engine, layer, of_layer[number])  # type: ignore[arg-type]
+        yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
         yield from sites.claims(engine, layer, number)
     yield from steps.claims(engine)
     if run.pipeline > 1:

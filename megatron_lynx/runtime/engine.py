@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import Problem, ReplayError
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, SiteCall
 from megatron_lynx.runtime.ledger import Ledger, MicroBatch
 from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.refusals import collective_in_replay, partial_backward, refuse_foreign_hooks, second_order
 from megatron_lynx.runtime.replay import Replayer, present_autocast
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, map_nest, storage_of, tensors_in
@@ -134,7 +134,8 @@ class Engine:
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self.ledger.leave()  # a forward runs, so no backward does
-        _refuse_foreign_hooks(policy)
+        if policy.replay:
+            refuse_foreign_hooks(policy.name)
         frame = self._new_frame(policy, code, args, kwargs)
         scope = Recorder(frame, self._random, self._take) if policy.replay else Passage(frame)
         with self._inside(scope), self._span("forward", frame):
@@ -168,7 +169,7 @@ class Engine:
 
     def _enter(self, frame: Frame) -> None:
         if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
-            raise _partial_backward(frame)
+            raise partial_backward(frame.policy.name)
         self._close_backward_span()
         self.ledger.enter(frame)
         self._entered_at = self.trace.now()
@@ -181,7 +182,7 @@ class Engine:
 
     def _take(self, handle: Handle) -> Tensor:
         if torch.is_grad_enabled():
-            raise _second_order(handle.frame)
+            raise second_order(handle.frame.policy.name)
         if handle.frame.lets_go:
             self._replay(handle.frame, "on_demand")
             self.counts.on_demand += 1
@@ -219,7 +220,7 @@ class Engine:
         `start` issues it asynchronously. A replay must not communicate (rule R2).
         """
         if isinstance(self._scope, Replayer):
-            raise _collective_in_replay(self._scope.frame)
+            raise collective_in_replay(self._scope.frame.policy.name)
         place, micro_batch, phase = self._place()
         work = start()
         if place is None:
@@ -311,61 +312,3 @@ class Engine:
 
     def _span(self, kind: Any, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
         return self.trace.span(kind, *frame.key, frame.micro_batch.number, window)
-
-
-def _refuse_foreign_hooks(policy: HalfPolicy) -> None:
-    """Saved-tensor hooks of somebody else would see handles instead of tensors, or none at all (rule R14)."""
-    if policy.replay and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise ReplayError(
-            "other saved-tensor hooks are active",
-            [
-                Problem(
-                    where=f"forward of {policy.name}",
-                    found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
-                    needed="none around layers that the plan replays",
-                    todo="leave that context before the model runs, or keep every item of these layers in the plan",
-                )
-            ],
-        )
-
-
-def _partial_backward(frame: Frame) -> ReplayError:
-    return ReplayError(
-        "torch.autograd.grad (or backward with inputs=) cannot run through replayed activations",
-        [
-            Problem(
-                where=f"backward of {frame.policy.name}",
-                found="a backward for chosen inputs",
-                needed="a whole backward: what it does not reach would stay in memory",
-                todo="call .backward() without inputs=, or remove the installation around this call",
-            )
-        ],
-    )
-
-
-def _second_order(frame: Frame) -> ReplayError:
-    return ReplayError(
-        "a replayed activation has no second derivative",
-        [
-            Problem(
-                where=f"backward of {frame.policy.name}",
-                found="backward with create_graph=True",
-                needed="create_graph=False",
-                todo="remove the installation around this call",
-            )
-        ],
-    )
-
-
-def _collective_in_replay(frame: Frame) -> ReplayError:
-    return ReplayError(
-        "a replay would communicate",
-        [
-            Problem(
-                where=f"replay of {frame.policy.name}",
-                found="a collective of the tensor-parallel group",
-                needed="none: it would queue behind the one that the replay hides behind (rule R2)",
-                todo="keep the site that communicates, or give its half a gather in the plan",
-            )
-        ],
-    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import Problem, ReplayError
+from megatron_lynx.runtime.refusals import asked_twice
 from megatron_lynx.runtime.saved import detached, map_nest, tensors_in
 
 if TYPE_CHECKING:
@@ -194,15 +194,5 @@ class Handle:
         """
         found = self.frame.found.pop(self.key, None)
         if found is None:
-            raise ReplayError(
-                "a replayed activation was asked for twice",
-                [
-                    Problem(
-                        where=f"backward of {self.frame.policy.name}",
-                        found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
-                        needed="one backward per forward: a regenerated tensor is dropped when it was used",
-                        todo="run this part without the plan, or keep the layer's items in the plan",
-                    )
-                ],
-            )
+            raise asked_twice(self.frame.policy.name)
         return found

@@ -4,7 +4,7 @@ Replaces              `_forward_attention` and `_forward_mlp` on each layer *ins
 Why                   a half is what a frame records and a window replays; subclasses override these methods, so never on
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
-Holds                 the policy of the half; nothing per call.
+Holds                 the policy of the half, and the shape that the plan was made for; nothing per call.
 Passes through when   gradients are off (evaluation, forward_only).
 """
 
@@ -13,22 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import LAYOUTS
-from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import HalfPolicy
 
 
-def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy]) -> Iterator[Claim]:
+def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], shape_SB: tuple[int, int]) -> Iterator[Claim]:
+    """`shape_SB`: tokens of one sequence on this rank, and sequences of one micro-batch."""
     for half, layout in LAYOUTS.items():
         policy = policies[half]
 
         def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
             def run_half(*args: Any, **kwargs: Any) -> Any:
-                _refuse_packed(policy, kwargs)
+                if policy.replay and torch.is_grad_enabled():
+                    _check_call(policy, args, kwargs, shape_SB)
                 return engine.half(policy, original, args, kwargs)
 
             return run_half
@@ -36,10 +39,15 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy]) ->
         yield Claim(layer, layout.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
 
 
-def _refuse_packed(policy: HalfPolicy, kwargs: Mapping[str, Any]) -> None:
+def _check_call(policy: HalfPolicy, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape_SB: tuple[int, int]) -> None:
+    """What only a call shows. The first call is before anything was recorded."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if tuple(hidden.shape[:2]) != shape_SB:
+        found = f"{hidden.shape[0]} tokens x {hidden.shape[1]} sequences per rank"
+        needed = f"{shape_SB[0]} x {shape_SB[1]}: the plan's bytes and windows are of that size"
+        problem = Problem(f"input of layer {policy.layer}", found, needed, "make a plan for this sequence and micro-batch size")
+        raise PlanMismatch("the plan does not fit this run", [problem])
     for name in ("packed_seq_params", "inference_context", "inference_params"):
-        if policy.replay and kwargs.get(name) is not None:
-            raise HookRefused(
-                "this call of a layer cannot be replayed",
-                [Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")],
-            )
+        if kwargs.get(name) is not None:
+            problem = Problem(f"layer {policy.layer}", name, "none", "train without it, or keep the layer's items in the plan")
+            raise HookRefused("this call of a layer cannot be replayed", [problem])
