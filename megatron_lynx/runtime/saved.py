@@ -10,7 +10,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -78,14 +78,14 @@ def _saved_of(node: Any) -> Iterable[tuple[Any, Tensor]]:
     if hasattr(node, "_raw_saved_tensors"):  # a Python autograd.Function
         yield from (pair for pair in zip(node._raw_saved_tensors, node.saved_tensors, strict=True) if pair[1] is not None)
         return
-    for name in _slots_of(type(node)):
+    for name in _slots_of(type(node)):  # type: ignore[arg-type]
         raw, tensor = getattr(node, f"_raw_saved_{name}"), getattr(node, f"_saved_{name}")
         slots, tensors = (raw, tensor) if isinstance(raw, (tuple, list)) else ((raw,), (tensor,))
         yield from (pair for pair in zip(slots, tensors, strict=True) if isinstance(pair[1], Tensor))
 
 
 @cache
-def _slots_of(kind: Hashable) -> tuple[str, ...]:
+def _slots_of(kind: type) -> tuple[str, ...]:
     """What a node of autograd's own calls its saved tensors: the same for all nodes of a kind, and slow to list."""
     prefix = "_raw_saved_"
     return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))

@@ -114,6 +114,7 @@ class Training:
             Megatron's needs `ddp`; it is the distributed one if the job says so.
         ddp: wrap the chunks in Megatron's DistributedDataParallel.
         overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
+        overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
         learning_rate: of either optimizer.
     """
 
@@ -125,17 +126,18 @@ class Training:
         optimizer: Literal["sgd", "megatron"] | None = "sgd",
         ddp: bool = False,
         overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
         learning_rate: float = 0.1,
     ) -> None:
         self.job = job
-        self.chunks = with_ddp(job, chunks, overlap_grad_reduce) if ddp else list(chunks)
+        self.chunks = with_ddp(job, chunks, overlap_grad_reduce, overlap_param_gather) if ddp else list(chunks)
         self.optimizer: Any = None
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
         if ddp and overlap_grad_reduce:
             config.no_sync_func = self.chunks[0].no_sync
         if optimizer == "megatron":
-            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate)
+            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather)
             config.grad_scale_func = self.optimizer.scale_loss
         elif optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.parameters().values(), lr=learning_rate)
@@ -209,18 +211,23 @@ def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return loss, loss.detach().clone()
 
 
-def with_ddp(job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool) -> list[torch.nn.Module]:
+def with_ddp(
+    job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool, overlap_param_gather: bool
+) -> list[torch.nn.Module]:
     """The chunks in Megatron's DistributedDataParallel, gradients in fp32; several buckets even of a tiny model."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
         bucket_size=20_000,
     )
     return [DistributedDataParallel(get_model_config(chunk), config, chunk) for chunk in chunks]
 
 
-def megatron_optimizer(job: Job, chunks: Sequence[torch.nn.Module], learning_rate: float) -> Any:
+def megatron_optimizer(
+    job: Job, chunks: Sequence[torch.nn.Module], learning_rate: float, overlap_param_gather: bool = False
+) -> Any:
     """Megatron's mixed-precision Adam with gradient clipping, distributed over replicas if the job says so."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -229,6 +236,7 @@ def megatron_optimizer(job: Job, chunks: Sequence[torch.nn.Module], learning_rat
         bf16=job.model.dtype == "bf16",
         params_dtype=get_model_config(chunks[0]).params_dtype,
         use_distributed_optimizer=job.parallel.distributed_optimizer,
+        overlap_param_gather=overlap_param_gather,
     )
     return get_megatron_optimizer(config, list(chunks))
 

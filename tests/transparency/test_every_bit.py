@@ -112,6 +112,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
             compared="weights",
         ),
     ),
+    "parameters gathered in forward": (
+        {"replicas": 2, "distributed_optimizer": True},
+        Trial(steps=3, training={**OVERLAPPED, "overlap_param_gather": True}, compared="weights"),
+    ),
     "fused weight gradients, sequence parallel": (
         {"tensor": 2, "sequence_parallel": True},
         Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True}),

@@ -86,3 +86,19 @@ def test_gathers_come_behind_their_window(pool_of: Pools) -> None:
             half = (gather["layer"], gather["half"])
             replay = next(event for event in events if event["kind"] == "replay" and (event["layer"], event["half"]) == half)
             assert window["end_s"] <= gather["start_s"] < gather["end_s"] <= replay["start_s"]
+
+
+def test_every_kind_of_window_hides_something(pool_of: Pools) -> None:
+    """With sequence parallelism and a pipeline there are eleven kinds. Each is given a frame, and each runs it."""
+    job = tiny_job("llama", tensor=2, pipeline=2, sequence_parallel=True, microbatches=3)
+    kinds: set[str] = set()
+    for forward, backward in (("attention.0", 0), ("attention.1", 1), ("mlp.0", 2), ("mlp.1", 0)):
+        raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+        first, second = raw["stages"][0]["rules"]
+        second["windows"]["mlp"] = {"steady": f"fwd.{forward}", "cooldown": "pipe.recv_backward"}
+        second["windows"]["attention"] = f"bwd.mlp.{backward}"
+        first["windows"]["mlp"] = f"bwd.attention.{backward}+1"
+        kinds |= {window.partition("@")[0] for *_, window in replays_seen(pool_of, job, Plan.model_validate(raw))[0]}
+    forwards = {f"fwd.{half}.{ordinal}" for half in ("attention", "mlp") for ordinal in range(2)}
+    backwards = {f"bwd.{half}.{ordinal}" for half in ("attention", "mlp") for ordinal in range(3)}
+    assert kinds == forwards | backwards | {"pipe.recv_backward"}
