@@ -1,0 +1,72 @@
+"""Interleaved 1F1B: each stage owns v chunks, and works through them in groups of g micro-batches.
+
+    forwards, p = 2, v = 2, g = 3, m = 5     micro-batch  0 1 2 0 1 2 | 3 4 3 4          backwards take the same places,
+    (equal on every stage)                   chunk        0 0 0 1 1 1 | 0 0 1 1          with the chunks counted from the last
+
+    stage s:   w = 2 (p - 1 - s) + (v - 1) g  forwards | pairs of a forward and a backward | the backwards that are left
+
+If w is not less than the m·v forwards there are, all of them come first. With g = p the first stage holds at most
+w + 1 = v p + p - 1 chunk-forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Schedule
+
+
+def warmup(pipeline: int, stage: int, chunks: int, group_size: int) -> int:
+    """Chunk-forwards of a stage before its first backward, if there are more of them than that."""
+    return 2 * (pipeline - 1 - stage) + (chunks - 1) * group_size
+
+
+def places(microbatches: int, chunks: int, group_size: int) -> Iterator[tuple[int, int]]:
+    """(micro-batch, chunk) of all forwards, in order. The last group has what is left."""
+    for first in range(0, microbatches, group_size):
+        for chunk in range(chunks):
+            for micro_batch in range(first, min(first + group_size, microbatches)):
+                yield micro_batch, chunk
+
+
+def order(pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int | None = None) -> tuple[Action, ...]:
+    """What one stage does in one step. `group_size`: Megatron's `microbatch_group_size_per_vp_stage`, usually p.
+
+    Raises `ConfigError` for what Megatron refuses: a group smaller than the pipeline or larger than the step, or a last group
+    that is not empty and smaller than the pipeline; and for a pipeline of one stage, or stages of one chunk.
+    """
+    group = pipeline if group_size is None else group_size
+    if problems := list(_problems(pipeline, microbatches, chunks, group)):
+        raise ConfigError("no interleaved schedule runs like this", problems)
+    table = list(places(microbatches, chunks, group))
+    forwards = [Action(micro_batch, "F", chunk) for micro_batch, chunk in table]
+    backwards = [Action(micro_batch, "B", chunks - 1 - chunk) for micro_batch, chunk in table]
+    ahead = min(warmup(pipeline, stage, chunks, group), len(table))
+    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *pairs, *backwards[len(table) - ahead :])
+
+
+def interleaved(pipeline: int, microbatches: int, chunks: int, group_size: int | None = None) -> Schedule:
+    """The orders of all stages. Raises as `order` does."""
+    group = pipeline if group_size is None else group_size
+    stages = range(pipeline)
+    return Schedule(
+        orders=tuple(order(pipeline, stage, microbatches, chunks, group) for stage in stages),
+        warmups=tuple(warmup(pipeline, stage, chunks, group) for stage in stages),
+        chunks=chunks,
+        blocking=False,
+    )
+
+
+def _problems(pipeline: int, microbatches: int, chunks: int, group: int) -> Iterator[Problem]:
+    if pipeline < 2:
+        yield Problem("parallel.pipeline", str(pipeline), "at least 2", "one stage has nothing to interleave with")
+    if chunks < 2:
+        yield Problem("chunks of a stage", str(chunks), "at least 2", "use plain 1F1B for one")
+    if not pipeline <= group <= microbatches:
+        yield Problem("microbatch_group_size_per_vp_stage", str(group), f"{pipeline} (stages) to {microbatches} (micro-batches)")
+    elif 0 < (left := microbatches % group) < pipeline:
+        needed = f"none, or at least {pipeline}, one for each stage"
+        yield Problem("micro-batches of the last group", f"{left} ({microbatches} in groups of {group})", needed)

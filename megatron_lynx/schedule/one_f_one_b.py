@@ -1,0 +1,36 @@
+"""1F1B (PipeDream-Flush), as Megatron runs it without interleaving.
+
+    stage s of p, m micro-batches, w = min(p - 1 - s, m)
+
+    w forwards | m - w times a forward and the oldest backward | the last w backwards
+
+A stage holds at most w + 1 = p - s micro-batches (or all m), each from its forward to its backward.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Schedule
+
+
+def warmup(pipeline: int, stage: int) -> int:
+    """Forwards of a stage before its first backward, if there are more micro-batches than that."""
+    return pipeline - 1 - stage
+
+
+def order(pipeline: int, stage: int, microbatches: int) -> tuple[Action, ...]:
+    """What one stage does in one step."""
+    ahead = min(warmup(pipeline, stage), microbatches)
+    forwards = [Action(index, "F") for index in range(microbatches)]
+    backwards = [Action(index, "B") for index in range(microbatches)]
+    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *pairs, *backwards[microbatches - ahead :])
+
+
+def one_f_one_b(pipeline: int, microbatches: int) -> Schedule:
+    """The orders of all stages. One stage alone runs forward and backward in turns."""
+    stages = range(pipeline)
+    return Schedule(
+        orders=tuple(order(pipeline, stage, microbatches) for stage in stages),
+        warmups=tuple(warmup(pipeline, stage) for stage in stages),
+    )

@@ -1,0 +1,53 @@
+"""The orders of all stages of a pipeline, and in which phase each action is.
+
+stage 0 of 3     F  F | F B  F B  F B | B  B          micro-batch i of chunk c is at virtual stage c * p + s:
+stage 1          F | F B  F B  F B  F B | B           its forward comes from the virtual stage before,
+stage 2          F B  F B  F B  F B  F B              its backward from the one behind
+                 warm-up │ steady      │ cool-down
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.schedule.action import Action
+
+Phase = Literal["warmup", "steady", "cooldown"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What `one_f_one_b` and `interleaved` return."""
+
+    orders: tuple[tuple[Action, ...], ...]
+    """By stage."""
+    warmups: tuple[int, ...]
+    """Forwards that each stage runs before its first pair of a forward and a backward, if there are so many."""
+    chunks: int = 1
+    """Model chunks of each stage."""
+    blocking: bool = True
+    """Whether a stage waits until what it sends has arrived: Megatron's 1F1B does, its interleaved schedule with
+    `overlap_p2p_comm` does not."""
+
+    @property
+    def pipeline(self) -> int:
+        return len(self.orders)
+
+    def phases(self, stage: int) -> Iterator[tuple[Action, Phase]]:
+        """The actions of a stage with their phases, as the runtime's ledger tells them.
+
+        A forward is steady when its collectives may hide replays of the micro-batch whose backward comes right behind it.
+        A backward has the phase of the forward right before it, and is in cool-down where another backward is.
+        """
+        in_flight, warmup = 0, self.warmups[stage]
+        phase: Phase = "cooldown"
+        for action in self.orders[stage]:
+            if action.kind == "F":
+                phase = "steady" if 0 < warmup <= in_flight else "warmup"
+                in_flight += 1
+            yield action, phase
+            if action.kind == "B":
+                phase = "cooldown"
+                in_flight -= 1

@@ -1,0 +1,118 @@
+"""The orders of 1F1B and interleaved 1F1B: written out where small, and what holds for all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.schedule.action import Action, most_in_flight, read_action, read_actions, with_replays, write_actions
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Schedule
+
+
+@st.composite
+def plain_schedules(draw: st.DrawFn) -> Schedule:
+    return one_f_one_b(draw(st.integers(1, 8)), draw(st.integers(1, 20)))
+
+
+@st.composite
+def interleaved_schedules(draw: st.DrawFn) -> Schedule:
+    """Group sizes between the pipeline and the step; the last group is empty or has a micro-batch for every stage."""
+    pipeline, chunks = draw(st.integers(2, 5)), draw(st.integers(2, 4))
+    group = draw(st.integers(pipeline, 2 * pipeline))
+    whole_groups, last = draw(st.integers(1, 3)), draw(st.just(0) | st.integers(pipeline, group))
+    return interleaved(pipeline, whole_groups * group + last, chunks, group)
+
+
+schedules = st.one_of(plain_schedules(), interleaved_schedules())
+
+
+@given(st.builds(Action, st.integers(0, 10**6), st.sampled_from("FRB"), st.integers(0, 99)))
+def test_an_action_reads_back(action: Action) -> None:
+    assert read_action(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "02F0", "2F00", "2F0 ", "2F0\n", "٢F0"])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no action"):
+        read_action(text)
+
+
+def test_1f1b_of_three_stages_written_out() -> None:
+    first, second, last = one_f_one_b(3, 4).orders
+    assert first == read_actions("0F0 1F0 | 2F0 0B0  3F0 1B0 | 2B0 3B0")
+    assert second == read_actions("0F0 | 1F0 0B0  2F0 1B0  3F0 2B0 | 3B0")
+    assert last == read_actions("0F0 0B0  1F0 1B0  2F0 2B0  3F0 3B0")
+    assert write_actions(with_replays(last[:4])) == "0F0 0R0 0B0 1F0 1R0 1B0"
+
+
+def test_fewer_micro_batches_than_warm_ups() -> None:
+    assert one_f_one_b(4, 2).orders[0] == read_actions("0F0 1F0 0B0 1B0")
+
+
+def test_interleaved_of_two_stages_and_two_chunks_written_out() -> None:
+    first, last = interleaved(2, 4, 2).orders
+    assert last == read_actions("0F0 1F0 | 0F1 0B1  1F1 1B1  2F0 0B0  3F0 1B0  2F1 2B1  3F1 3B1 | 2B0 3B0")
+    assert first == read_actions("0F0 1F0 0F1 1F1 | 2F0 0B1  3F0 1B1  2F1 0B0  3F1 1B0 | 2B1 3B1 2B0 3B0")
+
+
+def test_a_last_group_of_another_size() -> None:
+    """Megatron's own example in its schedule's comments: p 2, groups of 3, 5 micro-batches, 2 chunks."""
+    forwards = [action for action in interleaved(2, 5, 2, 3).orders[0] if action.kind == "F"]
+    assert forwards == list(read_actions("0F0 1F0 2F0 0F1 1F1 2F1 3F0 4F0 3F1 4F1"))
+
+
+@given(schedules)
+def test_every_micro_batch_goes_forward_once_and_then_backward_once(schedule: Schedule) -> None:
+    for order in schedule.orders:
+        forwards = [(action.micro_batch, action.chunk) for action in order if action.kind == "F"]
+        backwards = [(action.micro_batch, action.chunk) for action in order if action.kind == "B"]
+        assert sorted(forwards) == sorted(backwards) == sorted(set(forwards))
+        place = {action: index for index, action in enumerate(order)}
+        assert all(place[Action(i, "F", c)] < place[Action(i, "B", c)] for i, c in forwards)
+        for chunk in range(schedule.chunks):
+            assert [i for i, c in forwards if c == chunk] == [i for i, c in backwards if c == chunk], "first in, first out"
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_a_1f1b_stage_holds_p_minus_s_micro_batches(pipeline: int, microbatches: int) -> None:
+    held = [most_in_flight(order) for order in one_f_one_b(pipeline, microbatches).orders]
+    assert held == [min(pipeline - stage, microbatches) for stage in range(pipeline)]
+
+
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(2, 4))
+def test_the_first_interleaved_stage_holds_vp_plus_p_minus_1_chunks(pipeline: int, chunks: int, groups: int) -> None:
+    schedule = interleaved(pipeline, groups * pipeline, chunks)
+    assert most_in_flight(schedule.orders[0]) == chunks * pipeline + pipeline - 1
+
+
+@given(schedules)
+def test_phases_are_warm_up_then_steady_then_cool_down(schedule: Schedule) -> None:
+    for stage in range(schedule.pipeline):
+        phases = list(schedule.phases(stage))
+        steady = [action for action, phase in phases if phase == "steady"]
+        assert [action.kind for action in steady] == ["F", "B"] * (len(steady) // 2)
+        assert all(action.kind == "B" for action, phase in phases if phase == "cooldown")
+        ranks = [("warmup", "steady", "cooldown").index(phase) for _, phase in phases]
+        last_stage = schedule.warmups[stage] == 0
+        assert ranks == sorted(ranks)
+        assert not (last_stage and steady), "forwards of the last stage hide nothing"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answers"),
+    [
+        ((1, 4, 2), ["parallel.pipeline: found 1"]),
+        ((2, 4, 1), ["chunks of a stage: found 1"]),
+        ((4, 2, 2), ["found 4, needed 4 (stages) to 2 (micro-batches)"]),
+        ((4, 8, 2, 3), ["found 3, needed 4 (stages) to 8"]),
+        ((4, 10, 2, 4), ["found 2 (10 in groups of 4), needed none, or at least 4"]),
+    ],
+)
+def test_what_megatron_refuses_is_refused(asked: tuple[int, ...], answers: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        interleaved(*asked)
+    assert [answer for problem, answer in zip(refusal.value.problems, answers, strict=True) if answer in str(problem)] == answers
