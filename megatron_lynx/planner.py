@@ -41,9 +41,10 @@ REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 def make_plan(job: Job, profile: Profile) -> Plan:
     """The plan for a job: what `job.policy` asks for, with its windows, under `job.budget`.
 
-    Raises `ConfigError` where the profile is of another shape than the job, and `Infeasible` (what binds, by how much) where
+    Raises `ConfigError` where the profile is of another shape than the job or the runtime cannot do what the job asks, and `Infeasible` (what binds, by how much) where
     no choice fits the budget.
     """
+    check_plannable(job)
     check_profile(job, profile)
     answers = [answer_of(job, profile, stage) for stage in range(job.parallel.pipeline)]
     return plan_of(job, profile, answers)
@@ -87,11 +88,31 @@ def uniform_plan(
     `replay` names the items. With `windows` each half runs in its usual window, else on demand. Under sequence parallelism
     `gather` says what becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
     """
+    check_plannable(job)
     items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
     if job.parallel.sequence_parallel and gather == "keep":
         items = tuple(item for item in items if item not in COLUMN_PARALLEL.values())
     stages = tuple(_uniform_stage(job, stage, items, windows) for stage in range(job.parallel.pipeline))
     return _plan(job, stages, Provenance(made_by=f"megatron-lynx {__version__}", job=job.digest, note=note))
+
+
+def check_plannable(job: Job) -> None:
+    """Raises `ConfigError` for everything a job may state, so that it can be estimated, but the runtime cannot do yet."""
+    layout = job.parallel
+    asked = (
+        ("parallel.context", layout.context, "1", layout.context > 1),
+        ("parallel.layers_per_chunk", layout.layers_per_chunk, "none", layout.layers_per_chunk is not None),
+        ("policy", job.policy, "none, full or planned", job.policy in ("selective", "balanced")),
+        ("offload_ratio", job.offload_ratio, "0", job.offload_ratio != 0),
+        ("budget.memory_gib", job.budget.memory_gib, "none", job.budget.memory_gib is not None),
+    )
+    instead = {"budget.memory_gib": "give budget.activation_mib"}
+    todo = "the job can be estimated"
+    problems = [
+        Problem(f"job: {key}", str(found), needed, instead.get(key, todo)) for key, found, needed, refused in asked if refused
+    ]
+    if problems:
+        raise ConfigError("no plan can do what this job asks for yet", problems)
 
 
 def check_profile(job: Job, profile: Profile) -> None:

@@ -166,3 +166,13 @@ def test_a_profile_of_another_job_is_refused_with_every_difference():
     with pytest.raises(ConfigError) as refusal:
         make_plan(tiny_job(tensor=1, hidden=64), profile)
     assert [problem.where for problem in refusal.value.problems] == ["profile: shape.hidden", "profile: shape.tensor"]
+
+
+def test_what_a_job_may_state_but_no_plan_can_do_is_refused_at_once():
+    job = tiny_job(pipeline=2, microbatches=4)
+    layout = job.parallel.model_copy(update={"context": 2, "layers_per_chunk": 1})
+    changes = {"parallel": layout, "policy": "balanced", "offload_ratio": "auto", "budget": Budget(memory_gib=8)}
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(job.model_copy(update=changes), made_up_profile(job))
+    places = ["parallel.context", "parallel.layers_per_chunk", "policy", "offload_ratio", "budget.memory_gib"]
+    assert [problem.where for problem in refusal.value.problems] == [f"job: {place}" for place in places]

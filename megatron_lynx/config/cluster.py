@@ -1,20 +1,103 @@
-"""The machine a job runs on. The catalogue of GPU clusters comes with the planner; the testbed is described here too."""
+"""The machine a job runs on: its devices, and what lies between them.
+
+    node:  device ──NVLink── device ──NVLink── ...     one figure per direction
+             │ PCIe (shared by `gpus_per_link` devices)
+           host memory
+             │ NICs
+           other nodes
+
+`device`, `memory_gib` and, on the testbed, `link_mbit_per_s` are all that measuring needs. Estimating without measuring needs the
+other parts; `configs/clusters/` has them for common nodes, each figure with its source.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class Cluster(BaseModel):
-    """Devices and the links between them."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Matmul(_Part):
+    """Matrix units. The achieved rate is `efficiency` times the peak of the model's type."""
+
+    bf16_tflop_per_s: float = Field(gt=0)
+    """Dense peak with fp32 accumulation."""
+    fp32_tflop_per_s: float = Field(gt=0)
+    """Peak of what PyTorch uses for fp32 by default: no TF32."""
+    efficiency: float = Field(gt=0, le=1)
+    """Achieved share of the peak on GEMMs as large as a transformer layer's."""
+
+    def peak_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
+        return 1e12 * (self.bf16_tflop_per_s if dtype == "bf16" else self.fp32_tflop_per_s)
+
+    def achieved_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
+        return self.efficiency * self.peak_flop_per_s(dtype)
+
+
+class Link(_Part):
+    """One direction of one link."""
+
+    gb_per_s: float = Field(gt=0)
+    """Peak, in 1e9 bytes."""
+    efficiency: float = Field(gt=0, le=1)
+    """Achieved share on large messages."""
+    latency_us: float = Field(default=0.0, ge=0)
+
+    @property
+    def byte_per_s(self) -> float:
+        """Achieved."""
+        return 1e9 * self.gb_per_s * self.efficiency
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_us * 1e-6 + size_bytes / self.byte_per_s
+
+
+class Pcie(Link):
+    """A device's link to host memory."""
+
+    gpus_per_link: int = Field(default=1, ge=1)
+    """Devices below one switch, whose copies share its uplink."""
+
+
+class Nic(Link):
+    """A network card, one port, one direction."""
+
+    per_node: int = Field(ge=1)
+
+
+class Node(_Part):
+    """A server."""
+
+    gpus: int = Field(ge=1)
+    host_memory_gib: float = Field(gt=0)
+
+
+class Cluster(_Part):
+    """Devices and the links between them."""
 
     name: str
     device: Literal["cpu", "cuda"]
     memory_gib: float = Field(gt=0)
     """Memory of one device."""
+    reserve_gib: float = Field(default=0.0, ge=0)
+    """What is left alone on each device: driver and library contexts, communication buffers outside the allocator, fragmentation."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
     """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
+    matmul: Matmul | None = None
+    hbm: Link | None = None
+    """The device's own memory."""
+    nvlink: Link | None = None
+    """To all other devices of a node together. None: they talk over PCIe."""
+    pcie: Pcie | None = None
+    nic: Nic | None = None
+    node: Node | None = None
+
+    @model_validator(mode="after")
+    def _reserve_below_memory(self) -> Cluster:
+        if self.reserve_gib >= self.memory_gib:
+            raise ValueError(f"reserve_gib ({self.reserve_gib:g}) must be less than memory_gib ({self.memory_gib:g})")
+        return self

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.units import GIB
+
+Policy = Literal["none", "selective", "balanced", "full", "planned"]
+"""What is recomputed: nothing; stock Megatron's core attention; norms and the activation (Yuan et al.); whole layers; as planned."""
 
 
 class Batch(BaseModel):
@@ -30,6 +34,8 @@ class Budget(BaseModel):
 
     activation_mib: float | None = Field(default=None, gt=0)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Everything on one device. None: the cluster's memory, less its reserve."""
 
 
 class Job(BaseModel):
@@ -43,7 +49,9 @@ class Job(BaseModel):
     """Ranks in the job (processes, on the CPU testbed)."""
     parallel: Parallel = Parallel()
     batch: Batch
-    policy: Literal["none", "full", "planned"] = "planned"
+    policy: Policy = "planned"
+    offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the bytes that a chunk saves for backward which goes to host memory; auto: the smallest that fits."""
     budget: Budget = Budget()
 
     @model_validator(mode="after")
@@ -59,12 +67,23 @@ class Job(BaseModel):
             problems.append(
                 f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
             )
+        if parallel.context > 1 and model.seq % (slices := 2 * parallel.context * (tensor if parallel.sequence_parallel else 1)):
+            problems.append(f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank")
         if model.layers % parallel.pipeline:
             problems.append(f"model.layers ({model.layers}) must be a multiple of parallel.pipeline ({parallel.pipeline})")
+        elif model.layers % (round_layers := parallel.pipeline * (parallel.layers_per_chunk or 1)):
+            needed = f"parallel.pipeline x parallel.layers_per_chunk ({round_layers})"
+            problems.append(f"model.layers ({model.layers}) must be a multiple of {needed}")
         if self.gpus % parallel.ranks:
-            problems.append(f"gpus ({self.gpus}) must be a multiple of parallel.tensor x parallel.pipeline ({parallel.ranks})")
+            sizes = "parallel.tensor x parallel.context x parallel.pipeline"
+            problems.append(f"gpus ({self.gpus}) must be a multiple of {sizes} ({parallel.ranks})")
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
+        elif parallel.layers_per_chunk is not None and self.microbatches % parallel.pipeline:
+            found = f"{self.microbatches} micro-batches"
+            problems.append(
+                f"interleaved chunks need micro-batches in multiples of pipeline ({parallel.pipeline}), found {found}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -78,6 +97,22 @@ class Job(BaseModel):
     def microbatches(self) -> int:
         """Micro-batches of one pipeline in one step (m)."""
         return self.batch.global_ // (self.batch.micro * self.replicas)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one stage (v); 1 in plain 1F1B."""
+        return self.model.layers // (self.parallel.pipeline * self.layers_per_chunk)
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Layers of one chunk (l)."""
+        return self.parallel.layers_per_chunk or self.model.layers // self.parallel.pipeline
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        """What may be used of one device."""
+        stated = self.budget.memory_gib
+        return int(GIB * (self.cluster.memory_gib - self.cluster.reserve_gib if stated is None else stated))
 
     def layers_of(self, stage: int) -> range:
         """Megatron's layer numbers (from 1) of a stage under an even split."""

@@ -1,0 +1,63 @@
+"""What `configs/` offers can be used: every model and every cluster loads, and says where its figures are from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.config import Cluster, Model
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.yaml_file import read_yaml, validated
+
+MODELS = sorted((bundled_configs() / "models").glob("*.yaml"))
+CLUSTERS = sorted((bundled_configs() / "clusters").glob("*.yaml"))
+BILLION_PARAMETERS = {
+    "gpt-1.3b": 1.3,
+    "gpt-6.7b": 6.7,
+    "gpt-13b": 13,
+    "gpt-20b": 20,
+    "gpt-22b": 22,
+    "gpt-175b": 175,
+    "gpt-530b": 530,
+    "gpt-1t": 1008,
+    "llama-7b": 6.7,
+    "llama-65b": 65.2,
+    "llama-175b": 175,
+    "llama2-70b": 69,
+    "llama3-8b": 8,
+    "llama3-70b": 70.6,
+}
+
+
+def loaded_model(path: Path) -> Model:
+    return validated(Model, read_yaml(path), path)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_models_have_the_size_of_their_name(path: Path) -> None:
+    model = loaded_model(path)
+    if path.stem.startswith("tiny"):
+        return
+    layer = model.hidden * (model.qkv_width + model.hidden + model.fc1_width + model.ffn)
+    embeddings = model.vocab * model.hidden * (1 if model.tied_embeddings else 2)
+    found = (model.layers * layer + embeddings) / 1e9
+    assert found == pytest.approx(BILLION_PARAMETERS[path.stem], rel=0.035)
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_clusters_are_whole_and_named_as_their_file(path: Path) -> None:
+    cluster = validated(Cluster, read_yaml(path), path)
+    assert cluster.name == path.stem
+    if cluster.device == "cuda":
+        parts = (cluster.matmul, cluster.hbm, cluster.pcie, cluster.nic, cluster.node)
+        assert None not in parts
+        assert (cluster.nvlink is None) == path.stem.endswith("pcie")
+
+
+@pytest.mark.parametrize("path", [path for path in CLUSTERS if path.stem != "testbed"], ids=lambda path: path.stem)
+def test_every_figure_of_a_cluster_says_where_it_is_from(path: Path) -> None:
+    counted = ("name:", "device:", "gpus: 8", "per_node: 8")
+    lines = [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
+    figures = [line for line in lines if not line.endswith(":") and not line.startswith(counted)]
+    assert [line for line in figures if "  # " not in line] == []
