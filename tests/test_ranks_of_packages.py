@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {"errors", "units", "items", "validation", "yaml_file", "version"}
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "planner"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner"}
 RUNNING = {"runtime", "apply", "measure"}
 MAY_IMPORT = {
     "config": set(),
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "cost": {"config", "profiler"},
     "simulator": {"schedule", "cost"},
     "solver": {"config", "schedule", "cost", "simulator"},
-    "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver"},
+    "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
+    "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},

@@ -71,6 +71,30 @@ class Timeline:
         return sum(span.seconds for span in self.ranks[rank] if span.on_demand)
 
 
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Bytes that are held from each time on, until the next."""
+
+    times_s: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes, default=0)
+
+
+def memory_curve(changes: Iterable[tuple[float, int]]) -> MemoryCurve:
+    """The curve of (time in seconds, bytes taken or given back); it begins with nothing held, at time 0.
+
+    What is taken and given back at one moment is in the order of `changes`, so that a peak of no duration is seen.
+    """
+    times_s, held = [0.0], [0]
+    for time_s, change in sorted(changes, key=lambda change: change[0]):
+        times_s.append(time_s)
+        held.append(held[-1] + change)
+    return MemoryCurve(tuple(times_s), tuple(held))
+
+
 def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
     """A timeline from each rank's events: objects or mappings with the fields of `Span`; `name` may be missing.
 

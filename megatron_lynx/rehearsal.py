@@ -1,0 +1,102 @@
+"""A plan without ranks: its schedule, its costs from a profile, and the simulated step.
+
+plan ──one_f_one_b──> order of every stage ─┐
+  └──rules, profile──> treated halves ──────┴──simulate──> Simulation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.cost.communication import gather_once_s
+from megatron_lynx.cost.memory import half_memory
+from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.items import HALVES, Half
+from megatron_lynx.plan import order
+from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.schedule.action import with_replays
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.windows import Collective
+from megatron_lynx.simulator.halves import Treated, stage_passes
+from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.simulator.simulation import Simulation
+
+
+def rehearse(plan: Plan, profile: Profile) -> Simulation:
+    """One step under a plan, with the seconds and bytes of a profile; without the optimizer.
+
+    Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
+    """
+    check_shapes(plan, profile)
+    chunks = [[stage_passes_of(plan, stage, profile)] for stage in plan.stages]
+    p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
+    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Megatron's 1F1B for the plan's layout, every backward after the replays that its receive hides."""
+    plain = one_f_one_b(plan.parallel.pipeline, plan.batch.microbatches)
+    return Schedule(tuple(tuple(with_replays(actions)) for actions in plain.orders), plain.warmups)
+
+
+def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
+    """What one micro-batch costs on one stage."""
+    first, last = stage.stage == 0, stage.stage == plan.parallel.pipeline - 1
+    return stage_passes(
+        tuple(_treated(plan, stage, profile)),
+        profile,
+        message_bytes_of(profile),
+        embedding=profile.embedding if first else None,
+        head=profile.head if last else None,
+    )
+
+
+def message_bytes_of(profile: Profile) -> int:
+    """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
+    shards = profile.shape.tensor if profile.shape.sequence_parallel else 1
+    return profile.attention.input_bytes * shards
+
+
+def check_shapes(plan: Plan, profile: Profile) -> None:
+    """Raises `PlanMismatch` for every fact in which plan and profile differ."""
+    facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
+    found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
+    problems = [
+        Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
+        for name, value in found.items()
+        if value != facts[name]
+    ]
+    if problems:
+        raise PlanMismatch("the profile was measured for another job than the plan's", problems)
+
+
+def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
+    """The halves of a stage in forward order, each as the plan's rules have it."""
+    for layer in stage.layers:
+        for half in HALVES:
+            yield _treated_half(stage, layer, half, profile)
+
+
+def _treated_half(stage: Stage, layer: int, half: Half, profile: Profile) -> Treated:
+    costs = profile.half(half)
+    replayed = replay_of(half, costs.tensors, stage.rule_for(layer).replays(half))
+    gather = order.gather_of(stage, (layer, half))
+    gathered_bytes, gather_s = 0, 0.0
+    if gather is not None:
+        behind = gather.half if isinstance(gather, Collective) else None
+        gathered_bytes = message_bytes_of(profile)
+        gather_s = gather_once_s(profile, half, behind, gathered_bytes)
+    return Treated(
+        layer,
+        half,
+        half_memory(half, costs, replayed, gathered_bytes=gathered_bytes),
+        replay_s=sum(costs.items[item].forward_s for item in replayed.runs),
+        steady=order.window_of(stage, (layer, half), "steady"),
+        cooldown=order.window_of(stage, (layer, half), "cooldown"),
+        gather_s=gather_s,
+        gathered_bytes=gathered_bytes,
+    )

@@ -1,0 +1,58 @@
+"""How long a stage's passes take, what waits and replays they hold, and what they add to memory and give back.
+
+    phase        forward                           R: while the gradient is awaited     backward
+    warm-up      hides nothing                     as in steady                         all of `fwd.*` windows on demand
+    steady       replays of the next backward      its windows' replays                 its windows' replays
+    cool-down                                      its windows' replays                 its windows' replays
+
+A pass is timed from its own beginning; the simulator puts it in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.timeline import Span
+
+PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one micro-batch through one chunk, its waits for tensor-parallel communication included."""
+
+    seconds: float = 0.0
+    hidden_s: float = 0.0
+    """Seconds of replay inside windows, as they would take alone."""
+    exposed_s: float = 0.0
+    """Seconds of replay (and of gathers for them) that make the pass longer."""
+    memory: tuple[tuple[float, int], ...] = ()
+    """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
+    spans: tuple[Span, ...] = ()
+    """What a picture shows, from the beginning; without micro-batch."""
+
+
+NOTHING = Pass()
+
+
+@dataclass(frozen=True)
+class ChunkPasses:
+    """All passes of one chunk. `received` is the replay that runs while the gradient of its backward is awaited."""
+
+    forward: Mapping[Phase, Pass]
+    backward: Mapping[Phase, Pass]
+    received: Mapping[Phase, Pass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
+
+
+def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:
+    """A chunk that replays nothing, from its two durations; its memory is taken at the end of forward."""
+    forward = Pass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
+    backward = Pass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
+    return ChunkPasses(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))
+
+
+def left_over_s(replay_s: float, window_s: float, interference: float) -> float:
+    """Seconds of a replay that a window leaves over. In the window it runs `interference` times longer, behind it as always."""
+    return max(0.0, replay_s - window_s / interference)

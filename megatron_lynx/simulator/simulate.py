@@ -1,0 +1,178 @@
+"""Runs a schedule with costs: when each action begins and ends, what waits, what memory every stage holds.
+
+    blocking (Megatron's 1F1B)                              overlapping (interleaved, overlap_p2p_comm)
+    stage 0   F0 [send F0]  F1 [send F1, receive B0] ...    F0  F1 ...        messages leave when a pass ends, one after
+    stage 1      [receive F0]  F0 [send B0, receive F1]         F0  B0 ...    another on each link; only receivers wait
+
+ [1] a blocking message is under way from the moment at which both sides are there, and holds up both until it has arrived
+ [2] between a forward and a backward, one exchange sends and receives; between two passes of a kind, first one, then the other
+ [3] replays of a receive (the action R) run while it is awaited; what is left over when the gradient is there is exposed
+
+Each stage is a generator that asks for the arrival of a message and is told when its time is known, so every action is visited
+once. An order in which stages wait for each other in a ring is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Phase, Schedule
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Pass, left_over_s
+from megatron_lynx.simulator.simulation import Executed, Simulation
+
+
+class Message(NamedTuple):
+    """The output of a forward (or the input's gradient of a backward) of one micro-batch at one virtual stage."""
+
+    kind: Literal["F", "B"]
+    micro_batch: int
+    virtual_stage: int
+
+
+def simulate(
+    schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float = 0.0, interference: float = 1.0
+) -> Simulation:
+    """One step. `chunks` by stage and chunk; `p2p_s` is one message between stages that are neighbours.
+
+    Raises ValueError where the orders of the stages cannot be run together.
+    """
+    return _Run(schedule, chunks, p2p_s, interference).simulation()
+
+
+@dataclass(frozen=True)
+class _Stage:
+    number: int
+    passes: Sequence[ChunkPasses]
+
+
+class _Run:
+    def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
+        self._schedule = schedule
+        self._stages = [_Stage(number, passes) for number, passes in enumerate(chunks)]
+        self._p2p_s = p2p_s
+        self._interference = interference
+        self._virtual_stages = schedule.pipeline * schedule.chunks
+        self._posted: dict[Message, float] = {}
+        self._arrivals: dict[Message, float] = {}
+        self._links: dict[tuple[int, str], float] = {}
+        self._waiting: dict[Message, list[int]] = {}
+        self._ready: deque[int] = deque()
+        self._executed: list[list[Executed]] = [[] for _ in chunks]
+
+    def simulation(self) -> Simulation:
+        walks = [self._walk(stage) for stage in self._stages]
+        wanted: list[Message | None] = [next(walk, None) for walk in walks]
+        for number, message in enumerate(wanted):
+            self._await(number, message)
+        while self._ready:
+            number = self._ready.popleft()
+            message = wanted[number]
+            assert message is not None
+            wanted[number] = _after(walks[number], self._arrivals[message])
+            self._await(number, wanted[number])
+        if any(message is not None for message in wanted):
+            stuck = "; ".join(f"stage {number} waits for {message}" for number, message in enumerate(wanted) if message)
+            raise ValueError(f"the stages' orders cannot be run together: {stuck}")
+        return Simulation(tuple(map(tuple, self._executed)))
+
+    def _await(self, number: int, message: Message | None) -> None:
+        if message is None:
+            return
+        if message in self._arrivals:
+            self._ready.append(number)
+        else:
+            self._waiting.setdefault(message, []).append(number)
+
+    def _walk(self, stage: _Stage) -> Generator[Message, float, None]:
+        """All actions of one stage, in order."""
+        free = 0.0
+        before: Action | None = None
+        replay: Pass = NOTHING
+        for action, phase in self._schedule.phases(stage.number):
+            passes = stage.passes[action.chunk]
+            if action.kind == "R":
+                replay = passes.received[phase]
+                continue
+            sent = self._sent(stage, before)
+            if sent is not None and before is not None:
+                together = before.kind != action.kind
+                self._post(sent, free)
+                if self._schedule.blocking and not together:  # [2]
+                    free = max(free, (yield sent))
+            received = self._received(stage, action)
+            arrived = free
+            if received is not None:
+                if self._schedule.blocking:
+                    self._post(received, free)
+                arrived = max(arrived, (yield received))
+            if sent is not None and self._schedule.blocking:
+                arrived = max(arrived, (yield sent))  # [1]
+            free = self._execute(stage, action, phase, replay, free, arrived)
+            before, replay = action, NOTHING
+        if (sent := self._sent(stage, before)) is not None:
+            self._post(sent, free)
+
+    def _execute(self, stage: _Stage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
+        """Note what runs; the time at which it is over."""
+        executed = self._executed[stage.number]
+        begin = arrived
+        if replay.seconds:  # [3]
+            wait_s = arrived - free
+            exposed_s = left_over_s(replay.seconds, wait_s, self._interference)
+            begin = arrived + exposed_s
+            end = begin if exposed_s else free + replay.seconds * self._interference
+            shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
+            executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
+        passes = stage.passes[action.chunk]
+        chosen = (passes.forward if action.kind == "F" else passes.backward)[phase]
+        executed.append(Executed(action, phase, arrived, begin, begin + chosen.seconds, chosen))
+        return begin + chosen.seconds
+
+    def _post(self, message: Message, time_s: float) -> None:
+        """One side is there. A blocking message waits for the other side, the others for their link."""
+        if self._schedule.blocking:
+            other = self._posted.pop(message, None)
+            if other is None:
+                self._posted[message] = time_s
+                return
+            arrival = max(other, time_s) + self._p2p_s
+        else:
+            link = (message.virtual_stage % self._schedule.pipeline, message.kind)
+            arrival = max(time_s, self._links.get(link, 0.0)) + self._p2p_s
+            self._links[link] = arrival
+        self._arrivals[message] = arrival
+        self._ready.extend(self._waiting.pop(message, ()))
+
+    def _sent(self, stage: _Stage, action: Action | None) -> Message | None:
+        """What the pass hands on to the next virtual stage (forward) or to the one before (backward)."""
+        if action is None:
+            return None
+        place = self._virtual_stage(stage, action)
+        end = self._virtual_stages - 1 if action.kind == "F" else 0
+        return None if place == end else Message(_direction(action), action.micro_batch, place)
+
+    def _received(self, stage: _Stage, action: Action) -> Message | None:
+        """What the pass needs of a neighbour."""
+        place = self._virtual_stage(stage, action)
+        begin = 0 if action.kind == "F" else self._virtual_stages - 1
+        source = place - 1 if action.kind == "F" else place + 1
+        return None if place == begin else Message(_direction(action), action.micro_batch, source)
+
+    def _virtual_stage(self, stage: _Stage, action: Action) -> int:
+        return action.chunk * self._schedule.pipeline + stage.number
+
+
+def _direction(action: Action) -> Literal["F", "B"]:
+    return "F" if action.kind == "F" else "B"
+
+
+def _after(walk: Generator[Message, float, None], arrival_s: float) -> Message | None:
+    """What a stage waits for next; None when it is through."""
+    try:
+        return walk.send(arrival_s)
+    except StopIteration:
+        return None

@@ -1,0 +1,90 @@
+"""What a simulated step came to: every action's begin and end, and the figures of each stage.
+
+stage   ├─F─┤   wait   ├──B──┤        wait        ├──B──┤        bubble  = everything but passes and exposed replays
+                └R┘ hidden           └───R──┤exposed                    (waits, messages, the end of the step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.passes import Pass
+from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline, memory_curve
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One action in its place. Seconds from the beginning of the step."""
+
+    action: Action
+    phase: Phase
+    arrived_s: float
+    """When its stage was free and what it needs was there."""
+    start_s: float
+    end_s: float
+    content: Pass
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step, by stage."""
+
+    executed: tuple[tuple[Executed, ...], ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0)
+
+    def busy_s(self, stage: int) -> float:
+        """Seconds of passes, their tensor-parallel waits included, and of replays that delay a pass."""
+        return sum(each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.executed[stage])
+
+    def bubble_s(self, stage: int) -> float:
+        """Seconds in which the stage runs no pass, hidden replays included."""
+        return self.step_s - self.busy_s(stage)
+
+    def exposed_replay_s(self, stage: int) -> float:
+        return sum(each.content.exposed_s for each in self.executed[stage])
+
+    def hidden_replay_s(self, stage: int) -> float:
+        return sum(each.content.hidden_s for each in self.executed[stage])
+
+    def memory(self, stage: int) -> MemoryCurve:
+        """What the stage's layers hold, over time."""
+        return memory_curve(
+            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory
+        )
+
+    def timeline(self) -> Timeline:
+        """The step as spans, a row for each stage: halves, windows, replays, and waits for neighbours."""
+        return Timeline({stage: tuple(_spans(executed)) for stage, executed in enumerate(self.executed)})
+
+
+def _spans(executed: Sequence[Executed]) -> Iterator[Span]:
+    served = _served(executed)
+    free_s = 0.0
+    for each, micro_batch in zip(executed, served, strict=True):
+        if each.action.kind != "R":
+            if each.arrived_s > free_s:
+                name = f"pipe.recv_{'forward' if each.action.kind == 'F' else 'backward'}"
+                yield Span("recv", free_s, each.arrived_s, micro_batch=each.action.micro_batch, window=name, name=name)
+            free_s = each.end_s
+        stretched = (each.end_s - each.start_s) / each.content.seconds if each.content.seconds else 1.0
+        for span in each.content.spans:
+            whose = micro_batch if span.kind in ("replay", "gather") else each.action.micro_batch
+            start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
+            yield replace(span, start_s=start_s, end_s=end_s, micro_batch=whose)
+
+
+def _served(executed: Sequence[Executed]) -> list[int]:
+    """Whose replays an action runs: its own, or for a forward those of the backward behind it."""
+    following = [*(after.action for _, after in pairwise(executed)), None]
+    return [
+        after.micro_batch if after is not None and each.action.kind == "F" else each.action.micro_batch
+        for each, after in zip(executed, following, strict=True)
+    ]

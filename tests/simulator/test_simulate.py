@@ -1,0 +1,129 @@
+"""Simulated steps: two stages by hand, closed forms, and what holds for any costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.schedule.action import most_in_flight, read_actions, with_replays
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
+from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.simulator.simulation import Simulation
+from tests.schedule.test_orders import schedules
+
+
+def overlapping(schedule: Schedule) -> Schedule:
+    return Schedule(schedule.orders, schedule.warmups, schedule.chunks, blocking=False)
+
+
+def placed(simulation: Simulation, stage: int) -> list[tuple[str, float, float]]:
+    return [(str(each.action), each.start_s, each.end_s) for each in simulation.executed[stage]]
+
+
+UNEVEN = [[plain_passes(1.0, 2.0)], [plain_passes(1.5, 2.5)]]
+
+
+def test_two_stages_that_wait_for_their_messages() -> None:
+    """Stage 0's second forward waits for the first one's message, and its first backward for its own send as well."""
+    simulation = simulate(one_f_one_b(2, 2), UNEVEN, p2p_s=0.25)
+    assert placed(simulation, 0) == [("0F0", 0.0, 1.0), ("1F0", 1.25, 2.25), ("0B0", 5.5, 7.5), ("1B0", 9.75, 11.75)]
+    assert placed(simulation, 1) == [("0F0", 1.25, 2.75), ("0B0", 2.75, 5.25), ("1F0", 5.5, 7.0), ("1B0", 7.0, 9.5)]
+    assert simulation.step_s == 11.75
+    assert [simulation.bubble_s(stage) for stage in (0, 1)] == [11.75 - 6.0, 11.75 - 8.0]
+
+
+def test_two_stages_that_overlap_their_messages() -> None:
+    simulation = simulate(overlapping(one_f_one_b(2, 2)), UNEVEN, p2p_s=0.25)
+    assert placed(simulation, 0) == [("0F0", 0.0, 1.0), ("1F0", 1.0, 2.0), ("0B0", 5.5, 7.5), ("1B0", 9.5, 11.5)]
+    assert placed(simulation, 1) == [("0F0", 1.25, 2.75), ("0B0", 2.75, 5.25), ("1F0", 5.25, 6.75), ("1B0", 6.75, 9.25)]
+
+
+def test_messages_on_one_link_follow_each_other() -> None:
+    """Two forwards of 1 s, messages of 3 s: the second arrives 3 s after the first."""
+    order = read_actions("0F0 1F0 0B0 1B0")
+    schedule = Schedule((order, order), (1, 1), blocking=False)
+    simulation = simulate(schedule, [[plain_passes(1.0, 1.0)]] * 2, p2p_s=3.0)
+    assert [start for _, start, _ in placed(simulation, 1)][:2] == [4.0, 7.0]
+
+
+def test_replays_run_while_the_gradient_is_awaited() -> None:
+    """1.5 s of replay for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
+    plain = plain_passes(1.0, 2.0)
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, Pass(1.5)))
+    schedule = one_f_one_b(2, 2)
+    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    simulation = simulate(schedule, [[replaying], [plain]])
+    replays = [row for row in placed(simulation, 0) if "R" in row[0]]
+    assert replays == [("0R0", 2.0, 3.5), ("1R0", 6.0, 7.5)]
+    assert simulation.step_s == 9.5
+    assert (simulation.hidden_replay_s(0), simulation.exposed_replay_s(0)) == (2.5, 0.5)
+    assert simulation.bubble_s(0) == 9.5 - 6.0 - 0.5
+
+
+def test_memory_of_a_stage_over_time() -> None:
+    passes = [[plain_passes(1.0, 2.0, resident_bytes=10)]] * 2
+    first = simulate(one_f_one_b(2, 2), passes).memory(0)
+    assert list(zip(first.times_s, first.bytes, strict=True)) == [(0.0, 0), (1.0, 10), (2.0, 20), (6.0, 10), (9.0, 0)]
+    assert first.peak_bytes == 20
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    schedule = Schedule((read_actions("0F0 0B0 1F0 1B0"), read_actions("1F0 1B0 0F0 0B0")), (0, 0), blocking=False)
+    with pytest.raises(ValueError, match=r"stage 0 waits for .*kind='B', micro_batch=0.*; stage 1 waits for"):
+        simulate(schedule, UNEVEN)
+
+
+@given(st.integers(1, 8), st.integers(1, 24), st.integers(1, 9), st.integers(1, 9))
+def test_even_stages_without_communication(pipeline: int, microbatches: int, forward_s: int, backward_s: int) -> None:
+    simulation = simulate(one_f_one_b(pipeline, microbatches), [[plain_passes(forward_s, backward_s)]] * pipeline)
+    assert simulation.step_s == (microbatches + pipeline - 1) * (forward_s + backward_s)
+    for stage in range(pipeline):
+        assert simulation.bubble_s(stage) == (pipeline - 1) * (forward_s + backward_s)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 9), st.integers(1, 9))
+def test_interleaving_divides_the_bubble_by_the_chunks(
+    pipeline: int, groups: int, chunks: int, forward_s: int, backward_s: int
+) -> None:
+    """`forward_s` and `backward_s` of one chunk: the bubble is (p - 1) of those instead of (p - 1) whole stages."""
+    passes = [[plain_passes(forward_s, backward_s)] * chunks] * pipeline
+    simulation = simulate(interleaved(pipeline, groups * pipeline, chunks), passes)
+    assert simulation.bubble_s(0) == (pipeline - 1) * (forward_s + backward_s)
+
+
+seconds = st.integers(1, 40).map(lambda quarters: quarters / 4)
+
+
+@given(schedules, st.data())
+def test_any_step(schedule: Schedule, data: st.DataObject) -> None:
+    """No stage does two things at once; nothing runs before what it needs; no step is shorter than a stage's work or than
+    one micro-batch's way through all stages and back."""
+    costs = [[(data.draw(seconds), data.draw(seconds)) for _ in range(schedule.chunks)] for _ in schedule.orders]
+    p2p_s = data.draw(seconds)
+    passes = [[plain_passes(*cost, resident_bytes=1) for cost in stage] for stage in costs]
+    simulation = simulate(schedule, passes, p2p_s)
+    ends = {
+        (each.action.kind, each.action.micro_batch, each.action.chunk * schedule.pipeline + stage): each.end_s
+        for stage, executed in enumerate(simulation.executed)
+        for each in executed
+    }
+    for stage, executed in enumerate(simulation.executed):
+        assert tuple(each.action for each in executed) == schedule.orders[stage]
+        assert all(before.end_s <= after.start_s for before, after in pairwise(executed))
+        for each in executed:
+            place = each.action.chunk * schedule.pipeline + stage
+            source = place - 1 if each.action.kind == "F" else place + 1
+            needed = ends.get((each.action.kind, each.action.micro_batch, source))
+            assert needed is None or each.start_s >= needed + p2p_s
+        assert simulation.step_s >= simulation.busy_s(stage) == pytest.approx(sum(each.end_s - each.start_s for each in executed))
+        assert simulation.memory(stage).peak_bytes == most_in_flight(schedule.orders[stage])
+        assert simulation.memory(stage).bytes[-1] == 0
+    virtual_stages = schedule.pipeline * schedule.chunks
+    way = sum(forward_s + backward_s for stage in costs for forward_s, backward_s in stage) + 2 * (virtual_stages - 1) * p2p_s
+    assert simulation.step_s >= way - 1e-9

@@ -1,0 +1,130 @@
+"""Plans rehearsed: what they hold and take is what the planner's own formulas say, and windows never cost time."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.layer import LayerShape
+from megatron_lynx.cost.stage import stage_seconds
+from megatron_lynx.errors import PlanMismatch
+from megatron_lynx.planner import answer_of, make_plan, uniform_plan
+from megatron_lynx.rehearsal import rehearse, stage_passes_of
+from megatron_lynx.testbed.candidates import without_windows
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import MIB
+from tests.profiler.made_up import made_up_profile
+
+LAYOUTS = {
+    "one rank": {},
+    "tp": {"tensor": 2},
+    "tp+sp": {"tensor": 2, "sequence_parallel": True},
+    "pp": {"pipeline": 2, "microbatches": 4},
+    "tp x pp": {"tensor": 2, "pipeline": 2, "microbatches": 4},
+    "tp x pp+sp": {"tensor": 2, "pipeline": 2, "microbatches": 4, "sequence_parallel": True},
+    "few micro-batches": {"tensor": 2, "pipeline": 4, "microbatches": 2},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+every_policy = pytest.mark.parametrize("policy", ["none", "full", "planned"])
+every_link = pytest.mark.parametrize("link_s", [1e-9, 1e-5, 1.0])
+
+
+def job_of(layout, policy="planned"):
+    return tiny_job("llama", **layout).model_copy(update={"policy": policy})
+
+
+@every_layout
+@every_policy
+@every_link
+def test_a_stage_holds_at_most_what_the_planner_said(layout, policy, link_s):
+    job = job_of(layout, policy)
+    profile = made_up_profile(job, link_s)
+    simulation = rehearse(make_plan(job, profile), profile)
+    for stage in range(job.parallel.pipeline):
+        assert simulation.memory(stage).bytes[-1] == 0, "nothing survives the step"
+        assert simulation.memory(stage).peak_bytes == answer_of(job, profile, stage).peak_bytes
+
+
+@every_layout
+@every_link
+def test_a_pass_takes_what_the_parts_of_its_stage_take(layout, link_s):
+    job = job_of(layout, "none")
+    profile = made_up_profile(job, link_s)
+    plan, message = make_plan(job, profile), LayerShape(job.model, job.parallel, job.batch.micro).gathered_bytes
+    for stage in plan.stages:
+        passes, expected = stage_passes_of(plan, stage, profile), stage_seconds(job, profile, stage.stage, message)
+        for phase in ("warmup", "steady", "cooldown"):
+            assert passes.forward[phase].seconds == pytest.approx(expected.forward_s)
+            assert passes.backward[phase].seconds == pytest.approx(expected.backward_s)
+
+
+@every_layout
+@every_link
+@pytest.mark.parametrize("interference", [1.0, 1.3])
+@pytest.mark.parametrize("replay", ["all", ("input_layernorm", "activation", "core_attention")])
+@pytest.mark.parametrize("gather", ["keep", "once"])
+def test_replays_in_windows_are_never_slower_than_on_demand(layout, link_s, interference, replay, gather):
+    job = job_of(layout)
+    profile = made_up_profile(job, link_s, interference=interference)
+    plan = uniform_plan(job, replay, gather=gather)
+    windows, demand = rehearse(plan, profile), rehearse(without_windows(plan), profile)
+    assert windows.step_s <= demand.step_s + 1e-12
+    for stage in range(job.parallel.pipeline):
+        replayed = windows.hidden_replay_s(stage) + windows.exposed_replay_s(stage)
+        assert replayed <= demand.exposed_replay_s(stage) + 1e-12
+        assert demand.hidden_replay_s(stage) == 0
+
+
+@every_layout
+def test_what_windows_hide_is_what_the_planner_said(layout):
+    """Where windows are longer than all replays, or are none at all."""
+    job = job_of(layout)
+    for link_s in (1e-12, 10.0):
+        profile = made_up_profile(job, link_s)
+        plan = make_plan(job, profile)
+        simulation = rehearse(plan, profile)
+        if job.parallel.pipeline > job.microbatches:
+            continue  # its planner counts every backward of a first stage as cool-down; one of them follows a forward
+        for stage in plan.stages:
+            assert simulation.hidden_replay_s(stage.stage) >= stage.predicted.hidden_replay_s - 1e-9
+            assert simulation.exposed_replay_s(stage.stage) <= stage.predicted.exposed_replay_s + 1e-9
+
+
+def test_one_rank_takes_as_long_as_its_parts():
+    job = job_of({"tensor": 2})
+    profile = made_up_profile(job, 1e-5)
+    plan = make_plan(job, profile)
+    assert rehearse(plan, profile).step_s == pytest.approx(plan.stages[0].predicted.step_s)
+
+
+@every_layout
+def test_a_budget_is_kept_in_every_moment(layout):
+    job = job_of(layout)
+    profile = made_up_profile(job, 1e-9)
+    kept = rehearse(uniform_plan(job, "none"), profile)
+    for share in (0.6, 0.8):
+        budget_bytes = share * kept.memory(0).peak_bytes
+        limited = job.model_copy(update={"budget": Budget(activation_mib=budget_bytes / MIB)})
+        simulation = rehearse(make_plan(limited, profile), profile)
+        assert all(simulation.memory(stage).peak_bytes <= budget_bytes for stage in range(job.parallel.pipeline))
+
+
+def test_the_timeline_shows_every_replay_in_its_window():
+    job = job_of({"tensor": 2, "pipeline": 2, "microbatches": 3})
+    timeline = rehearse(uniform_plan(job), made_up_profile(job)).timeline()
+    seen = [(span.micro_batch, span.layer, span.half, span.window) for span in timeline.ranks[0] if span.kind == "replay"]
+    assert seen[:4] == [
+        (0, 2, "mlp", "fwd.mlp.0@2"),
+        (0, 2, "attention", "bwd.mlp.0@2"),
+        (0, 1, "mlp", "bwd.attention.0@2"),
+        (0, 1, "attention", "bwd.mlp.0@1"),
+    ]
+    assert (2, 2, "mlp", "pipe.recv_backward") in seen, "cool-down"
+    assert timeline.on_demand_replays(0) == 0
+    assert timeline.on_demand_replays(1) == job.microbatches, "no window comes before the last stage's last half"
+
+
+def test_a_profile_of_another_job_is_refused():
+    with pytest.raises(PlanMismatch) as refusal:
+        rehearse(uniform_plan(tiny_job(tensor=2)), made_up_profile(tiny_job(tensor=1, hidden=64)))
+    assert {problem.where for problem in refusal.value.problems} >= {"profile: shape.hidden", "profile: shape.tensor"}
