@@ -41,8 +41,8 @@ REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 def make_plan(job: Job, profile: Profile) -> Plan:
     """The plan for a job: what `job.policy` asks for, with its windows, under `job.budget`.
 
-    Raises `ConfigError` where the profile is of another shape than the job or the runtime cannot do what the job asks, and `Infeasible` (what binds, by how much) where
-    no choice fits the budget.
+    Raises `ConfigError` where the profile is of another shape than the job or the runtime cannot do what the job asks, and
+    `Infeasible` (what binds, by how much) where no choice fits the budget.
     """
     check_plannable(job)
     check_profile(job, profile)

@@ -84,7 +84,7 @@ class Cluster(_Part):
     memory_gib: float = Field(gt=0)
     """Memory of one device."""
     reserve_gib: float = Field(default=0.0, ge=0)
-    """What is left alone on each device: driver and library contexts, communication buffers outside the allocator, fragmentation."""
+    """Left alone on each device: driver and library contexts, communication buffers outside the allocator, fragmentation."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
     """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
     matmul: Matmul | None = None

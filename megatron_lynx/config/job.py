@@ -13,7 +13,7 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.units import GIB
 
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
-"""What is recomputed: nothing; stock Megatron's core attention; norms and the activation (Yuan et al.); whole layers; as planned."""
+"""What is recomputed: nothing; stock's core attention; norms and activation (Yuan et al.); whole layers; as planned."""
 
 
 class Batch(BaseModel):
@@ -80,10 +80,8 @@ class Job(BaseModel):
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
         elif parallel.layers_per_chunk is not None and self.microbatches % parallel.pipeline:
-            found = f"{self.microbatches} micro-batches"
-            problems.append(
-                f"interleaved chunks need micro-batches in multiples of pipeline ({parallel.pipeline}), found {found}"
-            )
+            needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with layers_per_chunk"
+            problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
         if problems:
             raise ValueError("; ".join(problems))
         return self

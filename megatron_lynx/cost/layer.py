@@ -1,103 +1,47 @@
-"""One layer by its shape: the FLOPs of each item, and every memory block that its backward reads.
+"""What one layer costs by its shape, and what it keeps under the policies that stock Megatron and Yuan et al. have.
 
-Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size. Under sequence
-parallelism norms, dropouts and residuals work on s/t rows.
-
-Two implementations, as `model.attention` says:
-
-    unfused   Megatron's local layer in eager PyTorch on a CPU: every operator saves for itself. The scores of the whole
-              s x s square, in fp32 where the model is not; dropout saves its noise, an element each; RMSNorm its product;
-              SwiGLU three blocks; grouped keys and values are repeated for each head.
-    flash     fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
-              MLP 19, norms 4 per sbh at two bytes an element; SwiGLU after Yuan et al. (ATC '24): 8H/h, SiLU apart.
+none        everything that its backward reads
+selective   not what the core attention itself keeps (stock: `--recompute-granularity selective`)
+balanced    not what norms and the activation make: no GEMM and no attention runs again (Yuan et al., ATC '24)
+full        the layer's input alone (stock: `--recompute-granularity full`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from megatron_lynx.config.model import Model
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.items import HALVES, ITEMS, Half
-from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.items import HALVES, ITEMS, ITEMS_OF, Half
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import half_tensors
 
-FP32_BYTES = 4
-MASK_BYTES = 1
-"""One element of a dropout mask on CUDA."""
+__all__ = ["BALANCED", "LayerShape", "half_tensors", "item_flops", "kept_bytes", "replayed_flops", "replayed_items"]
 
-
-@dataclass(frozen=True)
-class LayerShape:
-    """One layer of one tensor-parallel rank."""
-
-    model: Model
-    parallel: Parallel
-    micro: int
-
-    @property
-    def tokens(self) -> int:
-        return self.model.seq * self.micro
-
-    @property
-    def own_tokens(self) -> int:
-        """Rows of norms, dropouts and residuals."""
-        return self.tokens // self.parallel.tensor if self.parallel.sequence_parallel else self.tokens
-
-    @property
-    def query_width(self) -> int:
-        return self.model.hidden // self.parallel.tensor
-
-    @property
-    def key_width(self) -> int:
-        return self.model.kv_groups * self.model.head_size // self.parallel.tensor
-
-    @property
-    def qkv_width(self) -> int:
-        return self.model.qkv_width // self.parallel.tensor
-
-    @property
-    def ffn(self) -> int:
-        return self.model.ffn // self.parallel.tensor
-
-    @property
-    def fc1_width(self) -> int:
-        return self.model.fc1_width // self.parallel.tensor
-
-    @property
-    def scores(self) -> int:
-        """Elements of the attention matrix."""
-        return self.micro * self.model.heads // self.parallel.tensor * self.model.seq**2
-
-    @property
-    def eager(self) -> bool:
-        return self.model.attention == "unfused"
-
-    @property
-    def input_bytes(self) -> int:
-        """The input of a half: the residual stream."""
-        return self.own_tokens * self.model.hidden * self.model.element_bytes
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The input of a column-parallel linear on all rows: what a tensor-parallel collective moves."""
-        return self.tokens * self.model.hidden * self.model.element_bytes
+BALANCED = ("input_layernorm", "pre_mlp_layernorm", "activation")
+CORE_ALONE = ("core_attention", "core_attention")
+"""Made by the core attention, and saved by nothing else."""
 
 
-def item_flops(shape: LayerShape) -> dict[str, int]:
-    """FLOPs of the GEMMs in one forward of each item (2mnk each), as torch's FlopCounterMode counts them.
+def replayed_items(policy: Policy) -> tuple[str, ...]:
+    """What runs again in backward. Raises `KeyError` for `planned`, of which only a plan knows."""
+    return {"none": (), "selective": ("core_attention",), "balanced": BALANCED, "full": ITEMS}[policy]
 
-    Attention is two batched GEMMs over the whole square: a causal mask saves no work in them.
-    """
-    hidden, tokens = shape.model.hidden, shape.tokens
-    flops = dict.fromkeys(ITEMS, 0)
-    flops["linear_qkv"] = 2 * tokens * hidden * shape.qkv_width
-    flops["core_attention"] = 2 * (2 * shape.scores * shape.model.head_size)
-    flops["linear_proj"] = 2 * tokens * shape.query_width * hidden
-    flops["linear_fc1"] = 2 * tokens * hidden * shape.fc1_width
-    flops["linear_fc2"] = 2 * tokens * shape.ffn * hidden
-    return flops
+
+def kept_bytes(shape: LayerShape, policy: Policy) -> int:
+    """What one layer holds of one micro-batch from forward to backward, its input included."""
+    if policy == "full":
+        return shape.input_bytes
+    return sum(shape.input_bytes + _kept_by_half(shape, half, policy) for half in HALVES)
+
+
+def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:
+    tensors = half_tensors(shape, half)
+    if policy == "balanced":
+        return replay_of(half, tensors, [item for item in BALANCED if item in ITEMS_OF[half]]).stays_bytes
+    # stock's checkpoint of the core attention keeps its result, which linear_proj reads
+    let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
+    return sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
 
 
 def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:
@@ -106,93 +50,3 @@ def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:
     return sum(
         flops[item] for half in HALVES for item in replay_of(half, half_tensors(shape, half), replay).runs if item in replay
     )
-
-
-def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
-    """The memory blocks of one half, beside its input."""
-    blocks = _attention(shape) if half == "attention" else _mlp(shape)
-    return tuple(block for block in blocks if block.bytes)
-
-
-def _attention(shape: LayerShape) -> list[SavedTensor]:
-    query = shape.tokens * shape.model.element_bytes * shape.query_width
-    return [
-        *_norm(shape, "input_layernorm", "linear_qkv"),
-        *_queries_keys_values(shape),
-        *_core(shape),
-        SavedTensor(bytes=query, made_by="core_attention", saved_by=("linear_proj",), output=True),
-        _dropout(shape, "attention_bda"),
-    ]
-
-
-def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
-    """What the attention reads: views of the projection's one block, or blocks of their own where something changed them."""
-    model, element = shape.model, shape.model.element_bytes
-    query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
-    rotary = model.position == "rope"
-    repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
-    viewed = not repeated if shape.eager else not rotary
-    handed_on = {"made_by": "rotary", "saved_by": ("core_attention",)}
-    blocks = [SavedTensor(bytes=whole, made_by="linear_qkv", saved_by=("core_attention",) if viewed else (), output=True)]
-    if rotary or repeated:
-        blocks.append(SavedTensor(bytes=query, **handed_on))
-    if rotary and not repeated:
-        blocks.append(SavedTensor(bytes=key, **handed_on))
-    if repeated:
-        blocks += [SavedTensor(bytes=query, made_by="core_attention", saved_by=("core_attention",)) for _ in ("keys", "values")]
-    if rotary and shape.eager:  # sine and cosine, for queries and for keys
-        table = model.seq * model.head_size * element
-        blocks += [SavedTensor(bytes=table, made_by="rotary", saved_by=("rotary",)) for _ in range(4)]
-    if rotary and not shape.eager:
-        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
-    return blocks
-
-
-def _core(shape: LayerShape) -> list[SavedTensor]:
-    """What the attention itself keeps, beside queries, keys and values."""
-    own = {"made_by": "core_attention", "saved_by": ("core_attention",)}
-    if not shape.eager:
-        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp of each row
-    element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
-    sizes = [FP32_BYTES]  # what softmax made
-    if element != FP32_BYTES and not dropout:
-        sizes.append(element)  # its copy in the model's type, which the second GEMM reads
-    if dropout:
-        sizes += [element, element]  # the noise, and their product
-    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # a boolean each, made anew by every layer
-    return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
-
-
-def _mlp(shape: LayerShape) -> list[SavedTensor]:
-    model = shape.model
-    rows = shape.tokens * model.element_bytes
-    own = {"made_by": "activation", "saved_by": ("activation",)}
-    fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
-    biased = model.bias and shape.eager  # eager: the sum with the bias is a block of its own
-    blocks = [
-        *_norm(shape, "pre_mlp_layernorm", "linear_fc1"),
-        SavedTensor(bytes=fc1_out, made_by="linear_fc1", saved_by=() if biased else ("activation",), output=True),
-        SavedTensor(bytes=fc1_out if biased else 0, **own),
-    ]
-    if model.activation == "swiglu":
-        blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
-        blocks.append(SavedTensor(bytes=ffn if shape.eager else 0, **own))  # the other half, plus Megatron's offset of 0
-    blocks.append(SavedTensor(bytes=ffn, made_by="activation", saved_by=("linear_fc2",)))
-    return [*blocks, _dropout(shape, "mlp_bda")]
-
-
-def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
-    """The norm's output, and per row what it needs to go back."""
-    model, rows = shape.model, shape.own_tokens
-    out = shape.input_bytes
-    layernorm = model.norm == "layernorm"
-    blocks = [SavedTensor(bytes=rows * model.element_bytes, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
-    if shape.eager and not layernorm:
-        blocks.append(SavedTensor(bytes=out, made_by=norm, saved_by=(norm,)))  # before the weight
-    return [*blocks, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,), output=True)]
-
-
-def _dropout(shape: LayerShape, item: str) -> SavedTensor:
-    size = shape.model.element_bytes if shape.eager else MASK_BYTES
-    count = shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout > 0 else 0
-    return SavedTensor(bytes=count * size, made_by=item, saved_by=(item,))

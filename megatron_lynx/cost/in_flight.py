@@ -1,0 +1,25 @@
+"""How many chunks a stage holds between their forward and their backward, at most.
+
+1F1B, p = 4          stage 0 1 2 3            p - s
+chunks in flight           4 3 2 1
+interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)p + 1
+chunks in flight          11 9 7 5            on stage 0: vp + p - 1
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.config.job import Job
+
+
+def chunks_in_flight(job: Job, stage: int) -> int:
+    """Of one stage; a chunk of `job.layers_per_chunk` layers and one micro-batch."""
+    pipeline, chunks = job.parallel.pipeline, job.chunks
+    if chunks == 1:
+        return min(pipeline - stage, job.microbatches)
+    return min(job.microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * pipeline + 1)
+
+
+def microbatches_in_flight(job: Job, stage: int) -> int:
+    """Of a stage's first chunk, whose backward comes last."""
+    pipeline = job.parallel.pipeline
+    return min(job.microbatches, pipeline - stage if job.chunks == 1 else pipeline)

@@ -1,0 +1,118 @@
+"""Everything that one device holds at its fullest, each byte under a name.
+
+    parameters  gradients  optimizer       all the time
+    activations                            what layers keep, all chunks in flight; with offloading, the share that stays
+    staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
+    embedding                              first stage: dropout's masks
+    head  logits                           last stage: what final norm and output projection read; the logits in fp32
+    recomputed                             what one whole layer makes again, under `full`; the scores of one, under `selective`
+    rest                                   workspaces, communication buffers, what one layer makes again under `balanced`
+
+Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
+
+    (N - 2)(1 - r)C   +   2C                            +   2rC
+    out of reach          one is run, one still copied      ping and pong               =   (N - (N - 4)r)C
+
+so four chunks or fewer gain nothing, and are not offloaded. On the last stage the logits exist only between the forward of its
+last chunk and that chunk's backward. It is not offloaded, so no copy is under way then, and one whole chunk less is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_flight import chunks_in_flight, microbatches_in_flight
+from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES
+
+REST_BYTES = {"cuda": 1_200_000_000, "cpu": 0}
+"""On a GPU, what Yuan et al. measured beside everything else (about 1.2e9). On the CPU testbed it is unknown and not counted."""
+
+CHUNKS_NOT_OFFLOADED = 4
+"""One being run, one being copied out, two coming back."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of one stage."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    staging: int
+    embedding: int
+    head: int
+    logits: int
+    recomputed: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The total, then every part."""
+        return {"total": self.total, **asdict(self)}
+
+
+def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
+    """A stage under `job.policy` (not `planned`, of which only a plan knows), offloading this share of each chunk's bytes."""
+    shape, last = LayerShape.of(job), stage == job.parallel.pipeline - 1
+    parameters = stage_parameters(job, stage).total
+    activations, staging = _layers(job, stage, offload_ratio)
+    return StageMemory(
+        parameters=parameter_bytes(job, parameters),
+        gradients=gradient_bytes(parameters),
+        optimizer=optimizer_bytes(job, parameters),
+        activations=activations,
+        staging=staging,
+        embedding=_embedding(job, shape, stage) if stage == 0 else 0,
+        head=_head(shape) if last else 0,
+        logits=FP32_BYTES * shape.tokens * job.model.vocab // job.parallel.tensor if last else 0,
+        recomputed=_recomputed(job, shape),
+        rest=REST_BYTES[job.cluster.device],
+    )
+
+
+def chunk_bytes(job: Job) -> int:
+    """What the layers of one chunk keep of one micro-batch (C)."""
+    return job.layers_per_chunk * kept_bytes(LayerShape.of(job), job.policy)
+
+
+def offloads(job: Job, stage: int) -> bool:
+    """Whether a stage has so many chunks in flight that offloading can gain anything."""
+    return chunks_in_flight(job, stage) > CHUNKS_NOT_OFFLOADED
+
+
+def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
+    """Pinned host memory of one rank: of every chunk in flight but the two that are whole."""
+    return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job)) if offloads(job, stage) else 0
+
+
+def _layers(job: Job, stage: int, ratio: float) -> tuple[int, int]:
+    """Bytes of activations that layers keep, and of staging buffers."""
+    count, size = chunks_in_flight(job, stage), chunk_bytes(job)
+    if ratio == 0 or not offloads(job, stage):
+        return count * size, 0
+    whole = 1 if stage == job.parallel.pipeline - 1 else 2
+    return round((count - 2) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
+
+
+def _embedding(job: Job, shape: LayerShape, stage: int) -> int:
+    """Dropout's masks, one of each micro-batch in flight."""
+    mask = MASK_BYTES * shape.own_tokens * job.model.hidden
+    return mask * microbatches_in_flight(job, stage) if job.model.hidden_dropout else 0
+
+
+def _head(shape: LayerShape) -> int:
+    """The final norm's input, and the output projection's."""
+    return 2 * shape.input_bytes
+
+
+def _recomputed(job: Job, shape: LayerShape) -> int:
+    return kept_bytes(shape, "none") - kept_bytes(shape, job.policy) if job.policy in ("full", "selective") else 0

@@ -1,0 +1,95 @@
+"""One layer of one rank by its shape: sizes, and the FLOPs of each item.
+
+Letters: s sequence, b micro-batch, h hidden, d head size, a heads, g key/value groups, t tensor-parallel size, c context-parallel
+size. A rank works on s/c rows of each sequence; under sequence parallelism norms, dropouts and residuals on s/(tc).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.items import ITEMS
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer of one tensor-parallel rank."""
+
+    model: Model
+    parallel: Parallel
+    micro: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Decides with `model.attention` whose kernels save what: see `profiler.tensors`."""
+
+    @classmethod
+    def of(cls, job: Job) -> LayerShape:
+        return cls(job.model, job.parallel, job.batch.micro, job.cluster.device)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the linear layers."""
+        return self.model.seq // self.parallel.context * self.micro
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of norms, dropouts and residuals."""
+        return self.tokens // self.parallel.tensor if self.parallel.sequence_parallel else self.tokens
+
+    @property
+    def query_width(self) -> int:
+        return self.model.hidden // self.parallel.tensor
+
+    @property
+    def key_width(self) -> int:
+        return self.model.kv_groups * self.model.head_size // self.parallel.tensor
+
+    @property
+    def qkv_width(self) -> int:
+        return self.model.qkv_width // self.parallel.tensor
+
+    @property
+    def ffn(self) -> int:
+        return self.model.ffn // self.parallel.tensor
+
+    @property
+    def fc1_width(self) -> int:
+        return self.model.fc1_width // self.parallel.tensor
+
+    @property
+    def scores(self) -> int:
+        """Elements of the attention matrix: own queries, all keys."""
+        return self.tokens * self.model.heads // self.parallel.tensor * self.model.seq
+
+    @property
+    def eager(self) -> bool:
+        """Whether every operator saves for itself, as in eager PyTorch."""
+        return self.model.attention == "unfused" and self.device == "cpu"
+
+    @property
+    def input_bytes(self) -> int:
+        """The input of a half: the residual stream."""
+        return self.own_tokens * self.model.hidden * self.model.element_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The input of a column-parallel linear on all rows: what a tensor-parallel collective moves."""
+        return self.tokens * self.model.hidden * self.model.element_bytes
+
+
+def item_flops(shape: LayerShape) -> dict[str, int]:
+    """FLOPs of the GEMMs in one forward of each item (2mnk each), as torch's FlopCounterMode counts them.
+
+    Attention is two batched GEMMs over the whole square: a causal mask saves no work in them.
+    """
+    hidden, tokens = shape.model.hidden, shape.tokens
+    flops = dict.fromkeys(ITEMS, 0)
+    flops["linear_qkv"] = 2 * tokens * hidden * shape.qkv_width
+    flops["core_attention"] = 2 * (2 * shape.scores * shape.model.head_size)
+    flops["linear_proj"] = 2 * tokens * shape.query_width * hidden
+    flops["linear_fc1"] = 2 * tokens * hidden * shape.fc1_width
+    flops["linear_fc2"] = 2 * tokens * shape.ffn * hidden
+    return flops

@@ -1,0 +1,113 @@
+"""Every memory block that the backward of one layer reads, by the layer's shape.
+
+Three implementations, as `model.attention` and the device say:
+
+    unfused, cpu    Megatron's local layer in eager PyTorch: every operator saves for itself. The scores of the whole
+                    s x s square, in fp32 where the model is not; dropout saves its noise, an element each; RMSNorm its
+                    product; SwiGLU three blocks; grouped keys and values are repeated for each head.
+    flash           fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
+                    MLP 19, norms 4 per sbh at two bytes an element; SwiGLU after Yuan et al. (ATC '24): 8H/h, SiLU apart.
+    unfused, cuda   the same kernels but for the attention, with its 5as/h: softmax's result 2, its dropout's mask 1 and result 2.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.items import Half
+from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.shape import LayerShape
+
+FP32_BYTES = 4
+MASK_BYTES = 1
+"""One element of a dropout mask on CUDA."""
+
+
+def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
+    """The memory blocks of one half, beside its input."""
+    blocks = _attention(shape) if half == "attention" else _mlp(shape)
+    return tuple(block for block in blocks if block.bytes)
+
+
+def _attention(shape: LayerShape) -> list[SavedTensor]:
+    query = shape.tokens * shape.model.element_bytes * shape.query_width
+    return [
+        *_norm(shape, "input_layernorm", "linear_qkv"),
+        *_queries_keys_values(shape),
+        *_core(shape),
+        SavedTensor(bytes=query, made_by="core_attention", saved_by=("linear_proj",), output=True),
+        _dropout(shape, "attention_bda"),
+    ]
+
+
+def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
+    """What the attention reads: views of the projection's one block, or blocks of their own where something changed them."""
+    model, element = shape.model, shape.model.element_bytes
+    query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
+    rotary = model.position == "rope"
+    repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
+    viewed = not repeated if shape.eager else not rotary
+    handed_on = {"made_by": "rotary", "saved_by": ("core_attention",)}
+    blocks = [SavedTensor(bytes=whole, made_by="linear_qkv", saved_by=("core_attention",) if viewed else (), output=True)]
+    if rotary or repeated:
+        blocks.append(SavedTensor(bytes=query, **handed_on))
+    if rotary and not repeated:
+        blocks.append(SavedTensor(bytes=key, **handed_on))
+    if repeated:
+        blocks += [SavedTensor(bytes=query, made_by="core_attention", saved_by=("core_attention",)) for _ in ("keys", "values")]
+    if rotary and shape.eager:  # sine and cosine, for queries and for keys
+        table = model.seq * model.head_size * element
+        blocks += [SavedTensor(bytes=table, made_by="rotary", saved_by=("rotary",)) for _ in range(4)]
+    if rotary and not shape.eager:
+        blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
+    return blocks
+
+
+def _core(shape: LayerShape) -> list[SavedTensor]:
+    """What the attention itself keeps, beside queries, keys and values."""
+    own = {"made_by": "core_attention", "saved_by": ("core_attention",)}
+    element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
+    if shape.model.attention == "flash":
+        return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp of each row
+    if not shape.eager:
+        return [SavedTensor(bytes=shape.scores * size, **own) for size in (element, *((MASK_BYTES, element) if dropout else ()))]
+    sizes = [FP32_BYTES]  # what softmax made
+    if element != FP32_BYTES and not dropout:
+        sizes.append(element)  # its copy in the model's type, which the second GEMM reads
+    if dropout:
+        sizes += [element, element]  # the noise, and their product
+    causal_mask = SavedTensor(bytes=shape.model.seq**2, **own)  # a boolean each, made anew by every layer
+    return [causal_mask, *(SavedTensor(bytes=shape.scores * size, **own) for size in sizes)]
+
+
+def _mlp(shape: LayerShape) -> list[SavedTensor]:
+    model = shape.model
+    rows = shape.tokens * model.element_bytes
+    own = {"made_by": "activation", "saved_by": ("activation",)}
+    fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
+    biased = model.bias and shape.eager  # eager: the sum with the bias is a block of its own
+    blocks = [
+        *_norm(shape, "pre_mlp_layernorm", "linear_fc1"),
+        SavedTensor(bytes=fc1_out, made_by="linear_fc1", saved_by=() if biased else ("activation",), output=True),
+        SavedTensor(bytes=fc1_out if biased else 0, **own),
+    ]
+    if model.activation == "swiglu":
+        blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
+        blocks.append(SavedTensor(bytes=ffn if shape.eager else 0, **own))  # the other half, plus Megatron's offset of 0
+    blocks.append(SavedTensor(bytes=ffn, made_by="activation", saved_by=("linear_fc2",)))
+    return [*blocks, _dropout(shape, "mlp_bda")]
+
+
+def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
+    """The norm's output, and per row what it needs to go back."""
+    model, rows = shape.model, shape.own_tokens
+    out = shape.input_bytes
+    layernorm = model.norm == "layernorm"
+    blocks = [SavedTensor(bytes=rows * model.element_bytes, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
+    if shape.eager and not layernorm:
+        blocks.append(SavedTensor(bytes=out, made_by=norm, saved_by=(norm,)))  # before the weight
+    return [*blocks, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,), output=True)]
+
+
+def _dropout(shape: LayerShape, item: str) -> SavedTensor:
+    size = shape.model.element_bytes if shape.eager else MASK_BYTES
+    count = shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout > 0 else 0
+    return SavedTensor(bytes=count * size, made_by=item, saved_by=(item,))

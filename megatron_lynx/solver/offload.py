@@ -1,0 +1,59 @@
+"""How much must be offloaded: the smallest share of every chunk's bytes with which all stages fit.
+
+    held by a stage, r offloaded     fixed + (N - (N - 4)r)C  <=  budget        falls as r grows: the first that fits is found
+
+One share for all stages, as Yuan et al. have it; stages with too few chunks in flight do not offload. Zero where the run fits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, offloads, stage_memory
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.units import GIB, format_bytes
+
+STEPS = 1000
+"""A share is given in thousandths, rounded up."""
+
+
+def smallest_ratio(job: Job) -> float:
+    """Raises `Infeasible`, saying for every stage by how much, where not even offloading everything fits."""
+    if problems := shortages(job, 1.0) if shortages(job, 0.0) else ():
+        raise Infeasible("no share of offloaded activations makes this job fit", problems)
+    ratio = bisect_left(range(STEPS), True, key=lambda steps: not shortages(job, steps / STEPS)) / STEPS
+    if problem := _host_shortage(job, ratio):
+        raise Infeasible("the activations that must be offloaded do not fit into host memory", [problem])
+    return ratio
+
+
+def shortages(job: Job, ratio: float) -> list[Problem]:
+    """What exceeds the budget when this share is offloaded: empty if every stage fits."""
+    budget, problems = job.memory_budget_bytes, []
+    for stage in range(job.parallel.pipeline):
+        memory = stage_memory(job, stage, ratio if offloads(job, stage) else 0.0)
+        if memory.total > budget:
+            found = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
+            short = f"{format_bytes(memory.total - budget)} too much"
+            problems.append(Problem(f"stage {stage}", found, f"at most {format_bytes(budget)}", short))
+    return problems
+
+
+def _largest(memory: StageMemory) -> str:
+    parts = {name: size for name, size in memory.named.items() if name != "total"}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} ({format_bytes(parts[name])})"
+
+
+def _host_shortage(job: Job, ratio: float) -> Problem | None:
+    """Host memory is shared by a node's devices; each is taken to be of the stage that offloads most."""
+    node = job.cluster.node
+    if node is None or ratio == 0:
+        return None
+    devices = min(node.gpus, job.gpus)
+    needed = devices * max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline))
+    if needed <= node.host_memory_gib * GIB:
+        return None
+    found = f"{format_bytes(needed)} for {devices} devices"
+    return Problem("host memory of a node", found, f"at most {node.host_memory_gib:g} GiB", "offload less: lower the batch")

@@ -1,0 +1,90 @@
+"""What a device holds: chunks in flight against the schedules, parts against formulas, offloading against its own account."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from megatron_lynx.config import Job
+from megatron_lynx.cost.in_flight import chunks_in_flight
+from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.stage_memory import chunk_bytes, stage_memory
+from megatron_lynx.schedule import interleaved, one_f_one_b
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.config.jobs import catalogued_job
+
+STAGES = range(8)
+
+
+def most_in_flight(orders) -> list[int]:
+    """Counted in the schedule's own order of forwards and backwards."""
+    steps = {"F": 1, "B": -1}
+    return [max(accumulate(steps[action.kind] for action in order)) for order in orders]
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 40])
+def test_chunks_in_flight_are_what_the_interleaved_order_leaves_open(microbatches: int) -> None:
+    job = catalogued_job(gpus=16, batch=microbatches)
+    orders = interleaved.interleaved(8, microbatches, job.chunks).orders
+    assert [chunks_in_flight(job, stage) for stage in STAGES] == most_in_flight(orders)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 9])
+def test_chunks_in_flight_are_what_1f1b_leaves_open(microbatches: int) -> None:
+    job = tiny_job(pipeline=4, microbatches=microbatches)
+    orders = one_f_one_b.one_f_one_b(4, microbatches).orders
+    assert [chunks_in_flight(job, stage) for stage in range(4)] == most_in_flight(orders)
+
+
+def test_the_first_of_two_stages_by_hand() -> None:
+    """Two layers of width 32 on each stage, GPT-like, fp32: every weight counted."""
+    first, last = (stage_parameters(tiny_job(pipeline=2), stage) for stage in range(2))
+    assert first.matrices == last.matrices == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)
+    assert first.vectors == 2 * (4 * 32 + (96 + 32) + (64 + 32))
+    assert last.vectors == first.vectors + 2 * 32
+    assert first.embedding == (64 + 16) * 32
+    assert last.head == 64 * 32, "tied embeddings are held on both ends"
+    assert stage_parameters(tiny_job(), 0).head == 0
+    memory = stage_memory(priced(tiny_job(pipeline=2)), 0)
+    assert memory.parameters == memory.gradients == memory.optimizer // 2 == 4 * first.total
+
+
+def priced(job: Job, policy: str = "none") -> Job:
+    return job.model_copy(update={"policy": policy})
+
+
+def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> None:
+    layout = {"tensor": 2, "context": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True}
+    alone = stage_memory(catalogued_job(parallel=layout), 0)
+    shared = stage_memory(catalogued_job(parallel={**layout, "distributed_optimizer": True}), 0)
+    assert alone.optimizer == 6 * alone.parameters
+    assert shared.optimizer == alone.optimizer / (2 * 8)
+
+
+def test_policies_in_order_and_context_ranks_share_a_sequence() -> None:
+    sizes = [chunk_bytes(catalogued_job(policy=policy)) for policy in ("none", "selective", "balanced", "full")]
+    assert sizes == sorted(sizes, reverse=True)
+    cut = {"tensor": 2, "context": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True}
+    assert chunk_bytes(catalogued_job(parallel=cut)) == pytest.approx(chunk_bytes(catalogued_job()) / 2)
+
+
+def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
+    job = catalogued_job()
+    size, in_flight = chunk_bytes(job), chunks_in_flight(job, 0)
+    whole, half = stage_memory(job, 0), stage_memory(job, 0, 0.5)
+    assert (whole.activations, whole.staging) == (in_flight * size, 0)
+    assert half.staging == size
+    assert whole.total - half.total == (in_flight - 4) * size / 2
+
+
+def test_few_chunks_in_flight_are_not_offloaded() -> None:
+    job = priced(tiny_job(pipeline=4, microbatches=8))
+    assert stage_memory(job, 0, 1.0) == stage_memory(job, 0)
+
+
+def test_every_byte_of_the_total_is_named() -> None:
+    for stage in STAGES:
+        named = stage_memory(catalogued_job(), stage, 0.3).named
+        assert named.pop("total") == sum(named.values())
+        assert (named["logits"] > 0) == (stage == 7)
