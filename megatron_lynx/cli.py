@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config import Job
+    from megatron_lynx.estimate import Estimate
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
+    from megatron_lynx.published.row import Row
+    from megatron_lynx.simulator.simulation import Simulation
     from megatron_lynx.testbed.comparison import Comparison
     from megatron_lynx.testbed.place import Place
 
@@ -134,6 +137,47 @@ def plan(
         typer.echo(f"wrote {output}")
 
 
+def _finite(figure: float | None) -> float | None:
+    if figure is not None and not 0 < figure < float("inf"):
+        raise typer.BadParameter(f"found {figure}, needed a number above 0")
+    return figure
+
+
+@app.command()
+def simulate(
+    plan_file: PlanFile,
+    profile_file: Annotated[
+        Path, typer.Option("--profile", metavar="PROFILE", help="A profile of the plan's job.", show_default=False)
+    ],
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", help="Write a picture: stages over time, memory below.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
+    budget_mib: Annotated[
+        float | None,
+        typer.Option("--budget-mib", callback=_finite, metavar="MIB", help="The budget, drawn beside the memory."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
+    from megatron_lynx.plan import load_plan
+    from megatron_lynx.profiler.profile import load_profile
+    from megatron_lynx.rehearsal import rehearse
+    from megatron_lynx.simulator import figures
+
+    for path in (plot, trace):
+        if path is not None:
+            _make_folder(path.parent)
+    simulation = rehearse(load_plan(plan_file), load_profile(profile_file))
+    written = _write_simulation(simulation, plan_file, plot, trace, budget_mib)
+    if as_json:
+        _print_json(figures.as_json(simulation))
+    else:
+        _print(figures.table(simulation))
+        for path in written:
+            typer.echo(f"wrote {path}")
+
+
 @app.command()
 def compare(
     job_file: JobName,
@@ -165,6 +209,37 @@ def compare(
         typer.echo("\n".join(f"wrote {path}" for path in written))
     if not comparison.gradients_equal:
         typer.echo("gradients under the plan differ from stock Megatron's", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def estimate(job_file: JobName, as_json: AsJson = False) -> None:
+    """What a job needs of each device under the policy and the offload ratio it states. Searches nothing, measures nothing."""
+    from megatron_lynx.estimate import estimate as estimated
+
+    answer = estimated(_job(job_file))
+    if as_json:
+        _print_json(answer.as_json)
+    else:
+        _print_estimate(answer)
+    if not answer.fits:
+        typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def validate(as_json: AsJson = False) -> None:
+    """Recompute published results, and print how far off each is."""
+    from megatron_lynx.published.tables import all_rows
+
+    rows = all_rows()
+    missed = [row for row in rows if row.within is False]
+    if as_json:
+        _print_json({"rows": [row.as_json for row in rows]})
+    else:
+        _print_published(rows)
+    typer.echo(f"{len(rows)} rows, {len(missed)} outside their bound", err=True)
+    if missed:
         raise typer.Exit(1)
 
 
@@ -239,6 +314,27 @@ def _write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
 
 
+def _write_simulation(
+    simulation: Simulation, plan_file: Path, plot: Path | None, trace: Path | None, budget_mib: float | None
+) -> list[Path]:
+    from megatron_lynx.simulator.figures import note
+    from megatron_lynx.units import MIB, format_seconds
+
+    stages = range(len(simulation.executed))
+    timeline, memory = simulation.timeline(), {stage: simulation.memory(stage) for stage in stages}
+    if plot is not None:
+        from megatron_lynx.compare.simulation_plot import Shown, plot_simulation
+
+        notes = {stage: note(simulation, stage) for stage in stages}
+        shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
+        plot_simulation(shown, plot, f"One step under {plan_file.name}, simulated: {format_seconds(simulation.step_s)}")
+    if trace is not None:
+        from megatron_lynx.compare.perfetto import write_trace
+
+        write_trace(timeline, trace, "stage", memory)
+    return [path for path in (plot, trace) if path is not None]
+
+
 def _plan_summary(made: Plan, path: Path) -> dict[str, Any]:
     stages = [
         {
@@ -262,6 +358,38 @@ def _profile_in_words(measured: Profile, path: Path) -> str:
     ]
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
     return "\n".join([*halves, *links, f"wrote {path}"])
+
+
+def _print_estimate(answer: Estimate) -> None:
+    """Stages down, parts across, in GiB; parts that no stage has are left out."""
+    from rich.table import Table
+
+    from megatron_lynx.units import GIB, format_bytes
+
+    named = [memory.named for memory in answer.stages]
+    parts = [part for part in named[0] if any(memory[part] for memory in named)]
+    table = Table(header_style="bold", title="GiB of each device")
+    for column in ("stage", *parts):
+        table.add_column(column, justify="right")
+    for stage, memory in enumerate(named):
+        table.add_row(str(stage), *(f"{memory[part] / GIB:.2f}" for part in parts))
+    _print(table)
+    verdict = "fits" if answer.fits else "does not fit"
+    typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+
+
+def _print_published(rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("source", "row", "published", "computed", "error", "bound"):
+        table.add_column(column, justify="left" if column in ("source", "row") else "right", overflow="fold")
+    for row in rows:
+        unit = "%" if row.error_in == "percent" else ""
+        bound = "" if row.bound is None else f"{row.bound:g}{unit}"
+        figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound)
+        table.add_row(row.source, row.what, *figures, style="bold red" if row.within is False else "")
+    _print(table)
 
 
 def _print_held(held: list[Held], summary: str) -> None:

@@ -15,7 +15,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_commands_are_those_that_exist() -> None:
-    named = set(re.findall(r"megatron-lynx ([a-z]+) ", README))
+    named = set(re.findall(r"^(?:\| `|    )megatron-lynx ([a-z]+)", README, re.MULTILINE))
     existing = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert named == existing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,7 +28,8 @@ class Model(BaseModel):
     """Tokens of one sequence (s)."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    position: Literal["learned", "rope"] = "learned"
+    position: Literal["learned", "rope"]
+    """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
     bias: bool = True
     """Whether the linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -39,6 +40,13 @@ class Model(BaseModel):
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_position(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "position" not in data:
+            return {**data, "position": "rope" if data.get("norm") == "rmsnorm" else "learned"}
+        return data
 
     @model_validator(mode="after")
     def _divisible(self) -> Model:

@@ -1,0 +1,27 @@
+"""Model FLOPs of one token, and how much of the peak a run makes of them (MFU). Recomputation does not count.
+
+    causal    attention counted half, as a causal mask leaves it (Yuan et al., ATC '24): 6(L((2 + 2g/a)h² + 3hH) + hV) + 6Lhs
+    whole     attention counted whole (Korthikanti et al.): 72Lh²(1 + s/(6h) + V/(12hL)) for a GPT
+Published MFUs compare only within one convention.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_lynx.config.model import Model
+from megatron_lynx.cost.parameters import layer_matrices
+
+Convention = Literal["causal", "whole"]
+
+
+def flops_per_token(model: Model, convention: Convention = "causal") -> int:
+    """Forward and backward of the whole model: 6 for each weight of a matrix, and the attention."""
+    matrices = model.layers * layer_matrices(model) + model.hidden * model.vocab
+    attention = (6 if convention == "causal" else 12) * model.layers * model.hidden * model.seq
+    return 6 * matrices + attention
+
+
+def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:
+    """In [0, 1]. `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
+    return tokens_per_s * flops_per_token(model, convention) / peak_flop_per_s

@@ -1,0 +1,25 @@
+"""Published runs as jobs on catalogued models and clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lynx.config import Job
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.yaml_file import read_yaml, validated
+
+
+def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields: Any) -> Job:
+    """A job on `models/MODEL`, with another sequence length if one is given, and `clusters/CLUSTER`; `fields`: its other keys."""
+    shape = _catalogued(f"models/{model}")
+    data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": _catalogued(f"clusters/{cluster}"), **fields}
+    return validated(Job, data, f"{model} on {cluster}")
+
+
+def published_figures() -> dict[str, Any]:
+    """The file of figures, as it stands."""
+    return read_yaml(bundled_configs() / "published.yaml")
+
+
+def _catalogued(name: str) -> dict[str, Any]:
+    return read_yaml(bundled_configs() / f"{name}.yaml")

@@ -1,0 +1,70 @@
+"""Korthikanti et al. (2205.05198): memory of parameters and activations.
+
+Their figures count what layers hold: weight matrices at 18 bytes (bf16, fp32 gradient, fp32 copy and two moments, no distributed
+optimizer) and activations; so do these rows, and leave out what else has a name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_lynx.config import Job
+from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.published.jobs import catalogued_job
+from megatron_lynx.published.row import Row
+from megatron_lynx.units import GIB
+
+SOURCE = "Korthikanti et al., 2205.05198"
+
+TECHNIQUES = {
+    "none": ("none", False),
+    "seq": ("none", True),
+    "sel": ("selective", False),
+    "seqsel": ("selective", True),
+    "full": ("full", False),
+}
+"""Their figure 7: recomputation, and whether with sequence parallelism."""
+
+
+def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
+    """`figures`: their part of the file."""
+    configs = {config["model"]: config for config in figures["configs"]}
+    for published in figures["figure1_memory_gib_per_gpu"]:
+        yield from _memory(configs[published["model"]], published)
+    for published in figures["figure7_pct_of_tp_baseline"]:
+        yield from _shares(configs[published["model"]], published)
+
+
+def job_of(config: Mapping[str, Any], technique: str) -> Job:
+    policy, sequence_parallel = TECHNIQUES[technique]
+    layout: dict[str, Any] = {"tensor": config["t"], "pipeline": config["p"], "sequence_parallel": sequence_parallel}
+    if config["interleave_m"] > 1:
+        layout["layers_per_chunk"] = config["layers"] // (config["p"] * config["interleave_m"])
+    return catalogued_job(
+        f"gpt-{config['model'].lower()}",
+        "a100-80g",
+        gpus=config["gpus"],
+        parallel=layout,
+        batch={"micro": config["micro_batch"], "global": config["global_batch"]},
+        policy=policy,
+    )
+
+
+def _memory(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
+    job, name = job_of(config, "none"), config["model"]
+    count = stage_parameters(job, 0).matrices
+    states = parameter_bytes(job, count) + gradient_bytes(count) + optimizer_bytes(job, count)
+    yield Row(SOURCE, f"figure 1: parameters and optimizer, {name}", published["params_opt"], states / GIB, "GiB", bound=1.0)
+    for key, technique in (("act_tp_only", "none"), ("act_seqsel", "seqsel")):
+        computed = stage_memory(job_of(config, technique), 0).activations / GIB
+        yield Row(SOURCE, f"figure 1: activations, {name}, {key}", published[key], computed, "GiB", bound=1.0)
+
+
+def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
+    whole = stage_memory(job_of(config, "none"), 0).activations
+    for technique in TECHNIQUES:
+        computed = 100 * stage_memory(job_of(config, technique), 0).activations / whole
+        what = f"figure 7: activations of tensor parallelism alone, {config['model']}, {technique}"
+        yield Row(SOURCE, what, published[technique], computed, "%", bound=1.0, error_in="unit")

@@ -1,0 +1,14 @@
+"""Every row there is."""
+
+from __future__ import annotations
+
+from megatron_lynx.published import korthikanti, pipeoffload, yuan
+from megatron_lynx.published.jobs import published_figures
+from megatron_lynx.published.row import Row
+
+
+def all_rows() -> list[Row]:
+    """In the order of the file."""
+    figures = published_figures()
+    parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
+    return [row for name, part in parts.items() for row in part.rows(figures[name])]

@@ -1,0 +1,71 @@
+"""Estimates: what they say, of what they refuse, and the command's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_lynx.cli import app
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.estimate import estimate
+from tests.config.jobs import catalogued_job
+
+JOB = """\
+model: {layers: 80, hidden: 8192, ffn: 22016, heads: 64, kv_groups: 64, vocab: 32004, seq: 8192,
+        activation: swiglu, norm: rmsnorm, bias: false, attention: flash, tied_embeddings: false}
+cluster: clusters/h800-80g
+gpus: 256
+parallel: {tensor: 2, context: 2, pipeline: 8, layers_per_chunk: 2, sequence_parallel: true, distributed_optimizer: true}
+batch: {micro: 1, global: 256}
+policy: balanced
+offload_ratio: auto
+"""
+
+
+def answered(folder: Path, budget: str = "", *options: str) -> Result:
+    (folder / "job.yaml").write_text(JOB + budget)
+    return CliRunner().invoke(app, ["estimate", str(folder / "job.yaml"), *options], catch_exceptions=False)
+
+
+def test_a_job_that_fits(tmp_path: Path) -> None:
+    answer = json.loads(answered(tmp_path, "budget: {memory_gib: 50}", "--json").stdout)
+    assert answer["fits"] is True
+    assert 0 < answer["offload_ratio"] < 1
+    assert [stage["stage"] for stage in answer["stages"]] == list(range(8))
+    for stage in answer["stages"]:
+        parts = dict(stage["memory_bytes"])
+        assert parts.pop("total") == sum(parts.values()) <= answer["budget_bytes"]
+
+
+def test_offloading_is_declined_where_the_job_fits_without(tmp_path: Path) -> None:
+    result = answered(tmp_path)
+    assert result.exit_code == 0
+    assert "offload ratio 0\n" in result.stdout
+
+
+def test_a_job_that_does_not_fit_is_answered_and_says_no(tmp_path: Path) -> None:
+    result = answered(tmp_path, "budget: {memory_gib: 20}", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["fits"] is False
+    assert "stage 0: found" in result.stderr
+    assert "too much" in result.stderr
+
+
+def test_a_stated_ratio_is_taken_as_stated() -> None:
+    assert estimate(catalogued_job(offload_ratio=0.25)).offload_ratio == 0.25
+    assert not estimate(catalogued_job(policy="none", seq=8192)).fits
+
+
+def test_the_planned_policy_has_no_estimate() -> None:
+    with pytest.raises(ConfigError, match="policy: found planned"):
+        estimate(catalogued_job(policy="planned"))
+
+
+@pytest.mark.parametrize("budget", ["{memory_gib: 0}", "{memory_gib: -1}", "{memory_gib: .nan}", "{memory_gib: 1e400}"])
+def test_nonsense_budgets_are_wrong_requests(tmp_path: Path, budget: str) -> None:
+    result = answered(tmp_path, f"budget: {budget}")
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
