@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
 from megatron_lynx.yaml_file import write_atomically
 
 THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3}
@@ -19,16 +19,25 @@ COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable
 """Names of the trace viewer's palette."""
 
 
-def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """Names of processes and threads first, then all spans by start."""
-    named = [event for rank in timeline.ranks for event in _names(rank)]
+def trace_events(
+    timeline: Timeline, row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
+) -> list[dict[str, Any]]:
+    """Names of processes and threads first, then all spans by start, then counters of bytes held. `row_name`: what a row is."""
+    named = [event for rank in timeline.ranks for event in _names(rank, row_name)]
+    counters = [event for rank, curve in (memory or {}).items() for event in _counters(rank, curve)]
     spans = [_event(rank, span) for rank, spans in timeline.ranks.items() for span in spans]
-    return named + sorted(spans, key=lambda event: (event["ts"], -event["dur"]))
+    return [*named, *sorted(spans, key=lambda event: (event["ts"], -event["dur"])), *counters]
 
 
-def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+def write_trace(
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    row_name: str = "rank",
+    memory: Mapping[int, MemoryCurve] | None = None,
+) -> None:
     """Raises ConfigError where the file cannot be written."""
-    write_atomically(path, json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+    events = trace_events(timeline, row_name, memory)
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def thread_of(span: Span) -> str:
@@ -38,12 +47,17 @@ def thread_of(span: Span) -> str:
     return span.kind if span.kind in ("replay", "gather") else "communication"
 
 
-def _names(rank: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+def _names(rank: int, row_name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{row_name} {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for name, number in THREADS.items():
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+
+
+def _counters(rank: int, curve: MemoryCurve) -> Iterator[dict[str, Any]]:
+    for time_s, held in zip(curve.times_s, curve.bytes, strict=True):
+        yield {"ph": "C", "name": "activation bytes", "pid": rank, "ts": time_s * 1e6, "args": {"held": held}}
 
 
 def _event(rank: int, span: Span) -> dict[str, Any]:

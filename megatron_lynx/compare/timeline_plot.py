@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,8 +25,10 @@ from megatron_lynx.simulator.timeline import Span, Timeline
 
 DPI = 160
 WIDTH_INCHES = 16.0
-NAME_INCHES, TURNED_INCHES, PHASE_INCHES = 0.24, 0.10, 0.6
-"""What is narrower than this is not named: a half, a replay (its name is turned), a stretch of halves."""
+ROW_INCHES = 1.4
+NAME_INCHES, TURNED_INCHES, PHASE_INCHES, NUMBER_INCHES = 0.24, 0.10, 0.6, 0.16
+"""What is narrower than this is not named: a half, a replay (its name is turned), a stretch of halves (pass and micro-batch, or
+the micro-batch alone)."""
 
 
 HOW_TO_READ = (
@@ -83,23 +85,37 @@ def _bars(span: Span) -> tuple[Bar, ...]:
 
 def timeline_figure(timeline: Timeline, title: str) -> Figure:
     """The picture, not yet written. Bars of one rank, lane and style are one collection, its gid `rank/lane/label`."""
-    figure = Figure(figsize=(WIDTH_INCHES, 1.6 + 1.4 * max(1, len(timeline.ranks))), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(WIDTH_INCHES, 1.6 + ROW_INCHES * max(1, len(timeline.ranks))), dpi=DPI, layout="constrained")
+    add_legend(figure, draw_timeline(figure.add_subplot(), timeline, title))
+    return figure
+
+
+def draw_timeline(axes: Axes, timeline: Timeline, title: str, labels: Sequence[str] | None = None) -> set[Style]:
+    """Draw a row for each of the timeline's ranks; the styles that were used. `labels`: of the rows, instead of their own."""
     used: set[Style] = set()
     for row, (rank, spans) in enumerate(timeline.ranks.items()):
         bars = bars_of(spans)
         used.update(bar.style for bar in bars)
         _draw_rank(axes, rank, row, bars, timeline.seconds)
-    _dress(axes, timeline, title)
+    _dress(axes, timeline, title, labels or [_row_label(timeline, rank) for rank in timeline.ranks])
+    return used
+
+
+def add_legend(figure: Figure, used: set[Style]) -> None:
+    """Explains only what is there."""
     handles = [Patch(facecolor=style.face, label=style.label) for style in STYLES if style in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9.5)
-    return figure
 
 
 def plot_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:
     """Write the picture as PNG. Raises ConfigError where it cannot be written."""
+    write_png(timeline_figure(timeline, title), path)
+
+
+def write_png(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Raises ConfigError where the file cannot be written."""
     picture = io.BytesIO()
-    timeline_figure(timeline, title).savefig(picture, format="png", facecolor="white")
+    figure.savefig(picture, format="png", facecolor="white")
     try:
         Path(path).write_bytes(picture.getvalue())
     except OSError as error:
@@ -148,10 +164,11 @@ def _name_halves(axes: Axes, spans: list[Span], bottom: float, total_s: float) -
         whole = Span(kind, halves[0].start_s, halves[-1].end_s)
         colour = "#5b8fbf" if kind == "forward" else "#1f4e79"
         axes.hlines(bottom + PHASE_LINE, whole.start_s, whole.end_s, color=colour, linewidth=1.6)
-        if WIDTH_INCHES * whole.seconds >= PHASE_INCHES * total_s:
-            _write(
-                axes, kind if micro_batch is None else f"{kind} {micro_batch - first}", whole, bottom + PHASE_LINE + 0.07, colour
-            )
+        number = "" if micro_batch is None else str(micro_batch - first)
+        inches = WIDTH_INCHES * whole.seconds / (total_s or 1.0)
+        text = f"{kind} {number}".strip() if inches >= PHASE_INCHES else number if inches >= NUMBER_INCHES else ""
+        if text:
+            _write(axes, text, whole, bottom + PHASE_LINE + 0.07, colour)
 
 
 def _name_replays(axes: Axes, spans: list[Span], bottom: float, total_s: float) -> None:
@@ -172,11 +189,11 @@ def _write(axes: Axes, text: str, span: Span, height: float, colour: str, turned
     )
 
 
-def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
+def _dress(axes: Axes, timeline: Timeline, title: str, labels: Sequence[str]) -> None:
     rows = range(len(timeline.ranks))
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
     axes.text(0, 1, HOW_TO_READ, transform=axes.transAxes, fontsize=9.5, color="#555555", va="bottom")
-    axes.set_yticks([-row - 0.5 for row in rows], [_row_label(timeline, rank) for rank in timeline.ranks])
+    axes.set_yticks([-row - 0.5 for row in rows], labels)
     axes.tick_params(axis="y", length=0, labelsize=10)
     axes.set_ylim(-max(1, len(rows)), 0)
     axes.set_xlim(0, timeline.seconds or 1.0)

@@ -24,7 +24,7 @@ from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, left_over_s
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass
 from megatron_lynx.simulator.timeline import Span
 
 if TYPE_CHECKING:
@@ -129,28 +129,35 @@ class _Walk:
             self.hold(half.gathered_bytes)
             self._gathered.add((half.layer, half.half))
 
-    def replay(self, half: Treated, window: str, slower: float = 1.0) -> None:
+    def regenerate(self, half: Treated) -> None:
         there_bytes = half.gathered_bytes if (half.layer, half.half) in self._gathered else 0
         self.hold(half.memory.regenerated - there_bytes)
-        start_s, self.clock_s = self.clock_s, self.clock_s + slower * half.replay_s
-        self._span("replay", start_s, half, window)
+
+    def replay(self, half: Treated, seconds: float, window: str) -> None:
+        """So much of a half's replay, where it is drawn: what no window hides counts as on demand."""
+        if seconds:
+            start_s, self.clock_s = self.clock_s, self.clock_s + seconds
+            self._span("replay", start_s, half, window)
 
     def on_demand(self, half: Treated) -> None:  # [1]
         if half.gather_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + half.gather_s
             self._span("gather", start_s, half)
-        self.replay(half, ON_DEMAND)
+        self.regenerate(half)
+        self.replay(half, half.replay_s, ON_DEMAND)
         self._exposed_s += half.replay_s + half.gather_s
 
     def window(self, window: Collective, seconds: float, served: Sequence[Treated]) -> None:  # [2]
-        start_s = self.clock_s
-        replay_s, gathers_s = sum(half.replay_s for half in served), sum(half.gather_s for half in served)
-        over_s = left_over_s(replay_s, seconds, self._interference)
+        start_s, room_s = self.clock_s, seconds / self._interference
         for half in served:
-            self.replay(half, str(window), 1.0 if over_s else self._interference)
-        self.clock_s = start_s + seconds + over_s + gathers_s
-        self._hidden_s += replay_s - over_s
-        self._exposed_s += over_s + gathers_s
+            self.regenerate(half)
+            fits_s = min(half.replay_s, room_s)
+            room_s -= fits_s
+            self.replay(half, fits_s * self._interference, str(window))
+            self.replay(half, half.replay_s - fits_s, ON_DEMAND)
+            self._hidden_s += fits_s
+            self._exposed_s += half.replay_s - fits_s + half.gather_s
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum(half.gather_s for half in served)
         if self.clock_s > start_s:
             self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, str(window), str(window)))
 
@@ -223,7 +230,8 @@ def _received(treated: Sequence[Treated], phase: Phase) -> Pass:
     """The replays that run while the gradient is received."""
     walk = _Walk(1.0)
     for half in _served(treated, phase).get(RECV_BACKWARD, ()):
-        walk.replay(half, RECV_BACKWARD)
+        walk.regenerate(half)
+        walk.replay(half, half.replay_s, RECV_BACKWARD)
     return walk.over()
 
 

@@ -51,8 +51,3 @@ def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0
     forward = Pass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
     backward = Pass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
     return ChunkPasses(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))
-
-
-def left_over_s(replay_s: float, window_s: float, interference: float) -> float:
-    """Seconds of a replay that a window leaves over. In the window it runs `interference` times longer, behind it as always."""
-    return max(0.0, replay_s - window_s / interference)

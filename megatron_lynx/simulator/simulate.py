@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase, Schedule
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Pass, left_over_s
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Pass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -122,7 +122,7 @@ class _Run:
         begin = arrived
         if replay.seconds:  # [3]
             wait_s = arrived - free
-            exposed_s = left_over_s(replay.seconds, wait_s, self._interference)
+            exposed_s = max(0.0, replay.seconds - wait_s / self._interference)
             begin = arrived + exposed_s
             end = begin if exposed_s else free + replay.seconds * self._interference
             shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)

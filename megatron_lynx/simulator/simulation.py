@@ -14,7 +14,7 @@ from itertools import pairwise
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import Pass
-from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,16 @@ def _spans(executed: Sequence[Executed]) -> Iterator[Span]:
         for span in each.content.spans:
             whose = micro_batch if span.kind in ("replay", "gather") else each.action.micro_batch
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
-            yield replace(span, start_s=start_s, end_s=end_s, micro_batch=whose)
+            placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=whose)
+            yield from _parted(placed, each.end_s - each.content.exposed_s) if each.action.kind == "R" else (placed,)
+
+
+def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
+    """What of a replay the receive hides, and what it does not."""
+    if replay.start_s < hidden_until_s:
+        yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
+    if replay.end_s > hidden_until_s:
+        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=ON_DEMAND)
 
 
 def _served(executed: Sequence[Executed]) -> list[int]:

@@ -15,6 +15,7 @@ from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.timeline import Span
 from tests.schedule.test_orders import schedules
 
 
@@ -64,6 +65,20 @@ def test_replays_run_while_the_gradient_is_awaited() -> None:
     assert simulation.step_s == 9.5
     assert (simulation.hidden_replay_s(0), simulation.exposed_replay_s(0)) == (2.5, 0.5)
     assert simulation.bubble_s(0) == 9.5 - 6.0 - 0.5
+
+
+def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
+    plain = plain_passes(1.0, 2.0)
+    span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, Pass(1.5, spans=(span,))))
+    schedule = one_f_one_b(2, 2)
+    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    spans = simulate(schedule, [[replaying], [plain]]).timeline().ranks[0]
+    assert [(each.window, each.start_s, each.end_s) for each in spans if each.kind == "replay"] == [
+        ("pipe.recv_backward", 2.0, 3.5),
+        ("pipe.recv_backward", 6.0, 7.0),
+        ("on_demand", 7.0, 7.5),
+    ]
 
 
 def test_memory_of_a_stage_over_time() -> None:

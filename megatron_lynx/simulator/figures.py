@@ -1,0 +1,57 @@
+"""A simulated step in figures: for programs, for a terminal, and below the stages of a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.units import format_bytes, format_seconds
+
+
+def as_json(simulation: Simulation) -> dict[str, Any]:
+    """Seconds of the step and, by stage, where they go; bytes at the peak; every action's begin and end."""
+    return {"step_s": simulation.step_s, "stages": [_stage(simulation, stage) for stage in range(len(simulation.executed))]}
+
+
+def table(simulation: Simulation) -> Table:
+    """A row for each stage."""
+    result = Table(title=f"one step: {format_seconds(simulation.step_s)}", title_justify="left", title_style="bold")
+    for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", "activations at most"):
+        result.add_column(column, justify="right")
+    for row in as_json(simulation)["stages"]:
+        seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
+        busy, hidden, exposed = map(format_seconds, seconds)
+        bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
+        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, format_bytes(row["peak_activation_bytes"]))
+    return result
+
+
+def note(simulation: Simulation, stage: int) -> str:
+    """What to read beside a stage's row of a picture."""
+    hidden, exposed = simulation.hidden_replay_s(stage), simulation.exposed_replay_s(stage)
+    lines = [f"bubble {_share(simulation, simulation.bubble_s(stage))}"]
+    if hidden or exposed:
+        lines += [f"replays: {format_seconds(hidden)} hidden,", f"{format_seconds(exposed)} exposed"]
+    return "\n".join(lines)
+
+
+def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
+    actions = [
+        {"action": str(each.action), "phase": each.phase, "start_s": each.start_s, "end_s": each.end_s}
+        for each in simulation.executed[stage]
+    ]
+    return {
+        "stage": stage,
+        "busy_s": simulation.busy_s(stage),
+        "bubble_s": simulation.bubble_s(stage),
+        "hidden_replay_s": simulation.hidden_replay_s(stage),
+        "exposed_replay_s": simulation.exposed_replay_s(stage),
+        "peak_activation_bytes": simulation.memory(stage).peak_bytes,
+        "actions": actions,
+    }
+
+
+def _share(simulation: Simulation, seconds: float) -> str:
+    return f"{100 * seconds / (simulation.step_s or 1.0):.0f} %"
