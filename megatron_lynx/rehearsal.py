@@ -20,10 +20,11 @@ from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.schedule.windows import Collective
-from megatron_lynx.simulator.halves import Treated, stage_passes
+from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.treated import Treated
 
 
 def rehearse(plan: Plan, profile: Profile) -> Simulation:

@@ -1,0 +1,37 @@
+"""One layer half as the simulator sees it: what a plan makes of it, with its seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.items import Half
+from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.windows import Collective, Window
+
+
+@dataclass(frozen=True)
+class Treated:
+    """What becomes of one half: where its replay runs by phase, how long it takes, what it holds."""
+
+    layer: int
+    half: Half
+    memory: HalfMemory
+    replay_s: float = 0.0
+    """0 for a half that is kept."""
+    steady: Window = "on_demand"
+    cooldown: Window = "on_demand"
+    gather_s: float = 0.0
+    """Seconds by which gathering the replay's input delays it."""
+    gathered_bytes: int = 0
+    """Of what is regenerated: the gathered input, which is there first."""
+
+    @property
+    def replayed(self) -> bool:
+        return self.replay_s > 0 or self.memory.regenerated > 0
+
+    def window(self, phase: Phase) -> Window:
+        """Where the replay runs for a backward of this phase. Behind a forward that hides nothing it is on demand instead."""
+        window = self.cooldown if phase == "cooldown" else self.steady
+        missed = phase == "warmup" and isinstance(window, Collective) and window.passing == "fwd"
+        return "on_demand" if missed else window

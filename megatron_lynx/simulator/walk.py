@@ -1,0 +1,84 @@
+"""One pass of a stage as it is written down: a clock, and what happens at which time.
+
+compute ──> (window: replays, then the rest of the wait) ──> compute ──> ...        the clock moves
+               └ taken, given back: bytes                                           spans and memory steps stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from megatron_lynx.schedule.windows import ON_DEMAND, Collective
+from megatron_lynx.simulator.passes import Pass
+from megatron_lynx.simulator.timeline import Span
+from megatron_lynx.simulator.treated import Treated
+
+
+class Walk:
+    """Begins `start_s` after the pass does. Under a collective a replay takes `interference` times longer."""
+
+    def __init__(self, interference: float, start_s: float = 0.0) -> None:
+        self.clock_s = start_s
+        self._interference = interference
+        self._spans: list[Span] = []
+        self._memory: list[tuple[float, int]] = []
+        self._gathered: set[tuple[int, str]] = set()
+        self._hidden_s = self._exposed_s = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.clock_s += seconds
+
+    def hold(self, change_bytes: int) -> None:
+        if change_bytes:
+            self._memory.append((self.clock_s, change_bytes))
+
+    def gather(self, half: Treated | None) -> None:
+        """The gathered input of a half that is replayed later is there from now on."""
+        if half is not None and half.gathered_bytes:
+            self.hold(half.gathered_bytes)
+            self._gathered.add((half.layer, half.half))
+
+    def regenerate(self, half: Treated) -> None:
+        there_bytes = half.gathered_bytes if (half.layer, half.half) in self._gathered else 0
+        self.hold(half.memory.regenerated - there_bytes)
+
+    def replay(self, half: Treated, seconds: float, window: str) -> None:
+        """So much of a half's replay, where it is drawn: what no window hides counts as on demand."""
+        if seconds:
+            start_s, self.clock_s = self.clock_s, self.clock_s + seconds
+            self._span("replay", start_s, half, window)
+
+    def on_demand(self, half: Treated) -> None:  # [1]
+        if half.gather_s:
+            start_s, self.clock_s = self.clock_s, self.clock_s + half.gather_s
+            self._span("gather", start_s, half)
+        self.regenerate(half)
+        self.replay(half, half.replay_s, ON_DEMAND)
+        self._exposed_s += half.replay_s + half.gather_s
+
+    def window(self, window: Collective, seconds: float, served: Sequence[Treated]) -> None:  # [2]
+        start_s, room_s = self.clock_s, seconds / self._interference
+        for half in served:
+            self.regenerate(half)
+            fits_s = min(half.replay_s, room_s)
+            room_s -= fits_s
+            self.replay(half, fits_s * self._interference, str(window))
+            self.replay(half, half.replay_s - fits_s, ON_DEMAND)
+            self._hidden_s += fits_s
+            self._exposed_s += half.replay_s - fits_s + half.gather_s
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum(half.gather_s for half in served)
+        if self.clock_s > start_s:
+            self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, str(window), str(window)))
+
+    def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
+        self._span(kind, start_s, half)
+
+    def over(self) -> Pass:
+        return Pass(self.clock_s, self._hidden_s, self._exposed_s, tuple(self._memory), tuple(self._spans))
+
+    def _span(
+        self, kind: Literal["forward", "backward", "replay", "gather"], start_s: float, half: Treated, window: str | None = None
+    ) -> None:
+        name = f"{kind} {half.half}({half.layer})"
+        self._spans.append(Span(kind, start_s, self.clock_s, half.layer, half.half, None, window, name))

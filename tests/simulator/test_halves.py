@@ -1,0 +1,111 @@
+"""One layer by hand: every item takes 1 s forward and 2 s backward (half of a linear's is wgrad), an all-reduce 5 s."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.profiler.profile import BlockSeconds, LinkPoint
+from megatron_lynx.schedule.windows import Collective
+from megatron_lynx.simulator.halves import segments, stage_passes
+from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.profiler.made_up import made_up_profile
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+
+
+def profile_of(interference=1.0, **layout):
+    made_up = made_up_profile(tiny_job(**layout))
+    halves = {}
+    for name in ("attention", "mlp"):
+        half = made_up.half(name)
+        items = {
+            item: costs.model_copy(
+                update={
+                    "forward_s": 1.0,
+                    "backward_s": 2.0,
+                    "dgrad_s": 1.0 * item.startswith("linear"),
+                    "wgrad_s": 1.0 * item.startswith("linear"),
+                }
+            )
+            for item, costs in half.items.items()
+        }
+        halves[name] = half.model_copy(update={"items": items})
+    links = tuple(LinkPoint(kind=kind, bytes=100, seconds=5.0) for kind in KINDS)
+    return made_up.model_copy(update={**halves, "links": links, "interference": interference})
+
+
+def layer(replay_s, **attention):
+    """An attention half that replays and an MLP half that does not."""
+    replaying = Treated(1, "attention", HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
+    return replaying, Treated(1, "mlp", HalfMemory(resident=50, regenerated=0, tail=15))
+
+
+IN_WINDOW = {"steady": Collective("bwd", 1, "mlp", 0), "cooldown": Collective("bwd", 1, "mlp", 0)}
+
+
+def test_compute_lies_around_the_windows():
+    profile = profile_of(tensor=2)
+    forward, backward = segments(profile, "fwd", "attention", 100), segments(profile, "bwd", "attention", 100)
+    assert (forward.compute_s, forward.windows_s) == ((5.0, 1.0), (5.0,))
+    assert (backward.compute_s, backward.windows_s) == ((10.0, 2.0), (4.0,)), "the reduction starts before wgrad, which hides 1 s"
+    assert segments(profile_of(tensor=1), "fwd", "mlp", 100).compute_s == (5.0,)
+
+
+def test_compute_lies_around_the_windows_of_sequence_parallelism():
+    profile = profile_of(tensor=2, sequence_parallel=True)
+    forward, backward = segments(profile, "fwd", "mlp", 100), segments(profile, "bwd", "mlp", 100)
+    assert (forward.compute_s, forward.windows_s) == ((1.0, 3.0, 1.0), (5.0, 5.0))
+    assert (backward.compute_s, backward.windows_s) == ((2.0, 5.0, 1.0, 2.0), (5.0, 4.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("replay_s", "interference", "window", "seconds", "hidden_s"),
+    [
+        (0.0, 1.0, {}, 30.0, 0.0),  # 11 items of 2 s, two windows of 4 s
+        (3.0, 1.0, {}, 33.0, 0.0),
+        (3.0, 1.0, IN_WINDOW, 30.0, 3.0),
+        (6.0, 1.0, IN_WINDOW, 32.0, 4.0),
+        (3.0, 2.0, IN_WINDOW, 31.0, 2.0),  # 4 s of window are worth 2 s of replay
+    ],
+)
+def test_a_backward_is_as_long_as_its_parts_and_what_windows_leave_over(replay_s, interference, window, seconds, hidden_s):
+    passes = stage_passes(layer(replay_s, **window), profile_of(interference, tensor=2), 100)
+    assert {one.seconds for one in passes.forward.values()} == {21.0}
+    for one in passes.backward.values():
+        assert (one.seconds, one.hidden_s, one.exposed_s) == (seconds, hidden_s, replay_s - hidden_s)
+
+
+def test_memory_of_a_backward_step_by_step():
+    """The MLP half lets go of all but 15 bytes in its window at 8 s, where the attention half is regenerated."""
+    passes = stage_passes(layer(3.0, **IN_WINDOW), profile_of(tensor=2), 100)
+    assert passes.forward["warmup"].memory == ((11.0, 10), (21.0, 50))
+    steady = passes.backward["steady"].memory
+    assert steady == ((8.0, -35), (8.0, 30), (14.0, -15), (24.0, -28), (30.0, -12))
+
+
+def test_a_forward_hides_replays_only_when_a_backward_follows():
+    """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
+    attention = Treated(1, "attention", HalfMemory(10, 0, 10))
+    place = Collective("fwd", 1, "mlp", 0)
+    mlp = Treated(1, "mlp", HalfMemory(10, 30, 12), 7.0, steady=place, cooldown="pipe.recv_backward")
+    passes = stage_passes((attention, mlp), profile_of(tensor=2), 100)
+    assert passes.forward["warmup"].seconds == 21.0
+    assert (passes.forward["steady"].seconds, passes.forward["steady"].hidden_s) == (23.0, 5.0)
+    assert passes.backward["steady"].seconds == 30.0
+    assert passes.backward["warmup"].seconds == 37.0, "its forward hid nothing, so the replay is on demand"
+    assert passes.received["cooldown"].seconds == 7.0
+    assert passes.received["steady"].seconds == 0.0
+    assert [(span.kind, span.window) for span in passes.forward["steady"].spans if span.kind == "replay"] == [
+        ("replay", "fwd.mlp.0@1"),
+        ("replay", "on_demand"),
+    ]
+
+
+def test_embedding_and_head_are_outside_of_the_layers():
+    ends = BlockSeconds(forward_s=1.0, backward_s=2.0), BlockSeconds(forward_s=3.0, backward_s=4.0)
+    passes = stage_passes(layer(0.0), profile_of(tensor=2), 100, *ends)
+    halves = [(span.start_s, span.end_s) for span in passes.forward["warmup"].spans if span.kind == "forward"]
+    assert halves == [(1.0, 12.0), (12.0, 22.0)]
+    assert (passes.forward["warmup"].seconds, passes.backward["steady"].seconds) == (25.0, 36.0)
