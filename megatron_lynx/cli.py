@@ -214,7 +214,7 @@ def compare(
 
 @app.command()
 def estimate(job_file: JobName, as_json: AsJson = False) -> None:
-    """What a job needs of each device under the policy and the offload ratio it states. Searches nothing, measures nothing."""
+    """Memory and time of a job under the policy and the offload ratio it states. Searches nothing, measures nothing."""
     from megatron_lynx.estimate import estimate as estimated
 
     answer = estimated(_job(job_file))
@@ -362,9 +362,11 @@ def _profile_in_words(measured: Profile, path: Path) -> str:
 
 def _print_estimate(answer: Estimate) -> None:
     """Stages down, parts across, in GiB; parts that no stage has are left out."""
+    from dataclasses import asdict
+
     from rich.table import Table
 
-    from megatron_lynx.units import GIB, format_bytes
+    from megatron_lynx.units import GIB, format_bytes, format_seconds
 
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
@@ -376,6 +378,10 @@ def _print_estimate(answer: Estimate) -> None:
     _print(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
+        spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
+        typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%} (causal attention counted half)")
 
 
 def _print_published(rows: list[Row]) -> None:

@@ -1,27 +1,48 @@
 """What a job costs as it is stated: its policy and its offload ratio, nothing searched.
 
 job ──smallest_ratio, where auto──> offload ratio ──stage_memory──> every stage's bytes ──> fits, or what is too much
+ └──analytic_profile, where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.stage_memory import StageMemory, offloads, stage_memory
+from megatron_lynx.cost.step import StepSeconds, step_seconds
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver.offload import shortages, smallest_ratio
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`shortages` is empty where the job fits."""
+    """`shortages` is empty where the job fits; `step` is None where the cluster's description has no rates."""
+
+    job: Job
 
     offload_ratio: float
     stages: tuple[StageMemory, ...]
     budget_bytes: int
     shortages: tuple[Problem, ...]
+    step: StepSeconds | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all devices together."""
+        return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.total_s
+
+    @property
+    def mfu(self) -> float | None:
+        """In [0, 1], causal attention counted half."""
+        if self.tokens_per_s is None or self.job.cluster.matmul is None:
+            return None
+        return mfu(
+            self.job.model, self.tokens_per_s, self.job.gpus * self.job.cluster.matmul.peak_flop_per_s(self.job.model.dtype)
+        )
 
     @property
     def fits(self) -> bool:
@@ -30,7 +51,16 @@ class Estimate:
     @property
     def as_json(self) -> dict[str, Any]:
         stages = [{"stage": stage, "memory_bytes": memory.named} for stage, memory in enumerate(self.stages)]
-        return {"fits": self.fits, "offload_ratio": self.offload_ratio, "budget_bytes": self.budget_bytes, "stages": stages}
+        return {
+            "fits": self.fits,
+            "offload_ratio": self.offload_ratio,
+            "budget_bytes": self.budget_bytes,
+            "stages": stages,
+            "step_s": None if self.step is None else self.step.total_s,
+            "step_parts_s": None if self.step is None else asdict(self.step),
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
 
 
 def estimate(job: Job) -> Estimate:
@@ -42,10 +72,12 @@ def estimate(job: Job) -> Estimate:
     ratio, missing = _ratio(job)
     stages = range(job.parallel.pipeline)
     return Estimate(
+        job=job,
         offload_ratio=ratio,
         stages=tuple(stage_memory(job, stage, ratio if offloads(job, stage) else 0.0) for stage in stages),
         budget_bytes=job.memory_budget_bytes,
-        shortages=tuple(missing),
+        shortages=missing,
+        step=None if job.cluster.matmul is None else step_seconds(job, analytic_profile(job), ratio),
     )
 
 

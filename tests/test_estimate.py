@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from megatron_lynx.cli import app
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
 JOB = """\
@@ -69,3 +70,17 @@ def test_nonsense_budgets_are_wrong_requests(tmp_path: Path, budget: str) -> Non
     result = answered(tmp_path, f"budget: {budget}")
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
+
+
+def test_time_is_estimated_where_the_cluster_has_rates(tmp_path: Path) -> None:
+    answer = json.loads(answered(tmp_path, "", "--json").stdout)
+    assert answer["step_s"] == pytest.approx(sum(answer["step_parts_s"].values()))
+    assert answer["tokens_per_s"] == pytest.approx(256 * 8192 / answer["step_s"])
+    assert 0.3 < answer["mfu"] < 0.5
+    assert "tokens/s, MFU" in answered(tmp_path).stdout
+
+
+def test_without_rates_memory_alone_is_estimated() -> None:
+    answer = estimate(tiny_job().model_copy(update={"policy": "full"})).as_json
+    assert answer["fits"] is True
+    assert answer["step_s"] is answer["tokens_per_s"] is answer["mfu"] is None

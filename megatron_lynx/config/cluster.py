@@ -30,6 +30,8 @@ class Matmul(_Part):
     """Peak of what PyTorch uses for fp32 by default: no TF32."""
     efficiency: float = Field(gt=0, le=1)
     """Achieved share of the peak on GEMMs as large as a transformer layer's."""
+    attention_efficiency: float = Field(gt=0, le=1)
+    """Achieved share of the peak in fused attention, of the FLOPs that a causal mask leaves."""
 
     def peak_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
         return 1e12 * (self.bf16_tflop_per_s if dtype == "bf16" else self.fp32_tflop_per_s)

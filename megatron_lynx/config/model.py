@@ -28,7 +28,7 @@ class Model(BaseModel):
     """Tokens of one sequence (s)."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    position: Literal["learned", "rope"]
+    position: Literal["learned", "rope"] = "learned"
     """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
     bias: bool = True
     """Whether the linear layers have biases."""

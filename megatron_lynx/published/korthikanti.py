@@ -1,4 +1,4 @@
-"""Korthikanti et al. (2205.05198): memory of parameters and activations.
+"""Korthikanti et al. (2205.05198): memory of parameters and activations, seconds of a layer and of a step, utilisation.
 
 Their figures count what layers hold: weight matrices at 18 bytes (bf16, fp32 gradient, fp32 copy and two moments, no distributed
 optimizer) and activations; so do these rows, and leave out what else has a name here.
@@ -10,8 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.config import Job
+from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.published.jobs import catalogued_job
 from megatron_lynx.published.row import Row
 from megatron_lynx.units import GIB
@@ -27,6 +31,15 @@ TECHNIQUES = {
 }
 """Their figure 7: recomputation, and whether with sequence parallelism."""
 
+EXPERIMENTS = {
+    "baseline_no_recompute": "none",
+    "sequence_parallelism": "seq",
+    "full_recompute": "full",
+    "selective": "sel",
+    "selective_plus_sp": "seqsel",
+}
+"""Their table 4."""
+
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
     """`figures`: their part of the file."""
@@ -35,6 +48,10 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
         yield from _memory(configs[published["model"]], published)
     for published in figures["figure7_pct_of_tp_baseline"]:
         yield from _shares(configs[published["model"]], published)
+    for published in figures["table4_layer_times_ms_22B"]:
+        yield _layer_seconds(configs["22B"], published)
+    for published in figures["table5"]:
+        yield from _steps(configs[published["model"]], published)
 
 
 def job_of(config: Mapping[str, Any], technique: str) -> Job:
@@ -68,3 +85,25 @@ def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
         computed = 100 * stage_memory(job_of(config, technique), 0).activations / whole
         what = f"figure 7: activations of tensor parallelism alone, {config['model']}, {technique}"
         yield Row(SOURCE, what, published[technique], computed, "%", bound=1.0, error_in="unit")
+
+
+def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> Row:
+    """Forward and backward of one layer: the stage's without its ends."""
+    job = job_of(config, EXPERIMENTS[published["exp"]])
+    profile = analytic_profile(job)
+    ends_s = sum(block.forward_s + block.backward_s for block in (profile.embedding, profile.head))
+    stage = replaying_stage_s(job, profile, 0, LayerShape.of(job).gathered_bytes)
+    computed_ms = 1e3 * (stage.both_s - ends_s) / job.model.layers
+    return Row(SOURCE, f"table 4: a layer of 22B, {published['exp']}", published["total"], computed_ms, "ms", bound=5.0)
+
+
+def _steps(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
+    name, peak = config["model"], 312e12 * config["gpus"]
+    for key, technique in (("full_recompute_s", "full"), ("present_s", "seqsel")):
+        job = job_of(config, technique)
+        computed = step_seconds(job, analytic_profile(job)).total_s
+        yield Row(SOURCE, f"table 5: step of {name}, {key.removesuffix('_s')}", published[key], computed, "s", bound=5.0)
+    tokens_per_s = config["global_batch"] * job.model.seq / published["present_s"]
+    utilised = 100 * mfu(job.model, tokens_per_s, peak, "whole")
+    what = f"table 5: MFU of {name}, from its seconds"
+    yield Row(SOURCE, what, published["mfu"], utilised, "points", bound=0.2, error_in="unit")

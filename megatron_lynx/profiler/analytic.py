@@ -1,0 +1,201 @@
+"""A profile without measuring: what one layer and its links cost by their shapes and the cluster's figures.
+
+    seconds of a kernel  =  start and end  +  max( FLOPs / achieved matrix rate ,  bytes moved / achieved memory rate )
+
+    FLOPs of each item   profiler.shape   forward once, backward twice; fused attention's backward 2.5 times (it makes the
+                                          scores again), and a causal mask halves both
+    bytes of each item   `_traffic`       what its kernels read and write, each tensor once
+    links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
+
+Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
+Keys and values that context-parallel ranks exchange are taken to be hidden behind the attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.cluster import Cluster, Link, Matmul
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, half_tensors
+from megatron_lynx.version import __version__
+
+FUSED_BACKWARD = 2.5
+"""GEMMs of fused attention's backward over those of its forward: five and two."""
+
+LOSS_BYTES = (24, 12)
+"""Read and written for each logit by the fp32 loss. Forward: copy, maximum, exponentials, sums; backward: gradient, copy."""
+
+
+def analytic_profile(job: Job) -> Profile:
+    """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
+    roof, shape = Roofline.of(job), LayerShape.of(job)
+    return Profile(
+        source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
+        shape=shape_of(job),
+        attention=_half(shape, "attention", roof),
+        mlp=_half(shape, "mlp", roof),
+        links=_links(job, shape),
+        embedding=_embedding(shape, roof),
+        head=_head(shape, roof),
+    )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One device."""
+
+    matmul: Matmul
+    hbm: Link
+    flop_per_s: float
+
+    @classmethod
+    def of(cls, job: Job) -> Roofline:
+        matmul, hbm = job.cluster.matmul, job.cluster.hbm
+        missing = [name for name in ("matmul", "hbm", "pcie", "nic", "node") if getattr(job.cluster, name) is None]
+        if matmul is None or hbm is None or missing:
+            problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
+            raise ConfigError("seconds cannot be estimated for this cluster", problems)
+        return cls(matmul, hbm, matmul.achieved_flop_per_s(job.model.dtype))
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        return self._seconds(flops / self.flop_per_s, moved_bytes)
+
+    def attention_s(self, flops: float, moved_bytes: float) -> float:
+        """In fused kernels."""
+        return self._seconds(flops / self.flop_per_s * self.matmul.efficiency / self.matmul.attention_efficiency, moved_bytes)
+
+    def _seconds(self, compute_s: float, moved_bytes: float) -> float:
+        return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
+
+
+def _half(shape: LayerShape, half: Half, roof: Roofline) -> HalfProfile:
+    tensors = half_tensors(shape, half)
+    items = {item: _item(shape, item, roof) for item in ITEMS_OF[half]}
+    first_saved = {item: sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)) for item in items}
+    priced = {name: item.model_copy(update={"saved_bytes": first_saved[name]}) for name, item in items.items()}
+    return HalfProfile(input_bytes=shape.input_bytes, items=priced, tensors=tensors)
+
+
+def _item(shape: LayerShape, item: str, roof: Roofline) -> ItemProfile:
+    flops = item_flops(shape)[item]
+    if item.startswith("linear_"):
+        return _linear(shape, item, flops, roof)
+    if item == "core_attention":
+        forward_s, backward_s = _attention_s(shape, flops, roof)
+        return ItemProfile(
+            forward_s=forward_s, backward_s=backward_s, saved_bytes=0, output_bytes=_output(shape, item), flops=flops
+        )
+    forward, backward = (roof.seconds(0, moved) if moved else 0.0 for moved in _traffic(shape, item))
+    return ItemProfile(forward_s=forward, backward_s=backward, saved_bytes=0, output_bytes=_output(shape, item), flops=0)
+
+
+def _linear(shape: LayerShape, item: str, flops: int, roof: Roofline) -> ItemProfile:
+    """The weight's gradient is added to an fp32 buffer: read and written."""
+    element, hidden = shape.model.element_bytes, shape.model.hidden
+    width = {
+        "linear_qkv": shape.qkv_width,
+        "linear_proj": shape.query_width,
+        "linear_fc1": shape.fc1_width,
+        "linear_fc2": shape.ffn,
+    }
+    tensors, weight = shape.tokens * (hidden + width[item]), hidden * width[item]
+    once_s = roof.seconds(flops, element * (tensors + weight))
+    wgrad_s = roof.seconds(flops, element * tensors + 2 * FP32_BYTES * weight)
+    return ItemProfile(
+        forward_s=once_s,
+        backward_s=once_s + wgrad_s,
+        saved_bytes=0,
+        output_bytes=_output(shape, item),
+        flops=flops,
+        dgrad_s=once_s,
+        wgrad_s=wgrad_s,
+    )
+
+
+def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> tuple[float, float]:
+    """Forward and backward. Unfused: two batched GEMMs, softmax with its mask and dropout pass over all scores."""
+    element = shape.model.element_bytes
+    read = element * shape.tokens * 2 * (shape.query_width + shape.key_width)
+    if shape.model.attention == "flash":
+        causal = flops / 2
+        return roof.attention_s(causal, read), roof.attention_s(FUSED_BACKWARD * causal, 2 * read)
+    scores = element * shape.scores
+    gemms_s = roof.seconds(flops, read + 2 * scores)
+    dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
+    forward_s = gemms_s + roof.seconds(0, 2 * scores) + roof.seconds(0, dropout)
+    return forward_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + roof.seconds(0, dropout)
+
+
+def _traffic(shape: LayerShape, item: str) -> tuple[int, int]:
+    """Bytes read and written by items without a GEMM, forward and backward."""
+    element, residual = shape.model.element_bytes, shape.model.element_bytes * shape.own_tokens * shape.model.hidden
+    if item.endswith("layernorm"):
+        return 2 * residual, 3 * residual
+    if item.endswith("_bda"):
+        mask = MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
+        dropped = 2 * residual + mask if shape.model.hidden_dropout else 0
+        return (
+            3 * residual + mask,
+            dropped + 3 * residual,
+        )  # backward: through the dropout, and the sum with the residual's gradient
+    if item == "rotary":
+        turned = 2 * element * shape.tokens * (shape.query_width + shape.key_width) if shape.model.position == "rope" else 0
+        return turned, turned
+    inner, outer = element * shape.tokens * shape.fc1_width, element * shape.tokens * shape.ffn
+    apart = outer if shape.model.activation == "swiglu" else 0  # SiLU is a kernel of its own
+    return inner + outer + 2 * apart, 2 * inner + outer + 3 * apart
+
+
+def _output(shape: LayerShape, item: str) -> int:
+    if item in CODE_ITEMS:
+        return 0
+    widths = {"linear_qkv": shape.qkv_width, "core_attention": shape.query_width, "linear_fc1": shape.fc1_width}
+    return shape.tokens * widths[item] * shape.model.element_bytes if item in widths else shape.input_bytes
+
+
+def _embedding(shape: LayerShape, roof: Roofline) -> BlockSeconds:
+    rows = shape.input_bytes
+    return BlockSeconds(forward_s=roof.seconds(0, 2 * rows), backward_s=roof.seconds(0, 2 * rows))
+
+
+def _head(shape: LayerShape, roof: Roofline) -> BlockSeconds:
+    """Final norm, output projection on all rows, loss."""
+    logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
+    gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
+    norm_s = [roof.seconds(0, moved) for moved in _traffic(shape, "input_layernorm")]
+    loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES]
+    return BlockSeconds(forward_s=gemm_s + norm_s[0] + loss_s[0], backward_s=2 * gemm_s + norm_s[1] + loss_s[1])
+
+
+def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
+    """Straight lines from the latency on: two points of each kind that this job's layers and stages send."""
+    kinds: dict[LinkKind, tuple[Link, float]] = {}
+    tensor = job.parallel.tensor
+    if tensor > 1:
+        link, share = link_among(job.cluster, tensor), (tensor - 1) / tensor
+        kinds |= {"all_reduce": (link, 2 * share), "all_gather": (link, share), "reduce_scatter": (link, share)}
+    if job.parallel.pipeline > 1:
+        kinds["p2p"] = (link_among(job.cluster, job.gpus), 1.0)
+    size = shape.gathered_bytes
+    return tuple(
+        LinkPoint(kind=kind, bytes=each, seconds=link.seconds(share * each))
+        for kind, (link, share) in kinds.items()
+        for each in (1, size)
+    )
+
+
+def link_among(cluster: Cluster, ranks: int) -> Link:
+    """The link between neighbours among so many consecutive ranks. Ranks below one PCIe switch share its uplink."""
+    assert cluster.pcie is not None, "checked by Roofline.of"
+    assert cluster.nic is not None, "checked by Roofline.of"
+    assert cluster.node is not None, "checked by Roofline.of"
+    if ranks > cluster.node.gpus:
+        return cluster.nic
+    if cluster.nvlink is not None:
+        return cluster.nvlink
+    return cluster.pcie.model_copy(update={"gb_per_s": cluster.pcie.gb_per_s / cluster.pcie.gpus_per_link})

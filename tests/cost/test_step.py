@@ -1,0 +1,70 @@
+"""Seconds of a step: each part by hand on profiles whose figures are round, and how policies compare."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.cost.stage import step_s
+from megatron_lynx.cost.stage_memory import chunk_bytes
+from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.items import HALVES
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.config.jobs import catalogued_job
+from tests.profiler.made_up import made_up_profile
+
+
+def priced(job, policy="none"):
+    return job.model_copy(update={"policy": policy})
+
+
+def test_plain_1f1b_agrees_with_the_planners_formula():
+    job = priced(tiny_job(pipeline=4, microbatches=6))
+    profile = made_up_profile(job, link_s=1e-4)
+    shape = LayerShape.of(job)
+    stages = [replaying_stage_s(job, profile, stage, shape.gathered_bytes) for stage in range(4)]
+    step = step_seconds(job, profile)
+    assert step.update_s == step.copies_s == 0, "the testbed has neither rates nor a PCIe link"
+    assert step.total_s == pytest.approx(step_s(stages, 6, profile.link_s("p2p", shape.input_bytes)))
+
+
+def test_interleaving_divides_the_bubble():
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True}
+    plain, interleaved = (catalogued_job(parallel=layout | chunk) for chunk in ({}, {"layers_per_chunk": 2}))
+    steps = [step_seconds(job, analytic_profile(job)) for job in (plain, interleaved)]
+    assert steps[1].bubble_s == pytest.approx(steps[0].bubble_s / 5)
+    assert steps[1].pipeline_s == steps[0].pipeline_s
+
+
+@pytest.mark.parametrize("policy", ["selective", "balanced", "full"])
+def test_a_policy_costs_what_it_replays(policy):
+    job = priced(tiny_job(tensor=2), policy)
+    profile = made_up_profile(job, link_s=0.25)
+    message = LayerShape.of(job).gathered_bytes
+    stock, replaying = (replaying_stage_s(each, profile, 0, message) for each in (priced(job), job))
+    items = {name: item for half in HALVES for name, item in profile.half(half).items.items()}
+    replayed = sum(items[name].forward_s for name in replayed_items(policy))
+    collectives = 2 * 0.25 if policy == "full" else 0.0
+    assert replaying.forward_s == stock.forward_s
+    assert replaying.backward_s - stock.backward_s == pytest.approx(job.model.layers * (replayed + collectives))
+
+
+def test_copies_cost_nothing_until_they_outlast_a_forward():
+    job = catalogued_job(seq=8192)
+    profile = analytic_profile(job)
+    assert step_seconds(job, profile, 0.2).copies_s == 0
+    slow = job.cluster.model_copy(update={"pcie": job.cluster.pcie.model_copy(update={"gb_per_s": 1.0})})
+    crawling = job.model_copy(update={"cluster": slow})
+    least = chunk_bytes(job) / 1e9 * job.microbatches * job.chunks
+    assert step_seconds(crawling, profile, 1.0).copies_s > least / 2
+
+
+def test_replicas_that_nodes_cut_badly_update_slowly():
+    """6 replicas of 2 ranks: stages begin in the middle of nodes, and a ring has nodes with only two of its members."""
+    layout = {"tensor": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    even, uneven, worst = (catalogued_job(gpus=16 * d, batch=8 * d, parallel=layout) for d in (8, 6, 3))
+    seconds = [step_seconds(job, analytic_profile(job)).update_s for job in (even, uneven, worst)]
+    assert seconds == sorted(seconds)
+    assert seconds[1] > 1.5 * seconds[0]

@@ -1,0 +1,82 @@
+"""Profiles without measuring: by hand where it is simple, else how they must change with shape and cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import half_tensors
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.config.jobs import catalogued_job
+
+
+def gpt_22b(**layout):
+    return catalogued_job("gpt-22b", "a100-80g", gpus=8, micro=4, batch=4, parallel={"tensor": 8, **layout}, policy="none")
+
+
+def test_a_large_gemm_takes_its_flops_over_the_achieved_rate():
+    job = catalogued_job("gpt-530b", "a100-80g", gpus=8, batch=4, parallel={"tensor": 8}, policy="none")
+    item = analytic_profile(job).mlp.items["linear_fc1"]
+    expected = 2 * 2048 * 20480 * (4 * 20480 // 8) / (job.cluster.matmul.efficiency * 312e12)
+    assert item.forward_s == pytest.approx(expected + job.cluster.hbm.latency_us * 1e-6)
+    assert item.backward_s == item.dgrad_s + item.wgrad_s == pytest.approx(2 * item.forward_s)
+
+
+def test_a_norm_takes_its_bytes_over_the_achieved_bandwidth():
+    job = gpt_22b()
+    moved = 2 * (2 * 2048 * 4 * 6144)
+    hbm = job.cluster.hbm
+    assert analytic_profile(job).attention.items["input_layernorm"].forward_s == pytest.approx(
+        moved / (2039e9 * hbm.efficiency) + hbm.latency_us * 1e-6
+    )
+
+
+def test_bytes_and_flops_are_those_of_the_shape():
+    job = gpt_22b(sequence_parallel=True)
+    profile, shape = analytic_profile(job), LayerShape.of(job)
+    for half in ("attention", "mlp"):
+        assert profile.half(half).tensors == half_tensors(shape, half)
+        assert {name: item.flops for name, item in profile.half(half).items.items()}.items() <= item_flops(shape).items()
+
+
+def test_unfused_attention_on_a_gpu_saves_what_was_published():
+    """5as/h of sbh on each of t ranks."""
+    shape = LayerShape.of(gpt_22b())
+    scores = [tensor.bytes for tensor in half_tensors(shape, "attention") if tensor.bytes >= shape.scores]
+    assert sum(scores) == 5 * 64 * 2048**2 * 4 // 8
+
+
+def test_sequence_parallelism_shortens_norms_and_dropouts_and_keeps_the_messages_size():
+    whole, sliced = (analytic_profile(gpt_22b(**layout)) for layout in ({}, {"sequence_parallel": True}))
+    for half in ("attention", "mlp"):
+        assert sliced.half(half).forward_s < whole.half(half).forward_s
+    size = LayerShape.of(gpt_22b()).gathered_bytes
+    two = sliced.link_s("all_gather", size) + sliced.link_s("reduce_scatter", size)
+    assert two == pytest.approx(whole.link_s("all_reduce", size), rel=0.05)
+
+
+def test_tensor_parallelism_over_pcie_and_across_nodes_is_slower():
+    size = LayerShape.of(gpt_22b()).gathered_bytes
+    nvlink, pcie = (
+        analytic_profile(catalogued_job("gpt-22b", name, gpus=8, batch=4, parallel={"tensor": 8})).link_s("all_reduce", size)
+        for name in ("a100-80g", "a100-80g-pcie")
+    )
+    assert pcie > 5 * nvlink
+    wide = catalogued_job("gpt-22b", "a100-80g", gpus=16, batch=4, parallel={"tensor": 16})
+    assert analytic_profile(wide).link_s("all_reduce", size) > 5 * nvlink
+
+
+def test_a_planner_takes_it_for_a_measured_one():
+    job = catalogued_job("gpt-22b", "a100-80g", gpus=16, batch=16, parallel={"tensor": 8, "pipeline": 2}, policy="planned")
+    plan = make_plan(job, analytic_profile(job))
+    assert plan.stages[0].predicted.step_s > 0
+
+
+def test_a_cluster_without_figures_is_refused_with_all_that_is_missing():
+    with pytest.raises(ConfigError) as refusal:
+        analytic_profile(tiny_job())
+    parts = [problem.where for problem in refusal.value.problems]
+    assert parts == [f"cluster testbed: {part}" for part in ("matmul", "hbm", "pcie", "nic", "node")]
