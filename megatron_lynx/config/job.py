@@ -79,7 +79,7 @@ class Job(BaseModel):
             problems.append(f"gpus ({self.gpus}) must be a multiple of {sizes} ({parallel.ranks})")
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
-        elif parallel.layers_per_chunk is not None and self.microbatches % parallel.pipeline:
+        elif self.chunks > 1 and self.microbatches % parallel.pipeline:
             needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with layers_per_chunk"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
         if problems:

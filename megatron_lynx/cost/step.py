@@ -48,11 +48,12 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     stages = [replaying_stage_s(job, profile, stage, shape.gathered_bytes) for stage in range(pipeline)]
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
+    message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
     return StepSeconds(
         pipeline_s=job.microbatches * slowest,
         bubble_s=others / job.chunks,
-        messages_s=2 * (pipeline - 1) * profile.link_s("p2p", shape.input_bytes),
-        copies_s=max(_exposed_copies_s(job, stage, number, offload_ratio) for number, stage in enumerate(stages)),
+        messages_s=2 * (pipeline - 1) * message_s,
+        copies_s=max(_exposed_copies_s(job, stage, number, offload_ratio, message_s) for number, stage in enumerate(stages)),
         update_s=max(_update_s(job, stage) for stage in range(pipeline)),
     )
 
@@ -69,13 +70,17 @@ def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int
     return StageSeconds(stock.forward_s, stock.backward_s + len(job.layers_of(stage)) * replay_s)
 
 
-def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float) -> float:
-    """Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between."""
+def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float, message_s: float) -> float:
+    """Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
+
+    Copies and messages between stages take turns (Yuan et al. serialise them: copies slow messages down), so of each pass the
+    time of one message is not theirs.
+    """
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0 or not offloads(job, number):
         return 0.0
     copy_s = pcie.latency_us * 1e-6 + ratio * chunk_bytes(job) * pcie.gpus_per_link / pcie.byte_per_s
-    forward_s, backward_s = stage.forward_s / job.chunks, stage.backward_s / job.chunks
+    forward_s, backward_s = (seconds / job.chunks - message_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1
     pairs = job.microbatches * job.chunks - ends
     late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)

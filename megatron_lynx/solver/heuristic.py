@@ -3,8 +3,8 @@
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y           attention as the layer below, last MLP half Z
 
-X, Y and Z run over every choice that no other one beats; k is the most layers of Y that fit. Exact among answers of this
-form, by enumeration, and deterministic.
+X, Y and Z run over every choice that no other one beats, Y over those faster than X; k is the most layers of Y that fit, or none.
+Exact among answers of this form, by enumeration, and deterministic.
 
     with a budget     least exposed seconds, then least peak, then fewest resident bytes
     without one       least peak, then least exposed seconds, then fewest resident bytes
@@ -89,8 +89,11 @@ def _fitting(problem: StageProblem, budget_bytes: int) -> Iterator[_Candidate]:
     layers = _unbeaten_layers(problem)
     least_exposed_s = float("inf")
     for candidate in _uniform(problem):
+        if candidate.exposed_s <= least_exposed_s and candidate.peak_bytes <= budget_bytes:
+            least_exposed_s = candidate.exposed_s
+            yield candidate  # a Y on top may have the slower attention half, which then is the last layer's too
         for faster in _faster_than(candidate.usual, layers):
-            for count in range(_most(candidate.usual, faster, problem, budget_bytes), -1, -1):
+            for count in range(_most(candidate.usual, faster, problem, budget_bytes), 0, -1):
                 mixed = replace(candidate, faster=faster, count=count)
                 if mixed.exposed_s > least_exposed_s:
                     break  # fewer faster layers expose more
@@ -108,7 +111,7 @@ def _most(usual: LayerChoice, faster: LayerChoice, problem: StageProblem, budget
 
 
 def _faster_than(usual: LayerChoice, layers: Sequence[LayerChoice]) -> list[LayerChoice]:
-    return [layer for layer in layers if layer.exposed_s < usual.exposed_s] or [usual]
+    return [layer for layer in layers if layer.exposed_s < usual.exposed_s]
 
 
 def _abridged(layer: LayerChoice, count: int) -> tuple[HalfMemory, ...]:
