@@ -213,11 +213,18 @@ def compare(
 
 
 @app.command()
-def estimate(job_file: JobName, as_json: AsJson = False) -> None:
+def estimate(
+    job_file: JobName,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Memory and time of a job under the policy and the offload ratio it states. Searches nothing, measures nothing."""
     from megatron_lynx.estimate import estimate as estimated
+    from megatron_lynx.profiler.profile import load_profile
 
-    answer = estimated(_job(job_file))
+    answer = estimated(_job(job_file), None if profile_file is None else load_profile(profile_file))
     if as_json:
         _print_json(answer.as_json)
     else:

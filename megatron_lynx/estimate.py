@@ -1,7 +1,7 @@
 """What a job costs as it is stated: its policy and its offload ratio, nothing searched.
 
 job ──smallest_ratio, where auto──> offload ratio ──stage_memory──> every stage's bytes ──> fits, or what is too much
- └──analytic_profile, where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
+ └──a measured profile, or an analytic one where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.stage_memory import StageMemory, offloads, stage_memory
 from megatron_lynx.cost.step import StepSeconds, step_seconds
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.planner import check_profile
+from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.offload import shortages, smallest_ratio
 
 
@@ -63,8 +65,12 @@ class Estimate:
         }
 
 
-def estimate(job: Job) -> Estimate:
-    """Raises `ConfigError` for a policy that only a plan gives a meaning. A job that does not fit is an answer, not an error."""
+def estimate(job: Job, profile: Profile | None = None) -> Estimate:
+    """With a measured `profile` of the job's layers, the cluster's description gives the links alone.
+
+    Raises `ConfigError` for a policy that only a plan gives a meaning, and for a profile of another shape. A job that does not
+    fit is an answer, not an error.
+    """
     if job.policy == "planned":
         needed = "none, selective, balanced or full"
         todo = "what a plan decides is predicted by `megatron-lynx plan`"
@@ -77,8 +83,16 @@ def estimate(job: Job) -> Estimate:
         stages=tuple(stage_memory(job, stage, ratio if offloads(job, stage) else 0.0) for stage in stages),
         budget_bytes=job.memory_budget_bytes,
         shortages=missing,
-        step=None if job.cluster.matmul is None else step_seconds(job, analytic_profile(job), ratio),
+        step=_step(job, profile, ratio),
     )
+
+
+def _step(job: Job, profile: Profile | None, ratio: float) -> StepSeconds | None:
+    if profile is not None:
+        check_profile(job, profile)
+    if job.cluster.matmul is None:
+        return None if profile is None else step_seconds(job, profile, ratio)
+    return step_seconds(job, analytic_profile(job) if profile is None else on_cluster(profile, job), ratio)
 
 
 def _ratio(job: Job) -> tuple[float, tuple[Problem, ...]]:

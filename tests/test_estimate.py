@@ -11,6 +11,9 @@ from typer.testing import CliRunner, Result
 from megatron_lynx.cli import app
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
+from megatron_lynx.items import HALVES
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import ItemProfile, save_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
@@ -84,3 +87,27 @@ def test_without_rates_memory_alone_is_estimated() -> None:
     answer = estimate(tiny_job().model_copy(update={"policy": "full"})).as_json
     assert answer["fits"] is True
     assert answer["step_s"] is answer["tokens_per_s"] is answer["mfu"] is None
+
+
+def test_layers_measured_on_one_device_serve_a_cluster(tmp_path: Path) -> None:
+    """Twice as slow layers make a pass twice as long, but for its messages, which the cluster's figures give."""
+    job = catalogued_job()
+    analytic = analytic_profile(job)
+    slow = {
+        half: analytic.half(half).model_copy(
+            update={"items": {name: _slower(item) for name, item in analytic.half(half).items.items()}}
+        )
+        for half in HALVES
+    }
+    measured = analytic.model_copy(update={**slow, "links": ()})
+    fast_s, slow_s = (estimate(job, profile).step.pipeline_s for profile in (None, measured))
+    assert 1.5 < slow_s / fast_s < 2
+    save_profile(measured, tmp_path / "profile.yaml")
+    refused = answered(tmp_path, "", "--profile", str(tmp_path / "profile.yaml"))
+    assert refused.exit_code == 2
+    assert "shape.seq" in refused.stderr
+    assert "shape.context" in refused.stderr
+
+
+def _slower(item: ItemProfile) -> ItemProfile:
+    return item.model_copy(update={name: 2 * getattr(item, name) for name in ("forward_s", "backward_s", "dgrad_s", "wgrad_s")})

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver"},
-    "estimate": {"config", "profiler", "cost", "solver"},
+    "estimate": {"config", "profiler", "cost", "solver", "planner"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},

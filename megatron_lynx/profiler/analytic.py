@@ -45,6 +45,13 @@ def analytic_profile(job: Job) -> Profile:
     )
 
 
+def on_cluster(profile: Profile, job: Job) -> Profile:
+    """A profile measured elsewhere, on one device say, with the links of the job's cluster. Raises as `analytic_profile` does."""
+    Roofline.of(job)
+    source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
+    return profile.model_copy(update={"source": source, "links": _links(job, LayerShape.of(job))})
+
+
 @dataclass(frozen=True)
 class Roofline:
     """One device."""

@@ -104,6 +104,7 @@ class Shape(_Part):
     dtype: str
     tensor: int
     sequence_parallel: bool
+    context: int = 1
 
 
 class Source(_Part):
@@ -174,7 +175,8 @@ def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
     facts = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype")}
-    return Shape(micro=job.batch.micro, tensor=parallel.tensor, sequence_parallel=parallel.sequence_parallel, **facts)
+    layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
+    return Shape(micro=job.batch.micro, **layout, **facts)
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

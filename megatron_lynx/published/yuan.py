@@ -1,7 +1,7 @@
 """Yuan et al. (USENIX ATC '24): memory at every offload ratio, the smallest ratio of every run, throughput, utilisation.
 
 Calibrated on these tables: the achieved share of the matrix rate, on the throughput of 128 and 256 GPUs (H800) and of Llama-7B
-`ours` (A800); the achieved share of PCIe on the choice of checkpointing at 128 GPUs. No other row chose a constant.
+`ours` (A800); the achieved share of PCIe on the choice of checkpointing at 80 and 128 GPUs. No other row chose a constant.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def test_rows_are_within_their_bound(row: Row) -> None:
 
 
 def test_rows_cover_the_tables() -> None:
-    """Yuan: 11 ratios of figure 7, 15 runs of figure 9 twice, their choices and mean error, 3 x 2 utilisations, 2 x 2 throughputs. Korthikanti:
-    figures of 6 and 10, tables of 5 and 6. PipeOffload: 3 x 4."""
+    """Yuan: 11 ratios of figure 7, 15 runs of figure 9 twice, their choices and mean error, 3 x 2 utilisations, 2 x 2
+    throughputs. Korthikanti: figures of 6 and 10, tables of 5 and 6. PipeOffload: 3 x 4."""
     counts = {source: sum(row.source.startswith(source) for row in ROWS) for source in ("Yuan", "Korthikanti", "PipeOffload")}
     assert counts == {"Yuan": 11 + 2 * 15 + 2 + 6 + 4, "Korthikanti": 6 + 10 + 5 + 6, "PipeOffload": 12}
 
