@@ -11,6 +11,9 @@ from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.simulator.passes import plain_passes
+from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
@@ -68,3 +71,15 @@ def test_replicas_that_nodes_cut_badly_update_slowly():
     seconds = [step_seconds(job, analytic_profile(job)).update_s for job in (even, uneven, worst)]
     assert seconds == sorted(seconds)
     assert seconds[1] > 1.5 * seconds[0]
+
+
+@pytest.mark.parametrize("microbatches", [16, 32])
+def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
+    """Embedding and head make the ends of the pipeline slower; messages and updates are left out."""
+    job = catalogued_job(gpus=16, batch=microbatches)
+    profile = analytic_profile(job)
+    stages = [replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes) for stage in range(8)]
+    passes = [[plain_passes(stage.forward_s / job.chunks, stage.backward_s / job.chunks)] * job.chunks for stage in stages]
+    simulated = simulate(interleaved(8, microbatches, job.chunks), passes).step_s
+    step = step_seconds(job, profile)
+    assert step.pipeline_s + step.bubble_s == pytest.approx(simulated, rel=0.01)
