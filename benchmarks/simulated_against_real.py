@@ -3,14 +3,17 @@
     python -m benchmarks.simulated_against_real jobs/demo -o benchmarks/results
 
 The job's profile is measured first (one layer, the ends of the model, its messages). From it alone every plan is simulated. Then
-all plans train in the same processes, in turns; a time is the median over rounds of the slowest rank's step. The optimizer is
-in neither. `formula` is the planner's closed form (`cost.stage.step_s`) for the plans that the planner makes, for comparison.
+all plans train in the same processes, in turns; a time is the median over rounds of the slowest rank's step, a ratio the median
+over rounds of that step over stock none's of the same round. The optimizer is in neither. Another profile, measured last, says
+whether the machine stayed as fast as it was (drift: seconds of a layer then, over seconds before). `formula` is a closed form
+(`cost.stage.step_s`) for the plans that the planner makes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -19,11 +22,12 @@ from pathlib import Path
 
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.rehearsal import message_bytes_of, rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
 from megatron_lynx.testbed.place import Place, place_for
 from megatron_lynx.testbed.profiling import measure_profile
@@ -44,7 +48,14 @@ class Row:
     lowest_s: float
     highest_s: float
     """The fastest and the slowest round."""
+    simulated_ratio: float
+    """To stock none, as is the next one."""
+    measured_ratio: float
     formula_s: float | None
+
+    @property
+    def ratio_error(self) -> float:
+        return self.simulated_ratio / self.measured_ratio - 1
 
     @property
     def error(self) -> float:
@@ -80,36 +91,57 @@ def rows(job: Job, profile: Profile, place: Place, rounds: int) -> list[Row]:
     plans = plans_of(job, profile)
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
     laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
-    simulated = {NONE.name: uniform_plan(job, "none")} | plans
-    return [_row(name, plan, profile, laps) for name, plan in simulated.items()]
+    plans = {NONE.name: uniform_plan(job, "none")} | plans
+    simulated = {name: rehearse(plan, profile).step_s for name, plan in plans.items()}
+    measured = {name: [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)] for name in plans}
+    return [
+        Row(
+            plan=name,
+            simulated_s=simulated[name],
+            measured_s=statistics.median(measured[name]),
+            lowest_s=min(measured[name]),
+            highest_s=max(measured[name]),
+            simulated_ratio=simulated[name] / simulated[NONE.name],
+            measured_ratio=statistics.median(map(operator.truediv, measured[name], measured[NONE.name])),
+            formula_s=closed_form_s(job, profile, plan),
+        )
+        for name, plan in plans.items()
+    ]
 
 
-def _row(name: str, plan: Plan, profile: Profile, laps: list[dict[str, Lap]]) -> Row:
-    steps = [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)]
-    simulation = rehearse(plan, profile)
-    return Row(
-        plan=name,
-        simulated_s=simulation.step_s,
-        measured_s=statistics.median(steps),
-        lowest_s=min(steps),
-        highest_s=max(steps),
-        formula_s=plan.stages[0].predicted.step_s,
-    )
+def closed_form_s(job: Job, profile: Profile, plan: Plan) -> float | None:
+    """`cost.stage.step_s` with the exposed seconds that the planner expects; None for plans that it did not make."""
+    if plan.provenance.profile is None:
+        return None
+    message = message_bytes_of(profile)
+    stages = []
+    for stage in plan.stages:
+        time = stage_seconds(job, profile, stage.stage, message)
+        exposed_s = stage.predicted.exposed_replay_s / job.microbatches
+        stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s))
+    return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
+
+
+def layer_s(profile: Profile) -> float:
+    return sum(half.forward_s + half.backward_s for half in (profile.attention, profile.mlp))
 
 
 def markdown(job_name: str, found: list[Row], words: str) -> str:
     lines = [f"# Simulated against real: {job_name}", "", f"{date.today()}; {words}.", "", *(__doc__ or "").splitlines()[4:], ""]
-    lines += [
-        "| plan | simulated s | measured s (lowest, highest) | error | formula s | its error |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    lines += ["| plan | simulated s | measured s (lowest, highest) | error | formula s | its error | to none: simulated |"]
+    lines[-1] += " measured | error |"
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for each in found:
         measured = f"{each.measured_s:.3f} ({each.lowest_s:.3f}, {each.highest_s:.3f})"
         formula = "- | -" if each.formula_s is None else f"{each.formula_s:.3f} | {each.formula_error:+.1%}"
-        lines.append(f"| {each.plan} | {each.simulated_s:.3f} | {measured} | {each.error:+.1%} | {formula} |")
-    errors = [abs(each.error) for each in found]
-    lines += ["", f"Mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}.", ""]
-    return "\n".join(lines)
+        ratios = f"{each.simulated_ratio:.3f} | {each.measured_ratio:.3f} | {each.ratio_error:+.1%}"
+        lines.append(f"| {each.plan} | {each.simulated_s:.3f} | {measured} | {each.error:+.1%} | {formula} | {ratios} |")
+    summary = [_summary("step", [row.error for row in found]), _summary("ratio to none", [row.ratio_error for row in found[1:]])]
+    return "\n".join([*lines, "", *summary])
+
+
+def _summary(name: str, errors: list[float]) -> str:
+    return f"Error of the {name}: mean {statistics.mean(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}.\n"
 
 
 def main() -> None:
@@ -122,12 +154,22 @@ def main() -> None:
     with place_for(job) as place:
         profile = measure_profile(job, place, lambda what: nullcontext())
         found = rows(job, profile, place, chosen.rounds)
+        drift = layer_s(measure_profile(job, place, lambda what: nullcontext())) / layer_s(profile)
         machine = this_machine(place.links, "cpu")
-    text = markdown(chosen.job, found, f"{machine}; {place.ranks} ranks; {chosen.rounds} rounds")
+    text = markdown(chosen.job, found, f"{machine}; {place.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
     stem = chosen.output / f"{date.today()}-simulated-{Path(chosen.job).stem}"
     stem.with_suffix(".md").write_text(text)
-    shown = [{**asdict(each), "error": each.error, "formula_error": each.formula_error} for each in found]
-    answer = {"machine": machine.model_dump(), "rounds": chosen.rounds, "rows": shown, "profile": profile.model_dump(mode="json")}
+    shown = [
+        {**asdict(each), "error": each.error, "formula_error": each.formula_error, "ratio_error": each.ratio_error}
+        for each in found
+    ]
+    answer = {
+        "machine": machine.model_dump(),
+        "rounds": chosen.rounds,
+        "drift": drift,
+        "rows": shown,
+        "profile": profile.model_dump(mode="json"),
+    }
     stem.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
     print(text)
 

@@ -51,6 +51,9 @@ class Place:
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
                 raise error.__cause__ from None
+            if error.lost:
+                todo = "was it killed? by the out-of-memory killer, perhaps: `dmesg` would say so"
+                raise LynxError("a rank was lost", [Problem(f"rank {error.rank}", error.text, "an answer", todo)]) from None
             raise
 
 

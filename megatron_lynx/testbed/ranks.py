@@ -38,8 +38,11 @@ connections that Megatron's sequence parallelism asks for."""
 class RankError(RuntimeError):
     """A function failed on a rank. The message is the rank's traceback; the cause is its exception, if it can be pickled."""
 
-    def __init__(self, rank: int, text: str) -> None:
+    def __init__(self, rank: int, text: str, *, lost: bool = False) -> None:
         self.rank = rank
+        self.text = text
+        self.lost = lost
+        """Whether the rank's process ended without an answer: it was killed, or crashed."""
         super().__init__(f"rank {rank}: {text}")
 
 
@@ -175,7 +178,7 @@ class RankPool:
             result, error, text = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             status = self._processes[rank].wait()
-            raise RankError(rank, f"ended without an answer (exit status {status})") from None
+            raise RankError(rank, f"ended without an answer (exit status {status})", lost=True) from None
         if text is not None:
             raise RankError(rank, text) from error
         return result

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_lynx.errors import ConfigError, PlanMismatch
+from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, without_windows
 from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
 from megatron_lynx.testbed.place import place_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.testbed import on_ranks
 
 JOB = tiny_job("gpt", tensor=2, microbatches=1, micro=1, hidden=64, ffn=128, seq=128)
 """With dropout: equal gradients need equal random numbers. Wide enough that activations outweigh the states of generators."""
@@ -137,3 +138,9 @@ def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
     reasons = [skipped.reason for skipped in comparison.measurement.skipped if "layernorm" in skipped.name]
     assert all("stock Megatron raised" in reason for reason in reasons), reasons
     assert comparison.measurement.settings[-1].hidden_replays > 0
+
+
+def test_a_killed_rank_is_said_in_words() -> None:
+    """It was a Python traceback of ours, which helps nobody to find who killed the process."""
+    with place_for(tiny_job("gpt", tensor=2)) as place, pytest.raises(LynxError, match=r"rank 1.*exit status -9"):
+        place.run(on_ranks.die)
