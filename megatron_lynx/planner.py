@@ -1,6 +1,6 @@
 """From a job and a profile to a plan: the whole planning pipeline on one screen.
 
-job, profile ──stage_problem──> options of each half, priced ──solve──> choices ──predict, write──> Plan
+job, profile ──stage_problem──> options of each half, priced ──solve──> choices ──write, rehearse──> Plan
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Literal
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, replayed_flops
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan.plan import (
@@ -27,6 +26,7 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.ranges import joined
 from megatron_lynx.profiler.profile import Profile, shape_of
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver import baselines
 from megatron_lynx.solver.answer import LayerChoice, Solved
@@ -61,18 +61,17 @@ def answer_of(job: Job, profile: Profile, stage: int) -> Solved:
 
 
 def plan_of(job: Job, profile: Profile, answers: Sequence[Solved]) -> Plan:
-    """Answers of all stages, written as a plan with what is expected of them."""
-    step = predicted_step_s(job, profile, answers)
-    stages = tuple(_stage(job, stage, answer, step) for stage, answer in enumerate(answers))
-    return _plan(job, stages, Provenance(made_by=f"megatron-lynx {__version__}", job=job.digest, profile=profile.digest))
+    """Answers of all stages, written as a plan with what is expected of them; its step is simulated."""
+    stages = tuple(_stage(job, stage, answer) for stage, answer in enumerate(answers))
+    plan = _plan(job, stages, Provenance(made_by=f"megatron-lynx {__version__}", job=job.digest, profile=profile.digest))
+    return _with_step(plan, rehearse(plan, profile).step_s)
 
 
-def predicted_step_s(job: Job, profile: Profile, answers: Sequence[Solved]) -> float:
-    """Seconds of one step: stock Megatron's without recomputation, and what each stage's replays expose on top."""
-    shape = LayerShape(job.model, job.parallel, job.batch.micro)
-    stock = [stage_seconds(job, profile, stage, shape.gathered_bytes) for stage in range(len(answers))]
-    ours = [StageSeconds(time.forward_s, time.backward_s + answer.exposed_s) for time, answer in zip(stock, answers, strict=True)]
-    return step_s(ours, job.microbatches, profile.link_s("p2p", shape.input_bytes))
+def _with_step(plan: Plan, step_s: float) -> Plan:
+    stages = [
+        stage.model_copy(update={"predicted": stage.predicted.model_copy(update={"step_s": step_s})}) for stage in plan.stages
+    ]
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def uniform_plan(
@@ -138,11 +137,10 @@ def _plan(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
     )
 
 
-def _stage(job: Job, stage: int, answer: Solved, step: float) -> Stage:
+def _stage(job: Job, stage: int, answer: Solved) -> Stage:
     layers = job.layers_of(stage)
     rules = joined(_rule(layer, choice) for layer, choice in zip(layers, answer.layers, strict=True))
     predicted = Predicted(
-        step_s=step,
         hidden_replay_s=answer.hidden_s * job.microbatches,
         exposed_replay_s=answer.exposed_s * job.microbatches,
         resident_activation_bytes=answer.resident_bytes,
