@@ -22,22 +22,30 @@ class _Part(BaseModel):
 
 
 class Matmul(_Part):
-    """Matrix units. The achieved rate is `efficiency` times the peak of the model's type."""
+    """Matrix units. A GEMM of size n, the edge of a cube of its FLOPs, reaches efficiency x n / (n + half_size) of the peak."""
 
     bf16_tflop_per_s: float = Field(gt=0)
     """Dense peak with fp32 accumulation."""
     fp32_tflop_per_s: float = Field(gt=0)
     """Peak of what PyTorch uses for fp32 by default: no TF32."""
     efficiency: float = Field(gt=0, le=1)
-    """Achieved share of the peak on GEMMs as large as a transformer layer's."""
+    """Achieved share of the peak on GEMMs without end."""
+    half_size: float = Field(default=0.0, ge=0)
+    """Size at which half of that is reached: the smaller a GEMM, the more of it is filling and draining. 0: no such loss."""
     attention_efficiency: float = Field(gt=0, le=1)
     """Achieved share of the peak in fused attention, of the FLOPs that a causal mask leaves."""
 
     def peak_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
         return 1e12 * (self.bf16_tflop_per_s if dtype == "bf16" else self.fp32_tflop_per_s)
 
-    def achieved_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
-        return self.efficiency * self.peak_flop_per_s(dtype)
+    def gemm_s(self, flops: float, dtype: Literal["fp32", "bf16"]) -> float:
+        """Seconds of one GEMM, as far as computing goes."""
+        size = (flops / 2) ** (1 / 3)
+        return flops * (size + self.half_size) / (size * self.efficiency * self.peak_flop_per_s(dtype)) if flops else 0.0
+
+    def attention_s(self, flops: float, dtype: Literal["fp32", "bf16"]) -> float:
+        """Seconds of fused attention, as far as computing goes."""
+        return flops / (self.attention_efficiency * self.peak_flop_per_s(dtype))
 
 
 class Link(_Part):

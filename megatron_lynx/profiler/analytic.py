@@ -1,6 +1,7 @@
 """A profile without measuring: what one layer and its links cost by their shapes and the cluster's figures.
 
     seconds of a kernel  =  start and end  +  max( FLOPs / achieved matrix rate ,  bytes moved / achieved memory rate )
+                                              the larger a GEMM, the nearer to its cluster's best: `config.cluster.Matmul`
 
     FLOPs of each item   profiler.shape   forward once, backward twice; fused attention's backward 2.5 times (it makes the
                                           scores again), and a causal mask halves both
@@ -14,6 +15,7 @@ Keys and values that context-parallel ranks exchange are taken to be hidden behi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_lynx.config.cluster import Cluster, Link, Matmul
 from megatron_lynx.config.job import Job
@@ -58,7 +60,7 @@ class Roofline:
 
     matmul: Matmul
     hbm: Link
-    flop_per_s: float
+    dtype: Literal["fp32", "bf16"]
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -67,14 +69,14 @@ class Roofline:
         if matmul is None or hbm is None or missing:
             problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
             raise ConfigError("seconds cannot be estimated for this cluster", problems)
-        return cls(matmul, hbm, matmul.achieved_flop_per_s(job.model.dtype))
+        return cls(matmul, hbm, job.model.dtype)
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        return self._seconds(flops / self.flop_per_s, moved_bytes)
+        return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
 
     def attention_s(self, flops: float, moved_bytes: float) -> float:
         """In fused kernels."""
-        return self._seconds(flops / self.flop_per_s * self.matmul.efficiency / self.matmul.attention_efficiency, moved_bytes)
+        return self._seconds(self.matmul.attention_s(flops, self.dtype), moved_bytes)
 
     def _seconds(self, compute_s: float, moved_bytes: float) -> float:
         return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
