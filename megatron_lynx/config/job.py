@@ -70,10 +70,11 @@ class Job(BaseModel):
         if parallel.context > 1 and model.seq % (slices := 2 * parallel.context * (tensor if parallel.sequence_parallel else 1)):
             problems.append(f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank")
         if model.layers % parallel.pipeline:
-            problems.append(f"model.layers ({model.layers}) must be a multiple of parallel.pipeline ({parallel.pipeline})")
-        elif model.layers % (round_layers := parallel.pipeline * (parallel.layers_per_chunk or 1)):
-            needed = f"parallel.pipeline x parallel.layers_per_chunk ({round_layers})"
+            needed = f"parallel.pipeline ({parallel.pipeline}), such as {_divisors(model.layers)}"
             problems.append(f"model.layers ({model.layers}) must be a multiple of {needed}")
+        elif (own := model.layers // parallel.pipeline) % (chunk := parallel.layers_per_chunk or own):
+            needed = f"parallel.layers_per_chunk ({chunk}), such as {_divisors(own)}"
+            problems.append(f"layers of a stage ({own}) must be a multiple of {needed}")
         if self.gpus % parallel.ranks:
             sizes = "parallel.tensor x parallel.context x parallel.pipeline"
             problems.append(f"gpus ({self.gpus}) must be a multiple of {sizes} ({parallel.ranks})")
@@ -121,3 +122,9 @@ class Job(BaseModel):
     def digest(self) -> str:
         """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+
+
+def _divisors(number: int) -> str:
+    """What a size could be instead: the first ten that divide, looked for among no more than a thousand."""
+    found = [str(each) for each in range(1, min(number, 1000) + 1) if number % each == 0]
+    return ", ".join(found[:10])

@@ -78,3 +78,17 @@ def test_overrides_are_blamed_for_their_own_problems(tmp_path: Path) -> None:
     assert "override batch.micro: found 0, needed at least 1" in found
     assert "override gpus.more: found a single value above it, needed a mapping at gpus" in found
     assert any(line.startswith("override colour.deep: found an unknown key") for line in found)
+
+
+def test_layouts_that_do_not_divide_are_answered_with_some_that_do(tmp_path: Path) -> None:
+    found = refusals(tmp_path, JOB, **{"parallel.pipeline": 3, "gpus": 6})
+    assert found == ["job.yaml: model.layers (4) must be a multiple of parallel.pipeline (3), such as 1, 2, 4"]
+    found = refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.layers_per_chunk": 3, "gpus": 4})
+    assert found == ["job.yaml: layers of a stage (2) must be a multiple of parallel.layers_per_chunk (3), such as 1, 2"]
+    found = refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.layers_per_chunk": 1, "gpus": 4, "batch.global": 3})
+    assert found == [
+        "job.yaml: micro-batches of a pipeline (3) must be a multiple of parallel.pipeline (2) with layers_per_chunk"
+    ]
+    assert refusals(tmp_path, JOB, **{"parallel.layers_per_chunk": 2}) == [
+        "job.yaml: parallel: layers_per_chunk needs pipeline > 1, found pipeline 1"
+    ]
