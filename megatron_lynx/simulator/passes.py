@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.timeline import Span
 
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
@@ -39,11 +40,13 @@ NOTHING = Pass()
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """All passes of one chunk. `received` is the replay that runs while the gradient of its backward is awaited."""
+    """All passes of one chunk, and its copies. `received`: replays that run while the gradient of its backward is awaited."""
 
     forward: Mapping[Phase, Pass]
     backward: Mapping[Phase, Pass]
     received: Mapping[Phase, Pass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
+    copy: HostCopy | None = None
+    """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
 
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:

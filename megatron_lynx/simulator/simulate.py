@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase, Schedule
+from megatron_lynx.simulator.copies import HostCopies
 from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Pass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
@@ -47,12 +49,27 @@ def simulate(
 class _Stage:
     number: int
     passes: Sequence[ChunkPasses]
+    at_once: frozenset[Action]
+    """Forwards whose backward follows at once."""
+    executed: list[Executed] = field(default_factory=list)
+    copies: HostCopies = field(default_factory=HostCopies)
+
+    @property
+    def copies_may_return_s(self) -> float:
+        """The beginning of the last backward, or before the first one that of the last forward."""
+        last = self.executed[-1:]
+        return next(
+            (each.start_s for each in reversed(self.executed) if each.action.kind == "B"), last[0].start_s if last else 0.0
+        )
 
 
 class _Run:
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
-        self._stages = [_Stage(number, passes) for number, passes in enumerate(chunks)]
+        self._stages = [
+            _Stage(number, passes, _at_once(order))
+            for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
+        ]
         self._p2p_s = p2p_s
         self._interference = interference
         self._virtual_stages = schedule.pipeline * schedule.chunks
@@ -61,7 +78,6 @@ class _Run:
         self._links: dict[tuple[int, str], float] = {}
         self._waiting: dict[Message, list[int]] = {}
         self._ready: deque[int] = deque()
-        self._executed: list[list[Executed]] = [[] for _ in chunks]
 
     def simulation(self) -> Simulation:
         walks = [self._walk(stage) for stage in self._stages]
@@ -77,7 +93,9 @@ class _Run:
         if any(message is not None for message in wanted):
             stuck = "; ".join(f"stage {number} waits for {message}" for number, message in enumerate(wanted) if message)
             raise ValueError(f"the stages' orders cannot be run together: {stuck}")
-        return Simulation(tuple(map(tuple, self._executed)))
+        return Simulation(
+            tuple(tuple(stage.executed) for stage in self._stages), tuple(tuple(stage.copies.done) for stage in self._stages)
+        )
 
     def _await(self, number: int, message: Message | None) -> None:
         if message is None:
@@ -118,19 +136,23 @@ class _Run:
 
     def _execute(self, stage: _Stage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
         """Note what runs; the time at which it is over."""
-        executed = self._executed[stage.number]
-        begin = arrived
+        passes, begin = stage.passes[action.chunk], arrived
+        may_return = stage.copies_may_return_s
         if replay.seconds:  # [3]
-            wait_s = arrived - free
-            exposed_s = max(0.0, replay.seconds - wait_s / self._interference)
+            exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
             begin = arrived + exposed_s
             end = begin if exposed_s else free + replay.seconds * self._interference
             shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
-            executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
-        passes = stage.passes[action.chunk]
+            stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
+        waited = 0.0
+        if action.kind == "B":
+            waited = max(0.0, stage.copies.back_s(action, may_return, passes.copy) - begin)
         chosen = (passes.forward if action.kind == "F" else passes.backward)[phase]
-        executed.append(Executed(action, phase, arrived, begin, begin + chosen.seconds, chosen))
-        return begin + chosen.seconds
+        end = begin + waited + chosen.seconds
+        stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited))
+        if action.kind == "F" and passes.copy is not None and action not in stage.at_once:
+            stage.copies.offload(action, end, passes.copy)
+        return end
 
     def _post(self, message: Message, time_s: float) -> None:
         """One side is there. A blocking message waits for the other side, the others for their link."""
@@ -164,6 +186,11 @@ class _Run:
 
     def _virtual_stage(self, stage: _Stage, action: Action) -> int:
         return action.chunk * self._schedule.pipeline + stage.number
+
+
+def _at_once(order: Sequence[Action]) -> frozenset[Action]:
+    passes = [action for action in order if action.kind != "R"]
+    return frozenset(one for one, after in pairwise(passes) if after == Action(one.micro_batch, "B", one.chunk))
 
 
 def _direction(action: Action) -> Literal["F", "B"]:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import Pass
 from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
@@ -24,10 +25,12 @@ class Executed:
     action: Action
     phase: Phase
     arrived_s: float
-    """When its stage was free and what it needs was there."""
+    """When its stage was free and what its neighbour sends was there."""
     start_s: float
     end_s: float
     content: Pass
+    copy_wait_s: float = 0.0
+    """Seconds that it waited for its copy from the host besides."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Simulation:
     """One step, by stage."""
 
     executed: tuple[tuple[Executed, ...], ...]
+    copied: tuple[tuple[Copied, ...], ...]
+    """Copies to and from the host."""
 
     @cached_property
     def step_s(self) -> float:
@@ -45,8 +50,11 @@ class Simulation:
         return sum(each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.executed[stage])
 
     def bubble_s(self, stage: int) -> float:
-        """Seconds in which the stage runs no pass, hidden replays included."""
-        return self.step_s - self.busy_s(stage)
+        """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
+        return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
+
+    def exposed_copy_s(self, stage: int) -> float:
+        return sum(each.copy_wait_s for each in self.executed[stage])
 
     def exposed_replay_s(self, stage: int) -> float:
         return sum(each.content.exposed_s for each in self.executed[stage])
@@ -56,9 +64,8 @@ class Simulation:
 
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
-        return memory_curve(
-            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory
-        )
+        passes = ((each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory)
+        return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
 
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, and waits for neighbours."""

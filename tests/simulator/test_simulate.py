@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_lynx.schedule.action import most_in_flight, read_actions, with_rep
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
@@ -88,6 +90,38 @@ def test_memory_of_a_stage_over_time() -> None:
     assert first.peak_bytes == 20
 
 
+def offloading(out_s: float, back_s: float) -> Simulation:
+    """Two stages, the first of which offloads 8 of its 10 bytes; the last one may, but its backwards follow at once."""
+    passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=HostCopy(out_s, back_s, 8))
+    return simulate(overlapping(one_f_one_b(2, 2)), [[passes], [passes]])
+
+
+def test_copies_that_fit_behind_passes_cost_memory_only_while_they_run() -> None:
+    """Out: 1 to 1.5 and 2 to 2.5 s. Back: the first at once, the second while the first backward runs, from 4 s on."""
+    simulation = offloading(0.5, 0.5)
+    assert simulation.step_s == offloading(0.0, 0.0).step_s == 9.0
+    assert [(str(each.action), each.start_s, each.end_s) for each in simulation.copied[0]] == [
+        ("0F0", 1.0, 1.5),
+        ("1F0", 2.0, 2.5),
+        ("0B0", 1.5, 2.0),
+        ("1B0", 4.0, 4.5),
+    ]
+    assert simulation.copied[1] == ()
+    curve = simulation.memory(0)
+    times, held = (1.0, 1.5, 2.0, 2.5, 4.0, 6.0, 9.0), (10, 10, 20, 12, 20, 10, 0)
+    last_of_each_time = dict(zip(curve.times_s, curve.bytes, strict=True))
+    assert [last_of_each_time[time] for time in times] == list(held)
+
+
+def test_copies_longer_than_passes_are_exposed() -> None:
+    """Out: 1 to 4 and 4 to 7 s. Back: 4 to 7, for which the first backward waits 3 s; 7 to 10, for the second, 1 s."""
+    simulation = offloading(3.0, 3.0)
+    assert placed(simulation, 0)[2:] == [("0B0", 7.0, 9.0), ("1B0", 10.0, 12.0)]
+    assert simulation.exposed_copy_s(0) == 4.0
+    assert simulation.bubble_s(0) == 12.0 - 6.0 - 4.0
+    assert simulation.exposed_copy_s(1) == 0.0
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     schedule = Schedule((read_actions("0F0 0B0 1F0 1B0"), read_actions("1F0 1B0 0F0 0B0")), (0, 0), blocking=False)
     with pytest.raises(ValueError, match=r"stage 0 waits for .*kind='B', micro_batch=0.*; stage 1 waits for"):
@@ -140,5 +174,11 @@ def test_any_step(schedule: Schedule, data: st.DataObject) -> None:
         assert simulation.memory(stage).peak_bytes == most_in_flight(schedule.orders[stage])
         assert simulation.memory(stage).bytes[-1] == 0
     virtual_stages = schedule.pipeline * schedule.chunks
+    copy = HostCopy(data.draw(seconds), data.draw(seconds), 1)
+    offloaded = simulate(schedule, [[replace(chunk, copy=copy) for chunk in stage] for stage in passes], p2p_s)
+    assert offloaded.step_s >= simulation.step_s - 1e-9
+    for stage in range(schedule.pipeline):
+        assert offloaded.memory(stage).bytes[-1] == 0
+        assert offloaded.memory(stage).peak_bytes <= most_in_flight(schedule.orders[stage])
     way = sum(forward_s + backward_s for stage in costs for forward_s, backward_s in stage) + 2 * (virtual_stages - 1) * p2p_s
     assert simulation.step_s >= way - 1e-9
