@@ -91,7 +91,7 @@ def _fitting(problem: StageProblem, budget_bytes: int) -> Iterator[_Candidate]:
     for candidate in _uniform(problem):
         if candidate.exposed_s <= least_exposed_s and candidate.peak_bytes <= budget_bytes:
             least_exposed_s = candidate.exposed_s
-            yield candidate  # a Y on top may have the slower attention half, which then is the last layer's too
+            yield candidate
         for faster in _faster_than(candidate.usual, layers):
             for count in range(_most(candidate.usual, faster, problem, budget_bytes), 0, -1):
                 mixed = replace(candidate, faster=faster, count=count)
