@@ -128,7 +128,11 @@ def compared(check: Check, job: Job, plan: Plan, links: Links) -> Measurement:
     from megatron_lynx.testbed.comparison import compare
 
     place: Any = ThisProcess(check.device, links)
-    measured = compare(job, plan, place, lambda text: nullcontext(print(f"  {text}")), rounds=check.rounds).measurement
+
+    def announce(text: str) -> Any:
+        return nullcontext(print(f"  {text}"))
+
+    measured = compare(job, plan, place, announce, rounds=check.rounds, module_sets=False).measurement
     return measured.model_copy(update={"subject": f"{measured.subject}. {check.note}"})
 
 

@@ -59,18 +59,24 @@ class Census:
         return next(each for each in self.counted if each.candidate.name == name)
 
 
-def take_census(rank: int, job: Job, plan: Plan) -> Census:
-    """Runs inside `RankPool`, on all ranks of the job."""
+def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -> Census:
+    """Runs inside `RankPool`, on all ranks of the job.
+
+    Stock's module sets are first tried on each rank alone, which makes Megatron's groups anew: not for ranks whose other ranks
+    do not exist.
+    """
     from megatron_lynx.testbed.training import initialise
 
-    failing = _failing(job)
+    failing = _failing(job) if module_sets_too else []
     initialise(job)
     none = Subject(job, NONE)
     reference = none.repeatable_step()
     census = Census([_count(none)], failing)
     for candidate in (SELECTIVE, FULL, *ours(plan)):
         census.counted.append(_count(Subject(job, candidate, none), reference))
-    _count_opponents(census, job, none, reference)
+    if module_sets_too:
+        _count_module_sets(census, job, none, reference)
+    _count_blocks(census, job, none, reference)
     census.check = _check_of(none)
     return census
 
@@ -98,16 +104,19 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
     )
 
 
-def _count_opponents(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    ours_counted = census.counted[-1]
+def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
     failing = {skipped.name for skipped in census.skipped}
     for candidate in module_sets(job):
         if candidate.name not in failing:
             census.counted.append(_count(Subject(job, candidate, none), reference))
+
+
+def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> None:
+    """As far as they are opponents: each holds more than the one before it."""
     for candidate in blocks(job):
         counted = _count(Subject(job, candidate, none), reference)
         census.counted.append(counted)
-        if not counted.holds_no_more_than(ours_counted):
+        if not counted.holds_no_more_than(census.of("ours")):
             break
 
 

@@ -46,14 +46,16 @@ class Comparison:
         return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
 
 
-def compare(job: Job, plan: Plan, place: Place, announce: Announce, *, rounds: int = 5, warmups: int = 1) -> Comparison:
-    """Train a few steps under every setting. `place` is where the ranks run.
+def compare(
+    job: Job, plan: Plan, place: Place, announce: Announce, *, rounds: int = 5, warmups: int = 1, module_sets: bool = True
+) -> Comparison:
+    """Train a few steps under every setting. `place` is where the ranks run; `module_sets`: whether stock's are opponents too.
 
     Raises `PlanMismatch`, `HookRefused` or another error of this package; `RankError` for anything else that a rank raises.
     """
     check_plan(job, plan)
     with announce("counting what every setting holds, comparing gradients"):
-        censuses = place.run(take_census, job, plan, unshaped=True, env=ENVIRONMENT)
+        censuses = place.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
     field = _field(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = place.run(race, job, [counted.candidate for counted in field], rounds, warmups)
