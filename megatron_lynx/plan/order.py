@@ -42,7 +42,9 @@ def windows_in_order(stage: Stage, sequence_parallel: bool, phase: Phase) -> lis
         ]
     order.append("pipe.recv_backward")
     for layer, half in frames_of(stage):
-        order += [Collective("bwd", layer, half, n) for n in range(collectives_of("bwd", sequence_parallel))]
+        served = 1 if sequence_parallel and _replays_gemm(stage, (layer, half)) else None  # gathered once, before: no wait
+        ordinals = (n for n in range(collectives_of("bwd", sequence_parallel)) if n != served)
+        order += [Collective("bwd", layer, half, n) for n in ordinals]
     return order
 
 
@@ -88,8 +90,6 @@ def _misplaced(stage: Stage, layout: ParallelFacts, frame: FrameKey, phase: Phas
         yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
     elif gather is not None and windows.index(gather) >= windows.index(window):
         yield f"{name} comes before the half's input is gathered ({gather})"
-    elif window == Collective("fwd", layer, half, 0) and layout.sequence_parallel and _replays_gemm(stage, frame):
-        yield f"{name} is a window of {COLUMN_PARALLEL[half]} itself, which this replay would call"
 
 
 def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:

@@ -14,6 +14,7 @@
 
 Without sequence parallelism every half has one collective in each pass (ordinal 0). With it, forward has two (0 gathers the
 input, 1 scatters the output) and backward three (0 gathers the gradient, 1 gathers the input again, 2 scatters the gradient).
+A half whose input is gathered once for its replay does not gather it again: it has no backward window 1.
 A name is relative to the layer whose half is replayed, so that identical layers have identical entries in a plan.
 """
 

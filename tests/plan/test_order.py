@@ -1,0 +1,71 @@
+"""Plans whose replays would come too late, too early, too many at once, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.plans import plan_for, replayable
+
+
+def raw_plan(*, gather: bool = False, **layout: Any) -> dict[str, Any]:
+    job = tiny_job("llama", **layout)
+    return plan_for(job, lambda layer: replayable(job, gather=gather)).model_dump(mode="json")
+
+
+def refused(raw: dict[str, Any]) -> str:
+    with pytest.raises(ValidationError) as error:
+        Plan.model_validate(raw)
+    return str(error.value)
+
+
+def test_a_window_behind_which_backward_was_there_already() -> None:
+    raw = raw_plan(tensor=2)
+    raw["stages"][0]["rules"][1]["windows"]["mlp"] = "bwd.mlp.0"
+    assert "windows.mlp of layer 2 (bwd.mlp.0, steady) comes after backward needs the half" in refused(raw)
+
+
+def test_more_frames_ahead_than_the_depth_allows() -> None:
+    raw = raw_plan(tensor=2)
+    raw["stages"][0]["rules"][1]["windows"]["mlp"] = "bwd.mlp.0+1"
+    assert "ahead_depth is 1, but 2 frames are regenerated ahead in steady at bwd.mlp.0@3" in refused(raw)
+
+
+def test_a_layer_above_the_stage() -> None:
+    raw = raw_plan(tensor=2, pipeline=2, microbatches=4)
+    raw["stages"][0]["rules"][1]["windows"]["attention"] = "bwd.mlp.0+1"
+    assert "windows.attention of layer 2 (bwd.mlp.0+1, steady) is no window of this stage" in refused(raw)
+
+
+def test_a_gather_behind_the_window_that_needs_it() -> None:
+    raw = raw_plan(tensor=2, sequence_parallel=True, gather=True)
+    raw["stages"][0]["rules"][0]["gather"]["attention"] = "bwd.mlp.2"
+    assert "comes before the half's input is gathered" in refused(raw)
+
+
+def test_the_window_of_a_gather_that_is_not_made_again() -> None:
+    """Found by random plans: a half that gathers once has no backward window 1, and what was to hide there was exposed."""
+    raw = raw_plan(tensor=2, sequence_parallel=True, gather=True)
+    raw["stages"][0]["rules"][0]["windows"]["attention"] = "bwd.mlp.1"
+    assert "windows.attention of layer 1 (bwd.mlp.1, steady) is no window of this stage in this phase" in refused(raw)
+
+
+def test_a_forward_window_of_the_very_gemm_that_is_replayed() -> None:
+    """Rule R13. Gathers stand behind backward collectives, so no forward window comes late enough for any replayed GEMM."""
+    raw = raw_plan(tensor=2, pipeline=2, sequence_parallel=True, microbatches=4, gather=True)
+    rule = raw["stages"][0]["rules"][0]
+    rule["gather"]["attention"], rule["windows"]["attention"] = (
+        "bwd.mlp.0",
+        {"steady": "fwd.attention.0", "cooldown": "on_demand"},
+    )
+    assert "comes before the half's input is gathered" in refused(raw)
+
+
+def test_the_dropout_mask_is_needed_before_the_halfs_own_window() -> None:
+    raw = raw_plan(tensor=2, sequence_parallel=True)
+    raw["stages"][0]["rules"][3]["windows"]["mlp"] = "bwd.mlp.0"
+    assert "comes after backward needs the half" in refused(raw)
