@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import CODE_ITEMS
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.schedule.windows import ON_DEMAND
@@ -23,13 +22,13 @@ class Expected:
 
 
 def lets_go(job: Job, stage: Stage, layer: int, half: str) -> bool:
-    """Whether a half has anything to replay: an item that saves nothing (dropout without dropout) leaves no frame."""
+    """Whether a half has anything to replay. Some code saves nothing: bias-dropout-add without dropout, and the splitting of Q, K
+    and V without rotary positions, which only makes views unless heads share keys."""
     model = job.model
-    saving = {"rotary": model.position == "rope", "activation": True}
+    saving = {"rotary": model.position == "rope" or model.kv_groups < model.heads, "activation": True}
     saving |= dict.fromkeys(("attention_bda", "mlp_bda"), model.hidden_dropout > 0)
     replayed = stage.rule_for(layer).replays(half)  # type: ignore[arg-type]
-    hands_on = {"rotary"}  # its outputs are regenerated for core_attention even where it saves nothing itself
-    return any(item not in CODE_ITEMS or saving[item] or item in hands_on for item in replayed)
+    return any(saving.get(item, True) for item in replayed)
 
 
 def expected(job: Job, plan: Plan, stage_number: int) -> Expected:
