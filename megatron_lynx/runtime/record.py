@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, SiteCall, View
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, tensors_in
+from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended, tensors_in
 
 
 class Recorder:
@@ -59,7 +58,7 @@ class Recorder:
         elif not call.owns_parameters:
             outputs = call()  # [2]
         else:
-            with self._without_hooks():
+            with suspended(self._hooks):
                 outputs = call()
             self._let_go(call, outputs, arguments, arguments)  # [3]
         self._enter(self.frame.policy.code_behind.get(call.name, call.name))
@@ -67,7 +66,7 @@ class Recorder:
 
     def _keep(self, call: SiteCall, arguments: list[Tensor]) -> Any:
         before = self._random.capture()
-        with self._without_hooks():
+        with suspended(self._hooks):
             outputs = call()
         behind = self._random.capture()
         regenerated = [tensor for tensor in arguments if storage_of(tensor) not in self._resident]
@@ -131,14 +130,6 @@ class Recorder:
         self._segment += 1
         self._ordinal = 0
         self._item = item
-
-    @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        self._hooks.__exit__()
-        try:
-            yield
-        finally:
-            self._hooks.__enter__()
 
 
 class Passage:

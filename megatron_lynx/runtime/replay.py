@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Memo, SiteCall
 from megatron_lynx.runtime.rng import RandomSource, forked
-from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of
+from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended
 
 
 class _Enough(Exception):
@@ -75,7 +75,7 @@ class Replayer:
             with self._inside_site():
                 outputs = call()
         else:
-            with self._at_gather(call.name), self._without_hooks():
+            with self._at_gather(call.name), suspended(self._hooks):
                 outputs = call()
             self._collect_saved(call, outputs)
         if self._up_to_gather:
@@ -140,14 +140,6 @@ class Replayer:
             yield
         finally:
             self.in_gather_site = False
-
-    @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        self._hooks.__exit__()
-        try:
-            yield
-        finally:
-            self._hooks.__enter__()
 
 
 def present_autocast() -> tuple[Any, ...]:

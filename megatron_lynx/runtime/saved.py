@@ -11,6 +11,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -55,6 +56,16 @@ def detached(tensor: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int:
     """Equal for tensors that share memory, while one of them is alive."""
     return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
+    """Calls inside save tensors as if these hooks, the innermost ones, were not there."""
+    hooks.__exit__()
+    try:
+        yield
+    finally:
+        hooks.__enter__()
 
 
 def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
