@@ -44,11 +44,6 @@ def phases_of(job: Job, stage: int) -> Phases:
     return Phases(steady=job.microbatches - warmup, cooldown=warmup)
 
 
-def in_flight(job: Job, stage: int) -> int:
-    """Micro-batches whose activations a 1F1B stage holds at most: p - s, if there are so many."""
-    return min(job.parallel.pipeline - stage, job.microbatches)
-
-
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """A stage of stock Megatron that recomputes nothing."""
     layers = len(job.layers_of(stage))

@@ -151,9 +151,10 @@ class Engine:
     def _new_frame(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         key = (policy.layer, policy.half)
         micro_batch = self.ledger.micro_batch_for(key)
-        inputs = (map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)) if policy.replay else None
-        random = self._random.capture() if policy.replay else None
-        frame = Frame(policy, micro_batch, code, inputs, random, present_autocast())
+        frame = Frame(policy, micro_batch, code)
+        if policy.replay:
+            frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
+            frame.random, frame.autocast = self._random.capture(), present_autocast()
         micro_batch.frames[key] = frame
         return frame
 

@@ -137,9 +137,9 @@ class Frame:
     micro_batch: MicroBatch
     code: Callable[..., Any]
     """The half's own code, without hooks."""
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
-    random: Any
-    autocast: tuple[Any, ...]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    random: Any = None
+    autocast: tuple[Any, ...] = ()
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     wanted: set[Key] = field(default_factory=set)

@@ -13,70 +13,54 @@ from megatron_lynx.errors import Problem, ReplayError
 def refuse_foreign_hooks(half: str) -> None:
     """Saved-tensor hooks of somebody else would see handles instead of tensors, or none at all (rule R14)."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise ReplayError(
+        raise _refusal(
             "other saved-tensor hooks are active",
-            [
-                Problem(
-                    where=f"forward of {half}",
-                    found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
-                    needed="none around layers that the plan replays",
-                    todo="leave that context before the model runs, or keep every item of these layers in the plan",
-                )
-            ],
+            where=f"forward of {half}",
+            found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
+            needed="none around layers that the plan replays",
+            todo="leave that context before the model runs, or keep every item of these layers in the plan",
         )
 
 
 def partial_backward(half: str) -> ReplayError:
-    return ReplayError(
+    return _refusal(
         "torch.autograd.grad (or backward with inputs=) cannot run through replayed activations",
-        [
-            Problem(
-                where=f"backward of {half}",
-                found="a backward for chosen inputs",
-                needed="a whole backward: what it does not reach would stay in memory",
-                todo="call .backward() without inputs=, or remove the installation around this call",
-            )
-        ],
+        where=f"backward of {half}",
+        found="a backward for chosen inputs",
+        needed="a whole backward: what it does not reach would stay in memory",
+        todo="call .backward() without inputs=, or remove the installation around this call",
     )
 
 
 def second_order(half: str) -> ReplayError:
-    return ReplayError(
+    return _refusal(
         "a replayed activation has no second derivative",
-        [
-            Problem(
-                where=f"backward of {half}",
-                found="backward with create_graph=True",
-                needed="create_graph=False",
-                todo="remove the installation around this call",
-            )
-        ],
+        where=f"backward of {half}",
+        found="backward with create_graph=True",
+        needed="create_graph=False",
+        todo="remove the installation around this call",
     )
 
 
 def collective_in_replay(half: str) -> ReplayError:
-    return ReplayError(
+    return _refusal(
         "a replay would communicate",
-        [
-            Problem(
-                where=f"replay of {half}",
-                found="a collective of the tensor-parallel group",
-                needed="none: it would queue behind the one that the replay hides behind (rule R2)",
-                todo="keep the site that communicates, or give its half a gather in the plan",
-            )
-        ],
+        where=f"replay of {half}",
+        found="a collective of the tensor-parallel group",
+        needed="none: it would queue behind the one that the replay hides behind (rule R2)",
+        todo="keep the site that communicates, or give its half a gather in the plan",
     )
 
 
 def asked_twice(half: str) -> ReplayError:
-    return ReplayError(
+    return _refusal(
         "a replayed activation was asked for twice",
-        [
-            Problem(
-                where=f"backward of {half}",
-                found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
-                needed="one backward per forward: a regenerated tensor is dropped when it was used",
-                todo="run this part without the plan, or keep the layer's items in the plan",
-            )
-        ],
+        where=f"backward of {half}",
+        found="a second backward through the same graph (retain_graph=True, or saved_tensors read twice)",
+        needed="one backward per forward: a regenerated tensor is dropped when it was used",
+        todo="run this part without the plan, or keep the layer's items in the plan",
     )
+
+
+def _refusal(headline: str, *, where: str, found: str, needed: str, todo: str) -> ReplayError:
+    return ReplayError(headline, [Problem(where, found, needed, todo)])

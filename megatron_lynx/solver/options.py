@@ -9,10 +9,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_flight import microbatches_in_flight
 from megatron_lynx.cost.layer import LayerShape, item_flops
 from megatron_lynx.cost.memory import half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.cost.stage import in_flight
 from megatron_lynx.items import Half
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.problem import Option, Seat, StageProblem
@@ -32,7 +32,7 @@ def stage_problem(job: Job, profile: Profile, stage: int) -> StageProblem:
         attention=options(job, profile, stage, "attention"),
         mlp=options(job, profile, stage, "mlp"),
         last_mlp=options(job, profile, stage, "last_mlp"),
-        in_flight=in_flight(job, stage),
+        in_flight=microbatches_in_flight(job, stage),
         budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
     )
 

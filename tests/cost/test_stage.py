@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
+from megatron_lynx.cost.in_flight import microbatches_in_flight
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
-from megatron_lynx.cost.stage import Phases, StageSeconds, in_flight, phases_of, step_s
+from megatron_lynx.cost.stage import Phases, StageSeconds, phases_of, step_s
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
 
@@ -77,5 +78,5 @@ def test_a_step_of_two_stages():
 def test_phases_and_micro_batches_in_flight():
     job = tiny_job(pipeline=4, microbatches=6)
     assert [phases_of(job, stage) for stage in range(4)] == [Phases(3, 3), Phases(4, 2), Phases(5, 1), Phases(6, 0)]
-    assert [in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(tiny_job(pipeline=4, microbatches=2), 0) == 2
+    assert [microbatches_in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert microbatches_in_flight(tiny_job(pipeline=4, microbatches=2), 0) == 2
