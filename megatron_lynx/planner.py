@@ -91,7 +91,8 @@ def uniform_plan(
     items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
     if job.parallel.sequence_parallel and gather == "keep":
         items = tuple(item for item in items if item not in COLUMN_PARALLEL.values())
-    stages = tuple(_uniform_stage(job, stage, items, windows) for stage in range(job.parallel.pipeline))
+    places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
+    stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
     return _plan(job, stages, Provenance(made_by=f"megatron-lynx {__version__}", job=job.digest, note=note))
 
 
@@ -100,7 +101,7 @@ def check_plannable(job: Job) -> None:
     layout = job.parallel
     asked = (
         ("parallel.context", layout.context, "1", layout.context > 1),
-        ("parallel.layers_per_chunk", layout.layers_per_chunk, "none", layout.layers_per_chunk is not None),
+        ("parallel.layers_per_chunk", layout.layers_per_chunk, "none", job.chunks > 1),
         ("policy", job.policy, "none, full or planned", job.policy in ("selective", "balanced")),
         ("offload_ratio", job.offload_ratio, "0", job.offload_ratio != 0),
         ("budget.memory_gib", job.budget.memory_gib, "none", job.budget.memory_gib is not None),
@@ -130,7 +131,12 @@ def _plan(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
     return Plan(
         version=1,
         model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(**{name: getattr(job.parallel, name) for name in ParallelFacts.model_fields}),
+        parallel=ParallelFacts(
+            tensor=job.parallel.tensor,
+            pipeline=job.parallel.pipeline,
+            chunks=job.chunks,
+            sequence_parallel=job.parallel.sequence_parallel,
+        ),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         stages=stages,
         provenance=provenance,
@@ -158,41 +164,42 @@ def _rule(layer: int, choice: LayerChoice) -> Rule:
     return _whole_rule(layer, replay, windows, gathers)
 
 
-def _uniform_stage(job: Job, stage: int, items: Collection[str], ahead: bool) -> Stage:
-    layers = job.layers_of(stage)
+def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:
+    layers = job.layers_of(stage, chunk)
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
-    rules = joined(_uniform_rule(job, stage, layer, items, ahead) for layer in layers)
+    rules = joined(_uniform_rule(job, (stage, chunk), layer, items, ahead) for layer in layers)
     predicted = Predicted(replayed_flops=len(layers) * replayed_flops(shape, items))
-    return Stage(stage=stage, layers=_range(layers), ahead_depth=_depth(rules), rules=rules, predicted=predicted)
+    return Stage(stage=stage, chunk=chunk, layers=_range(layers), ahead_depth=_depth(rules), rules=rules, predicted=predicted)
 
 
-def _uniform_rule(job: Job, stage: int, layer: int, items: Collection[str], ahead: bool) -> Rule:
-    top = layer == job.layers_of(stage)[-1]
+def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
+    """`place`: stage and chunk."""
+    top = layer == job.layers_of(*place)[-1]
     windows: dict[Half, str | ByPhase | None] = {}
     gathers: dict[Half, str | None] = {}
     for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
         first = top and half == "mlp"
         gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
         own = job.parallel.sequence_parallel and not gathers_once and f"{half}_bda" not in items
-        window = _usual_window(job, stage, half, first, own) if ahead and not (first and gathers_once) else ON_DEMAND
+        window = _usual_window(job, place, half, first, own) if ahead and not (first and gathers_once) else ON_DEMAND
         windows[half] = window
         if gathers_once:
             gathers[half] = ON_DEMAND if first or not ahead else {"attention": "bwd.mlp.0", "mlp": "bwd.attention.0+1"}[half]
     return _whole_rule(layer, items, windows, gathers)
 
 
-def _usual_window(job: Job, stage: int, half: Half, first: bool, own: bool) -> str | ByPhase:
+def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own: bool) -> str | ByPhase:
     """Where a half is replayed when no figures say better.
 
     `first`: no backward of this stage comes before it. `own`: the first window of its own backward comes in time.
     """
-    parallel, last_stage = job.parallel, stage == job.parallel.pipeline - 1
+    parallel, last_stage = job.parallel, place == (job.parallel.pipeline - 1, job.chunks - 1)
     if own:
         return f"bwd.{half}.0"
     if (first and last_stage) or (parallel.tensor == 1 and not first):
         return ON_DEMAND
     if first:
-        return _window("fwd.mlp.0" if parallel.tensor > 1 else RECV_BACKWARD, RECV_BACKWARD)
+        return _window("fwd.mlp.0" if parallel.tensor > 1 and job.chunks == 1 else RECV_BACKWARD, RECV_BACKWARD)
     ordinal = 2 if parallel.sequence_parallel else 0
     return {"attention": f"bwd.mlp.{ordinal}", "mlp": f"bwd.attention.{ordinal}+1"}[half]
 

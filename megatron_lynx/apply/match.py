@@ -120,7 +120,19 @@ def _layers(stage: Stage, run: LiveRun) -> Iterator[Problem]:
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Everything about the run that the hooks cannot work with."""
-    return [*_stock_recomputation(run), *_features(run), *_wrappers(run), *_layer_classes(run), *_random(run)]
+    return [*_not_yet(plan), *_stock_recomputation(run), *_features(run), *_wrappers(run), *_layer_classes(run), *_random(run)]
+
+
+def _not_yet(plan: Plan) -> Iterator[Problem]:
+    """What a plan may say and this version cannot do."""
+    if plan.parallel.chunks > 1:
+        yield Problem("plan: parallel.chunks", str(plan.parallel.chunks), "1", "the runtime has no interleaved schedules yet")
+    for at, stage in enumerate(plan.stages):
+        if stage.offload is not None:
+            yield Problem(f"plan: stages.{at}.offload", f"{stage.offload.bytes} bytes", "none", "the runtime cannot offload yet")
+        if stage.whole is not None:
+            found = f"{stage.whole.first} of every {stage.whole.of_every}"
+            yield Problem(f"plan: stages.{at}.whole", found, "none", "the runtime treats all micro-batches alike yet")
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:

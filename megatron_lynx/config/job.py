@@ -69,7 +69,11 @@ class Job(BaseModel):
             )
         if parallel.context > 1 and model.seq % (slices := 2 * parallel.context * (tensor if parallel.sequence_parallel else 1)):
             problems.append(f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank")
-        if model.layers % parallel.pipeline:
+        if parallel.partition is not None:
+            if sum(parallel.partition) != model.layers:
+                found = f"parallel.partition {list(parallel.partition)} has {sum(parallel.partition)} layers"
+                problems.append(f"{found}, but model.layers is {model.layers}")
+        elif model.layers % parallel.pipeline:
             needed = f"parallel.pipeline ({parallel.pipeline}), such as {_divisors(model.layers)}"
             problems.append(f"model.layers ({model.layers}) must be a multiple of {needed}")
         elif (own := model.layers // parallel.pipeline) % (chunk := parallel.layers_per_chunk or own):
@@ -81,7 +85,7 @@ class Job(BaseModel):
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
         elif self.chunks > 1 and self.microbatches % parallel.pipeline:
-            needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with layers_per_chunk"
+            needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
         if problems:
             raise ValueError("; ".join(problems))
@@ -100,12 +104,15 @@ class Job(BaseModel):
     @property
     def chunks(self) -> int:
         """Chunks of one stage (v); 1 in plain 1F1B."""
-        return self.model.layers // (self.parallel.pipeline * self.layers_per_chunk)
+        return len(self.partition) // self.parallel.pipeline
 
     @property
-    def layers_per_chunk(self) -> int:
-        """Layers of one chunk (l)."""
-        return self.parallel.layers_per_chunk or self.model.layers // self.parallel.pipeline
+    def partition(self) -> tuple[int, ...]:
+        """Layers of every virtual stage, in layer order: virtual stage k is chunk k // p of stage k % p."""
+        if self.parallel.partition is not None:
+            return self.parallel.partition
+        each = self.parallel.layers_per_chunk or self.model.layers // self.parallel.pipeline
+        return (each,) * (self.model.layers // each)
 
     @property
     def memory_budget_bytes(self) -> int:
@@ -113,10 +120,19 @@ class Job(BaseModel):
         stated = self.budget.memory_gib
         return int(GIB * (self.cluster.memory_gib - self.cluster.reserve_gib if stated is None else stated))
 
-    def layers_of(self, stage: int) -> range:
-        """Megatron's layer numbers (from 1) of a stage under an even split."""
-        share = self.model.layers // self.parallel.pipeline
-        return range(stage * share + 1, (stage + 1) * share + 1)
+    def layers_of(self, stage: int, chunk: int = 0) -> range:
+        """Megatron's layer numbers (from 1) of one chunk of a stage."""
+        partition, virtual_stage = self.partition, chunk * self.parallel.pipeline + stage
+        first = sum(partition[:virtual_stage]) + 1
+        return range(first, first + partition[virtual_stage])
+
+    def chunk_layers(self, stage: int) -> tuple[int, ...]:
+        """How many layers each chunk of a stage has."""
+        return self.partition[stage :: self.parallel.pipeline]
+
+    def layers_on(self, stage: int) -> int:
+        """How many layers a stage has, in all its chunks."""
+        return sum(self.chunk_layers(stage))
 
     @property
     def digest(self) -> str:

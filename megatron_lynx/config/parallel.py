@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
@@ -16,6 +18,10 @@ class Parallel(BaseModel):
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
     """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
+    partition: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Layers of every virtual stage, in layer order, where they differ: p numbers, or p x v with v chunks on each stage.
+
+    Virtual stage k is chunk k // p of stage k % p. None: all alike."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
     distributed_optimizer: bool = False
@@ -28,6 +34,8 @@ class Parallel(BaseModel):
             problems.append("sequence_parallel needs tensor > 1, found tensor 1")
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
+        if self.partition is not None:
+            problems += _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -36,3 +44,14 @@ class Parallel(BaseModel):
     def ranks(self) -> int:
         """Ranks of one model replica."""
         return self.tensor * self.context * self.pipeline
+
+
+def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_chunk: int | None) -> list[str]:
+    problems = []
+    if layers_per_chunk is not None:
+        problems.append(f"partition {list(partition)} and layers_per_chunk {layers_per_chunk} are both given, give one of them")
+    if pipeline == 1 and len(partition) > 1:
+        problems.append(f"partition has {len(partition)} numbers, but pipeline 1 has one stage, and needs one")
+    elif not partition or len(partition) % pipeline:
+        problems.append(f"partition has {len(partition)} numbers, but pipeline {pipeline} needs a multiple of {pipeline}")
+    return problems

@@ -12,7 +12,7 @@ from megatron_lynx.config.job import Job
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Of one stage; a chunk of `job.layers_per_chunk` layers and one micro-batch."""
+    """Of one stage; one chunk and one micro-batch each."""
     pipeline, chunks = job.parallel.pipeline, job.chunks
     if chunks == 1:
         return min(pipeline - stage, job.microbatches)

@@ -36,7 +36,7 @@ class Parameters:
 
 def stage_parameters(job: Job, stage: int) -> Parameters:
     """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
-    model, tensor, layers = job.model, job.parallel.tensor, len(job.layers_of(stage))
+    model, tensor, layers = job.model, job.parallel.tensor, job.layers_on(stage)
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0

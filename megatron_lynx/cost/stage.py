@@ -46,7 +46,7 @@ def phases_of(job: Job, stage: int) -> Phases:
 
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """A stage of stock Megatron that recomputes nothing."""
-    layers = len(job.layers_of(stage))
+    layers = job.layers_on(stage)
     forward = backward = 0.0
     for half in HALVES:
         forward += layers * (profile.half(half).forward_s + sum(window_lengths_s(profile, "fwd", half, message_bytes)))

@@ -79,9 +79,9 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
     )
 
 
-def chunk_bytes(job: Job) -> int:
-    """What the layers of one chunk keep of one micro-batch (C)."""
-    return job.layers_per_chunk * kept_bytes(LayerShape.of(job), job.policy)
+def chunk_bytes(job: Job, stage: int) -> int:
+    """What the layers of one chunk keep of one micro-batch (C); of the largest chunk, where a stage's differ."""
+    return max(job.chunk_layers(stage)) * kept_bytes(LayerShape.of(job), job.policy)
 
 
 def offloads(job: Job, stage: int) -> bool:
@@ -91,12 +91,12 @@ def offloads(job: Job, stage: int) -> bool:
 
 def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
     """Pinned host memory of one rank: of every chunk in flight but the two that are whole."""
-    return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job)) if offloads(job, stage) else 0
+    return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job, stage)) if offloads(job, stage) else 0
 
 
 def _layers(job: Job, stage: int, ratio: float) -> tuple[int, int]:
     """Bytes of activations that layers keep, and of staging buffers."""
-    count, size = chunks_in_flight(job, stage), chunk_bytes(job)
+    count, size = chunks_in_flight(job, stage), chunk_bytes(job, stage)
     if ratio == 0 or not offloads(job, stage):
         return count * size, 0
     whole = 1 if stage == job.parallel.pipeline - 1 else 2

@@ -67,7 +67,7 @@ def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int
     )
     if job.policy == "full":
         replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in HALVES)
-    return StageSeconds(stock.forward_s, stock.backward_s + len(job.layers_of(stage)) * replay_s)
+    return StageSeconds(stock.forward_s, stock.backward_s + job.layers_on(stage) * replay_s)
 
 
 def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float, message_s: float) -> float:
@@ -79,7 +79,7 @@ def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float, 
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0 or not offloads(job, number):
         return 0.0
-    copy_s = pcie.latency_us * 1e-6 + ratio * chunk_bytes(job) * pcie.gpus_per_link / pcie.byte_per_s
+    copy_s = pcie.latency_us * 1e-6 + ratio * chunk_bytes(job, number) * pcie.gpus_per_link / pcie.byte_per_s
     forward_s, backward_s = (seconds / job.chunks - message_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1
     pairs = job.microbatches * job.chunks - ends

@@ -2,7 +2,7 @@
 
     plan.yaml ──load_plan──> Plan ──apply──> a training job
                               │
-              stages[s].rules[i]: a range of layers that are treated alike
+              stages[k].rules[i]: a range of layers that are treated alike. Entry k is chunk k // p of stage k % p
                               ├── keep / replay      every item of the layer is in exactly one of them
                               ├── windows            where each half is replayed, by phase where phases differ
                               └── gather             (sequence parallelism) where a replayed GEMM's input is gathered
@@ -33,6 +33,7 @@ from pydantic_core import PydanticCustomError
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
 from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
+from megatron_lynx.units import MIB
 
 PLAN_VERSION = 1
 
@@ -217,14 +218,45 @@ class Predicted(_Part):
     """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
 
 
+class Offload(_Part):
+    """What goes to host memory, of every micro-batch of a chunk that is offloaded at all."""
+
+    bytes: int = Field(ge=1)
+    """How much of what its layers keep. A tensor at the edge is split."""
+    smallest_tensor_bytes: int = Field(default=MIB, ge=0)
+    """Smaller tensors stay."""
+    prefetch: int = Field(default=1, ge=1)
+    """How many backwards before its own a micro-batch's copy comes back."""
+
+
+class Whole(_Part):
+    """Recomputation for a part of the micro-batches (Korthikanti et al., appendix C): `first` of every `of_every` keep all."""
+
+    of_every: int = Field(ge=1)
+    first: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _some(self) -> Whole:
+        if self.first > self.of_every:
+            raise ValueError(f"the first {self.first} of every {self.of_every} micro-batches are more than there are")
+        return self
+
+    def __contains__(self, micro_batch: object) -> bool:
+        return isinstance(micro_batch, int) and micro_batch % self.of_every < self.first
+
+
 class Stage(_Part):
-    """One pipeline stage."""
+    """One pipeline stage; with several chunks on each stage, one chunk of it."""
 
     stage: int = Field(ge=0)
+    chunk: int = Field(default=0, ge=0)
     layers: Layers
     ahead_depth: int = Field(ge=0)
     """How many frames may be regenerated before backward reaches them (rule R4)."""
     rules: tuple[Rule, ...]
+    offload: Offload | None = None
+    whole: Whole | None = None
+    """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
     predicted: Predicted = Predicted()
 
     def rule_for(self, layer: int) -> Rule:
@@ -261,6 +293,8 @@ class ParallelFacts(_Part):
 
     tensor: int = Field(ge=1)
     pipeline: int = Field(ge=1, le=MOST_LAYERS)
+    chunks: int = Field(default=1, ge=1, le=MOST_LAYERS)
+    """Model chunks on each stage (Megatron's virtual pipeline size); 1: plain 1F1B."""
     sequence_parallel: bool = False
 
 
@@ -292,21 +326,39 @@ class Plan(_Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
-        problems = [*_missing_stages(self), *_broken_layers(self)]
-        for stage in self.stages:
+        problems = [*_impossible_chunks(self), *_missing_stages(self), *_broken_layers(self)]
+        for at, stage in enumerate(self.stages):
             for rule in stage.rules:
-                problems += [f"stages.{stage.stage} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
+                problems += [f"stages.{at} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
         if not problems:
-            problems = [f"stages.{stage.stage}: {text}" for stage in self.stages for text in order.problems(stage, self.parallel)]
+            problems = [
+                f"stages.{at}: {text}" for at, stage in enumerate(self.stages) for text in order.problems(stage, self.parallel)
+            ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
 
+def _impossible_chunks(plan: Plan) -> list[str]:
+    layout, found = plan.parallel, plan.batch.microbatches
+    if layout.chunks == 1:
+        return []
+    if layout.pipeline == 1:
+        return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
+    multiple = f"a multiple of pipeline ({layout.pipeline}) with {layout.chunks} chunks on each stage"
+    return [] if found % layout.pipeline == 0 else [f"batch.microbatches ({found}) must be {multiple}"]
+
+
 def _missing_stages(plan: Plan) -> list[str]:
-    found = [stage.stage for stage in plan.stages]
-    needed = list(range(plan.parallel.pipeline))
-    return [] if found == needed else [f"stages are numbered {found}, but pipeline {plan.parallel.pipeline} needs {needed}"]
+    pipeline, chunks = plan.parallel.pipeline, plan.parallel.chunks
+    found = [(stage.stage, stage.chunk) for stage in plan.stages]
+    needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
+    if found == needed:
+        return []
+    if chunks == 1:
+        found_stages, needed_stages = [stage for stage, _ in found], [stage for stage, _ in needed]
+        return [f"stages are numbered {found_stages}, but pipeline {pipeline} needs {needed_stages}"]
+    return [f"stages are numbered (stage, chunk) {found}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
 
 
 def _broken_layers(plan: Plan) -> list[str]:
@@ -320,6 +372,7 @@ def _broken_layers(plan: Plan) -> list[str]:
 def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
     layout = plan.parallel
+    last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     for half in HALVES:
         gathers = layout.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay
         if gathers and rule.gather.of(half) is None:
@@ -331,9 +384,11 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
         window = getattr(rule.windows, half)
         names = [] if window is None else [window] if isinstance(window, str) else [window.steady, window.cooldown]
         for name in names:
-            if name == RECV_BACKWARD and stage.stage == layout.pipeline - 1:
+            if name == RECV_BACKWARD and last:
                 yield f"windows.{half} is {name}, but the last stage receives no gradient"
-            if name.startswith("fwd.") and stage.stage == layout.pipeline - 1:
+            if name.startswith("fwd.") and layout.chunks > 1:
+                yield f"windows.{half} is {name}, but with {layout.chunks} chunks the forward before is another chunk's"
+            elif name.startswith("fwd.") and last:
                 yield f"windows.{half} is {name}, but on the last stage a micro-batch's own forward runs just before its backward"
             if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
                 yield f"windows.{half} is {name}, but tensor 1 has no collectives"

@@ -9,6 +9,7 @@ import pytest
 from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 JOB = """\
 model: models/tiny-llama
@@ -87,8 +88,27 @@ def test_layouts_that_do_not_divide_are_answered_with_some_that_do(tmp_path: Pat
     assert found == ["job.yaml: layers of a stage (2) must be a multiple of parallel.layers_per_chunk (3), such as 1, 2"]
     found = refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.layers_per_chunk": 1, "gpus": 4, "batch.global": 3})
     assert found == [
-        "job.yaml: micro-batches of a pipeline (3) must be a multiple of parallel.pipeline (2) with layers_per_chunk"
+        "job.yaml: micro-batches of a pipeline (3) must be a multiple of parallel.pipeline (2) with several chunks on each stage"
     ]
     assert refusals(tmp_path, JOB, **{"parallel.layers_per_chunk": 2}) == [
         "job.yaml: parallel: layers_per_chunk needs pipeline > 1, found pipeline 1"
+    ]
+
+
+def test_a_partition_gives_every_virtual_stage_its_layers() -> None:
+    job = tiny_job("gpt", pipeline=2)
+    uneven = job.model_copy(update={"parallel": job.parallel.model_copy(update={"partition": (3, 1)})})
+    assert [list(uneven.layers_of(stage)) for stage in range(2)] == [[1, 2, 3], [4]]
+    turns = job.model_copy(update={"parallel": job.parallel.model_copy(update={"partition": (1, 1, 1, 1)})})
+    assert turns.chunks == 2
+    assert [list(turns.layers_of(stage, chunk)) for chunk in range(2) for stage in range(2)] == [[1], [2], [3], [4]]
+    assert [turns.layers_on(stage) for stage in range(2)] == [2, 2]
+
+
+def test_a_partition_must_cover_the_model(tmp_path: Path) -> None:
+    assert refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.partition": [3, 2], "gpus": 4}) == [
+        "job.yaml: parallel.partition [3, 2] has 5 layers, but model.layers is 4"
+    ]
+    assert refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.partition": [2, 1, 1], "gpus": 4}) == [
+        "job.yaml: parallel: partition has 3 numbers, but pipeline 2 needs a multiple of 2"
     ]

@@ -63,15 +63,15 @@ def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> Non
 
 
 def test_policies_in_order_and_context_ranks_share_a_sequence() -> None:
-    sizes = [chunk_bytes(catalogued_job(policy=policy)) for policy in ("none", "selective", "balanced", "full")]
+    sizes = [chunk_bytes(catalogued_job(policy=policy), 0) for policy in ("none", "selective", "balanced", "full")]
     assert sizes == sorted(sizes, reverse=True)
     cut = {"tensor": 2, "context": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True}
-    assert chunk_bytes(catalogued_job(parallel=cut)) == pytest.approx(chunk_bytes(catalogued_job()) / 2)
+    assert chunk_bytes(catalogued_job(parallel=cut), 0) == pytest.approx(chunk_bytes(catalogued_job(), 0) / 2)
 
 
 def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
     job = catalogued_job()
-    size, in_flight = chunk_bytes(job), chunks_in_flight(job, 0)
+    size, in_flight = chunk_bytes(job, 0), chunks_in_flight(job, 0)
     whole, half = stage_memory(job, 0), stage_memory(job, 0, 0.5)
     assert (whole.activations, whole.staging) == (in_flight * size, 0)
     assert half.staging == size

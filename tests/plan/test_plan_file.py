@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.plan import Plan, dump_plan, load_plan, plan_schema, save_plan
+from megatron_lynx.plan.plan import Whole
 from megatron_lynx.yaml_file import write_yaml
 from tests.plan.strategies import plans
 
@@ -172,3 +173,28 @@ def test_an_interrupted_write_leaves_the_old_plan(tmp_path: Path, monkeypatch: p
         save_plan(plan.model_copy(update={"batch": plan.batch.model_copy(update={"micro": 2})}), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_entry_for_each_chunk_in_layer_order() -> None:
+    content = small_plan()
+    content["parallel"]["chunks"] = 2
+    rule = {"keep": [*KEPT, *REPLAYED]}
+    places = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    content["stages"] = [
+        {"stage": stage, "chunk": chunk, "layers": layer, "ahead_depth": 0, "rules": [{"layers": layer, **rule}]}
+        for layer, (stage, chunk) in enumerate(places, start=1)
+    ]
+    assert [(stage.stage, stage.chunk) for stage in Plan.model_validate(content).stages] == places
+    content["stages"][1]["chunk"] = 1
+    with pytest.raises(ValueError, match=r"pipeline 2 with 2 chunks needs \[\(0, 0\), \(1, 0\), \(0, 1\), \(1, 1\)\]"):
+        Plan.model_validate(content)
+    content["batch"]["microbatches"] = 3
+    with pytest.raises(ValueError, match=r"microbatches \(3\) must be a multiple of pipeline \(2\)"):
+        Plan.model_validate(content)
+
+
+def test_whole_micro_batches_are_the_first_of_each_group() -> None:
+    whole = Whole(of_every=3, first=2)
+    assert [micro_batch in whole for micro_batch in range(6)] == [True, True, False, True, True, False]
+    with pytest.raises(ValueError, match="the first 4 of every 3 micro-batches are more than there are"):
+        Whole(of_every=3, first=4)
