@@ -2,10 +2,10 @@
 
     k = 2 x bytes / B_o   /   (3 x FLOPs of a forward / B_c)          norms, GELU and dropout are replayed
 
-With as many key/value heads as heads (20sbh bytes) that is their formula 1, 10 / (3(6h + s)) x B_c / B_o. What they printed is not:
-it is the same count for the models that they ran, which have eight key/value heads, (16h + 4096)sb bytes. Their caption says 220
-TFLOP/s; every printed digit comes out at 230, and no rate more than 0.02 away from it gives them all. So 230 stands here, the one
-constant of the table, and their 15 GB/s.
+With as many key/value heads as heads (20sbh bytes) that is their formula 1, 10 / (3(6h + s)) x B_c / B_o. What they printed is
+not: it is the same count for the models that they ran, which have eight key/value heads, (16h + 4096)sb bytes. Their caption says
+220 TFLOP/s; every printed digit comes out at 230, and no rate more than 0.02 away from it gives them all. So 230 stands here, the
+one constant of the table, and their 15 GB/s.
 """
 
 from __future__ import annotations
