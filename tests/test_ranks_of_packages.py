@@ -37,7 +37,7 @@ MAY_IMPORT = {
 }
 ANYTHING = {"cli", "launch", "testbed"}
 
-TORCH = {"runtime", "apply", "measure", "testbed", "launch", "profiler.measured", "profiler.links"}
+TORCH = {"runtime", "apply", "measure", "testbed", "launch", "profiler.measured", "profiler.links", "profiler.interference"}
 MEGATRON = {"apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"}
 """Where the two heavy libraries may be imported; everything else must work without them."""
 

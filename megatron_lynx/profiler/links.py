@@ -49,23 +49,30 @@ def measure_links(
         for size in sizes_bytes:
             send = _message(kind, size, group, device)
             points.append(
-                LinkPoint(kind=kind, bytes=size, seconds=_slowest(_median_seconds(send, group, repetitions), group, device))
+                LinkPoint(kind=kind, bytes=size, seconds=slowest(_median_seconds(send, group, repetitions), group, device))
             )
     return tuple(points)
 
 
-def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """A call that sends one message and returns when it has arrived."""
+def collective(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    """A call that starts one collective and returns its Work. Any kind but `p2p`."""
     ranks = dist.get_world_size(group)
     count = max(1, size_bytes // 4 // ranks)
     part, whole = torch.zeros(count, device=device), torch.zeros(count * ranks, device=device)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(whole, group=group, async_op=True)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-    return lambda: _pass_on(whole, group)
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    return lambda: dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
+
+
+def _message(kind: LinkKind, size_bytes: int, group: ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    """A call that sends one message and returns when it has arrived."""
+    if kind == "p2p":
+        whole = torch.zeros(max(1, size_bytes // 4), device=device)
+        return lambda: _pass_on(whole, group)
+    start = collective(kind, size_bytes, group, device)
+    return lambda: start().wait()
 
 
 def _pass_on(whole: torch.Tensor, group: ProcessGroup) -> None:
@@ -90,7 +97,8 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
     return median(seconds)
 
 
-def _slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return float(slowest.item())
+def slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
+    """Of all ranks of the group, the most."""
+    most = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return float(most.item())

@@ -34,6 +34,7 @@ class RankFigures:
     embedding: BlockSeconds
     head: BlockSeconds
     links: tuple[LinkPoint, ...]
+    interference: float
 
     @property
     def layer_s(self) -> float:
@@ -61,6 +62,7 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
         links=figures[0].links,
         embedding=slowest.embedding,
         head=slowest.head,
+        interference=max(each.interference for each in figures),
     )
 
 
@@ -82,7 +84,8 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     embedding = measure_block(_embedding(alone, chunk), repetitions)
     head = measure_block(_head(alone, chunk, hidden), repetitions)
     initialise(job)
-    return RankFigures(halves, embedding, head, _messages(job, hidden.device, repetitions))
+    links = _messages(job, hidden.device, repetitions)
+    return RankFigures(halves, embedding, head, links, _interference(job, links, hidden.device, repetitions))
 
 
 def _alone(job: Job) -> Job:
@@ -145,3 +148,16 @@ def _messages(job: Job, device: torch.device, repetitions: int) -> tuple[LinkPoi
         )
         points += measure_links((kind,), (size // 4, size // 2, size), group, device, repetitions)
     return tuple(points)
+
+
+def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, repetitions: int) -> float:
+    """1 without tensor parallelism: nothing is under way then that a window could be of."""
+    from megatron.core import parallel_state
+
+    from megatron_lynx.profiler.interference import measure_interference, replay_like
+
+    longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
+    if longest is None:
+        return 1.0
+    group = parallel_state.get_tensor_model_parallel_group()
+    return measure_interference(replay_like(job, device), longest, group, device, repetitions)

@@ -51,3 +51,22 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
 
     initialise(tiny_job(tensor=2))
     return measure_links(kinds, sizes, dist.group.WORLD, torch.device("cpu"), repetitions=2)
+
+
+def measure_sleeping(rank: int, longer: float) -> float:
+    """Compute that takes so many times longer, in each pair of calls, the second time: while the collective is under way."""
+    import time
+    from itertools import chain, cycle, repeat
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_lynx.profiler.interference import measure_interference
+    from megatron_lynx.profiler.links import WARMUP
+    from megatron_lynx.testbed.tiny_jobs import tiny_job
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(tiny_job(tensor=2))
+    seconds = chain(repeat(0.004, WARMUP + 3), cycle((0.004, 0.004 * longer)))
+    message = LinkPoint(kind="all_reduce", bytes=1 << 16, seconds=1e-3)
+    return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.items import HALVES, ITEMS_OF
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.profiler.on_ranks import measure_messages, measure_one, measure_squaring
+from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 JOBS = {
@@ -62,3 +62,8 @@ def test_ranks_agree_on_the_links(pool_of):
     assert one == other, "every rank plans with the same figures"
     assert [(point.kind, point.bytes) for point in one] == [(kind, size) for kind in kinds for size in sizes]
     assert all(point.seconds > 0 for point in one)
+
+
+def test_a_collective_disturbs_what_it_slows_and_nothing_else(pool_of):
+    assert all(1 <= found < 1.5 for found in pool_of(2).run(measure_sleeping, 1.0))
+    assert all(2 < found < 4 for found in pool_of(2).run(measure_sleeping, 3.0))
