@@ -26,7 +26,7 @@ from megatron_lynx.cost.in_flight import chunks_in_flight, microbatches_in_fligh
 from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES
+from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
 
 REST_BYTES = {"cuda": 1_200_000_000, "cpu": 0}
 """On a GPU, what Yuan et al. measured beside everything else (about 1.2e9). On the CPU testbed it is unknown and not counted."""
@@ -71,9 +71,9 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
         optimizer=optimizer_bytes(job, parameters),
         activations=activations,
         staging=staging,
-        embedding=_embedding(job, shape, stage) if stage == 0 else 0,
-        head=_head(shape) if last else 0,
-        logits=FP32_BYTES * shape.tokens * job.model.vocab // job.parallel.tensor if last else 0,
+        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
+        head=head_bytes(shape) if last else 0,
+        logits=logits_bytes(shape) if last else 0,
         recomputed=_recomputed(job, shape),
         rest=REST_BYTES[job.cluster.device],
     )
@@ -101,17 +101,6 @@ def _layers(job: Job, stage: int, ratio: float) -> tuple[int, int]:
         return count * size, 0
     whole = 1 if stage == job.parallel.pipeline - 1 else 2
     return round((count - 2) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
-
-
-def _embedding(job: Job, shape: LayerShape, stage: int) -> int:
-    """Dropout's masks, one of each micro-batch in flight."""
-    mask = MASK_BYTES * shape.own_tokens * job.model.hidden
-    return mask * microbatches_in_flight(job, stage) if job.model.hidden_dropout else 0
-
-
-def _head(shape: LayerShape) -> int:
-    """The final norm's input, and the output projection's."""
-    return 2 * shape.input_bytes
 
 
 def _recomputed(job: Job, shape: LayerShape) -> int:

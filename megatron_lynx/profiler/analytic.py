@@ -21,9 +21,9 @@ from megatron_lynx.config.cluster import Cluster, Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
-from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape, item_flops
-from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, half_tensors
+from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
 FUSED_BACKWARD = 2.5
@@ -167,18 +167,23 @@ def _output(shape: LayerShape, item: str) -> int:
     return shape.tokens * widths[item] * shape.model.element_bytes if item in widths else shape.input_bytes
 
 
-def _embedding(shape: LayerShape, roof: Roofline) -> BlockSeconds:
+def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:
     rows = shape.input_bytes
-    return BlockSeconds(forward_s=roof.seconds(0, 2 * rows), backward_s=roof.seconds(0, 2 * rows))
+    seconds = roof.seconds(0, 2 * rows)
+    return BlockProfile(forward_s=seconds, backward_s=seconds, saved_bytes=embedding_bytes(shape))
 
 
-def _head(shape: LayerShape, roof: Roofline) -> BlockSeconds:
+def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     """Final norm, output projection on all rows, loss."""
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
     norm_s = [roof.seconds(0, moved) for moved in _traffic(shape, "input_layernorm")]
     loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES]
-    return BlockSeconds(forward_s=gemm_s + norm_s[0] + loss_s[0], backward_s=2 * gemm_s + norm_s[1] + loss_s[1])
+    return BlockProfile(
+        forward_s=gemm_s + norm_s[0] + loss_s[0],
+        backward_s=2 * gemm_s + norm_s[1] + loss_s[1],
+        saved_bytes=head_bytes(shape) + logits_bytes(shape),
+    )
 
 
 def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
@@ -190,6 +195,8 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
         kinds |= {"all_reduce": (link, 2 * share), "all_gather": (link, share), "reduce_scatter": (link, share)}
     if job.parallel.pipeline > 1:
         kinds["p2p"] = (link_among(job.cluster, job.gpus), 1.0)
+    if job.cluster.pcie is not None:
+        kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # their copies share the uplink
     size = shape.gathered_bytes
     return tuple(
         LinkPoint(kind=kind, bytes=each, seconds=link.seconds(share * each))

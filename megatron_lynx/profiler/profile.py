@@ -2,7 +2,7 @@
 
     measured.measure_layer ──HalfProfile──┐
     links.measure_links ─────LinkPoint────┼──> Profile ──save_profile──> profile.yaml ──load_profile──> planner
-    measured.measure_block ──BlockSeconds─┘
+    measured.measure_block ──BlockProfile─┘
 
 Seconds and bytes are those of one micro-batch on one rank, that is of one tensor-parallel shard, without communication.
 """
@@ -21,7 +21,8 @@ from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, writ
 
 PROFILE_VERSION = 1
 
-LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p"]
+LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
+"""Between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 
 
 class _Part(BaseModel):
@@ -77,11 +78,13 @@ class HalfProfile(_Part):
         return self.input_bytes + sum(tensor.bytes for tensor in self.tensors if tensor.saved_by)
 
 
-class BlockSeconds(_Part):
-    """Seconds of one pass of a block, one micro-batch."""
+class BlockProfile(_Part):
+    """An end of the model, one micro-batch: what lies before the first layer, or behind the last."""
 
     forward_s: float = Field(default=0.0, ge=0)
     backward_s: float = Field(default=0.0, ge=0)
+    saved_bytes: int = Field(default=0, ge=0)
+    """What it holds from forward to backward, what the last layer hands it included."""
 
 
 class LinkPoint(_Part):
@@ -130,8 +133,8 @@ class Profile(_Part):
     attention: HalfProfile
     mlp: HalfProfile
     links: tuple[LinkPoint, ...] = ()
-    embedding: BlockSeconds = BlockSeconds()
-    head: BlockSeconds = BlockSeconds()
+    embedding: BlockProfile = BlockProfile()
+    head: BlockProfile = BlockProfile()
     """Final norm, output projection and loss."""
     interference: float = Field(default=1.0, ge=1.0)
     """How many times longer a replay takes while a collective is under way."""

@@ -27,7 +27,11 @@ class LayerShape:
 
     @classmethod
     def of(cls, job: Job) -> LayerShape:
-        return cls(job.model, job.parallel, job.batch.micro, job.cluster.device)
+        """Layers of jobs that differ in their pipeline alone are equal."""
+        layout = Parallel(
+            tensor=job.parallel.tensor, context=job.parallel.context, sequence_parallel=job.parallel.sequence_parallel
+        )
+        return cls(job.model, layout, job.batch.micro, job.cluster.device)
 
     @property
     def tokens(self) -> int:

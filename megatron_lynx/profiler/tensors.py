@@ -111,3 +111,18 @@ def _dropout(shape: LayerShape, item: str) -> SavedTensor:
     size = shape.model.element_bytes if shape.eager else MASK_BYTES
     count = shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout > 0 else 0
     return SavedTensor(bytes=count * size, made_by=item, saved_by=(item,))
+
+
+def embedding_bytes(shape: LayerShape) -> int:
+    """What the embedding keeps of one micro-batch: its dropout's mask."""
+    return MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
+
+
+def head_bytes(shape: LayerShape) -> int:
+    """What the final norm and the output projection read: each its input."""
+    return 2 * shape.input_bytes
+
+
+def logits_bytes(shape: LayerShape) -> int:
+    """What the loss keeps, in fp32."""
+    return FP32_BYTES * shape.tokens * shape.model.vocab // shape.parallel.tensor

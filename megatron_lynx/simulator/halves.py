@@ -28,7 +28,7 @@ from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.simulator.walk import Walk
 
 if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import BlockSeconds, Profile
+    from megatron_lynx.profiler.profile import BlockProfile, Profile
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def stage_passes(
     treated: Sequence[Treated],
     profile: Profile,
     message_bytes: int,
-    embedding: BlockSeconds | None = None,
-    head: BlockSeconds | None = None,
+    embedding: BlockProfile | None = None,
+    head: BlockProfile | None = None,
 ) -> ChunkPasses:
     """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them."""
     forward: dict[Half, Segments] = {half: segments(profile, "fwd", half, message_bytes) for half in HALVES}

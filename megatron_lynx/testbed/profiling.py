@@ -19,7 +19,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.items import Half
 from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.testbed.place import Place
 from megatron_lynx.version import __version__
 
@@ -31,8 +31,8 @@ class RankFigures:
     """What one rank measured."""
 
     halves: dict[Half, HalfProfile]
-    embedding: BlockSeconds
-    head: BlockSeconds
+    embedding: BlockProfile
+    head: BlockProfile
     links: tuple[LinkPoint, ...]
     interference: float
 
@@ -68,7 +68,7 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
 
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
-    from megatron_lynx.profiler.measured import measure_block, measure_layer, shard_arguments
+    from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import initialise
 
@@ -81,8 +81,8 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     halves = measure_layer(
         chunk.decoder.layers[0], hidden, _arguments(alone), sequence_shards=sequence_shards, repetitions=repetitions
     )
-    embedding = measure_block(_embedding(alone, chunk), repetitions)
-    head = measure_block(_head(alone, chunk, hidden), repetitions)
+    embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
+    head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
     initialise(job)
     links = _messages(job, hidden.device, repetitions)
     return RankFigures(halves, embedding, head, links, _interference(job, links, hidden.device, repetitions))
@@ -111,6 +111,15 @@ def _arguments(job: Job) -> dict[str, Any]:
     return {"rotary_pos_emb": rotary(job.model.seq)}
 
 
+def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], counted: Callable[[], torch.Tensor]) -> BlockProfile:
+    """One end of the model. It is counted with an input of its own, so that this counts, and timed without making one."""
+    from megatron_lynx.profiler.measured import held_bytes, measure_block
+
+    shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
+    saved = held_bytes(counted, job.model.hidden, shards)
+    return measure_block(timed, repetitions).model_copy(update={"saved_bytes": saved})
+
+
 def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
     from megatron_lynx.testbed.training import synthetic_batches
 
@@ -118,15 +127,15 @@ def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
     return lambda: chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
 
 
-def _head(job: Job, chunk: Any, hidden: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Final norm, output projection and loss."""
+def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Final norm, output projection and loss, of what `hidden` makes."""
     from megatron_lynx.testbed.training import synthetic_batches
 
     labels = synthetic_batches(job)[0].labels
 
     def run() -> torch.Tensor:
         weight = chunk.shared_embedding_or_output_weight() if job.model.tied_embeddings else None
-        normed = chunk.decoder.final_layernorm(hidden.detach().requires_grad_())
+        normed = chunk.decoder.final_layernorm(hidden().requires_grad_())
         logits, _ = chunk.output_layer(normed, weight=weight)
         loss: torch.Tensor = chunk.compute_language_model_loss(labels, logits)
         return loss

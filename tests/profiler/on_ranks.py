@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import Half
-from megatron_lynx.profiler.profile import BlockSeconds, HalfProfile, LinkKind, LinkPoint
+from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkKind, LinkPoint
 
 
 def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
@@ -32,13 +32,19 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2)
 
 
-def measure_squaring(rank: int) -> BlockSeconds:
+def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:
+    """Its seconds, and the bytes it is said to hold: of a tensor given to each pass, of one that each pass makes, of own rows."""
     import torch
 
-    from megatron_lynx.profiler.measured import measure_block
+    from megatron_lynx.profiler.measured import held_bytes, measure_block
 
     tensor = torch.ones(8, requires_grad=True)
-    return measure_block(lambda: tensor * tensor, repetitions=2)
+    held = {
+        "given": held_bytes(lambda: tensor * tensor, width=4),
+        "made": held_bytes(lambda: tensor.clone() ** 2, width=4),
+        "own rows": held_bytes(lambda: tensor.clone() ** 2, width=8, sequence_shards=2),
+    }
+    return measure_block(lambda: tensor * tensor, repetitions=2), held
 
 
 def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int]) -> tuple[LinkPoint, ...]:

@@ -51,9 +51,10 @@ def test_every_item_has_its_seconds(pool_of):
 
 
 def test_a_block_is_timed_both_ways(pool_of):
-    seconds = pool_of(1).run(measure_squaring)[0]
+    seconds, held = pool_of(1).run(measure_squaring)[0]
     assert seconds.forward_s > 0
     assert seconds.backward_s > 0
+    assert held == {"given": 0, "made": 32, "own rows": 16}
 
 
 def test_ranks_agree_on_the_links(pool_of):

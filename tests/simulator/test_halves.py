@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.profiler.profile import BlockSeconds, LinkPoint
+from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.schedule.windows import Collective
 from megatron_lynx.simulator.halves import segments, stage_passes
 from megatron_lynx.simulator.treated import Treated
@@ -104,7 +104,7 @@ def test_a_forward_hides_replays_only_when_a_backward_follows():
 
 
 def test_embedding_and_head_are_outside_of_the_layers():
-    ends = BlockSeconds(forward_s=1.0, backward_s=2.0), BlockSeconds(forward_s=3.0, backward_s=4.0)
+    ends = BlockProfile(forward_s=1.0, backward_s=2.0), BlockProfile(forward_s=3.0, backward_s=4.0)
     passes = stage_passes(layer(0.0), profile_of(tensor=2), 100, *ends)
     halves = [(span.start_s, span.end_s) for span in passes.forward["warmup"].spans if span.kind == "forward"]
     assert halves == [(1.0, 12.0), (12.0, 22.0)]

@@ -7,7 +7,8 @@ The layer is handed in, of one rank and without a group: a tensor-parallel shard
 the FFN (`shard_arguments`), so that no communication is in the figures.
 """
 
+from megatron_lynx.profiler.measured.blocks import held_bytes
 from megatron_lynx.profiler.measured.layer import measure_layer, shard_arguments
 from megatron_lynx.profiler.measured.seconds import measure_block
 
-__all__ = ["measure_block", "measure_layer", "shard_arguments"]
+__all__ = ["held_bytes", "measure_block", "measure_layer", "shard_arguments"]

@@ -6,6 +6,7 @@ in common (parameters, masks, rotary tables, the input) belongs to neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,32 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
         if block.saved_by or block.made_by == COLUMN_PARALLEL[run.half]
     )
     return tensors, second[1]
+
+
+def held_bytes(run: Callable[[], Tensor], width: int, sequence_shards: int = 1) -> int:
+    """What one pass of an end of the model saves, beyond what another pass saves, too (parameters, and an input both are given).
+
+    Blocks of tensors `width` wide are of own rows under sequence parallelism: of them, that share counts.
+    """
+    (first, _kept_first), (second, _kept_second) = _saved_by(run), _saved_by(run)
+    own = [(size, last) for address, (size, last) in second.items() if address not in first]
+    return sum(size // (sequence_shards if last == width else 1) for size, last in own)
+
+
+def _saved_by(run: Callable[[], Tensor]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
+    """Bytes and last dimension of every saved block by address, and what is to be held so that none is used again."""
+    blocks: dict[int, tuple[int, int]] = {}
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor.detach())
+        storage = tensor.untyped_storage()
+        blocks.setdefault(storage.data_ptr(), (storage.nbytes(), tensor.shape[-1] if tensor.ndim else 1))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held.append(run())
+    return blocks, held
 
 
 def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:

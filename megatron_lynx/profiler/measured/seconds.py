@@ -21,14 +21,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.items import CODE_ITEMS, ITEMS_OF
 from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, tensors_in
-from megatron_lynx.profiler.profile import BlockSeconds
+from megatron_lynx.profiler.profile import BlockProfile
 
 WARMUP = 2
 """Passes before the first that counts: caches and allocators settle."""
 
 
-def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockSeconds:
-    """Forward and backward seconds of anything that returns one tensor with a gradient, such as the model's head and its loss."""
+def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockProfile:
+    """Forward and backward seconds of anything that returns one tensor with a gradient, such as the model's head and its loss.
+
+    What it saves is asked of `blocks.held_bytes`: noting that takes time.
+    """
     forward, backward = [], []
     for repetition in range(WARMUP + repetitions):
         start = now()
@@ -38,7 +41,7 @@ def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockSecon
         if repetition >= WARMUP:
             forward.append(middle - start)
             backward.append(now() - middle)
-    return BlockSeconds(forward_s=median(forward), backward_s=median(backward))
+    return BlockProfile(forward_s=median(forward), backward_s=median(backward))
 
 
 def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
