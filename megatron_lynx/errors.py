@@ -5,7 +5,8 @@
      ├── PlanMismatch     the plan does not fit the run it was given to         exit status 2
      ├── Infeasible       the question was right and its answer is no           exit status 1
      ├── HookRefused      Megatron is not as this package knows it (rule R6)    exit status 1
-     └── ReplayError      a training step asked for what replay cannot give     (raised inside the job)
+     ├── ReplayError      a training step asked for what replay cannot give     (raised inside the job)
+     └── OffloadError     activations could not be brought to the host or back  (raised inside the job)
 
 Every error carries *all* its problems, and each problem says where, what was found, what is needed and what to do.
 """
@@ -69,3 +70,7 @@ class HookRefused(LynxError):
 
 class ReplayError(LynxError):
     """Training asked for something that a replayed activation cannot give (a second backward, for example)."""
+
+
+class OffloadError(LynxError):
+    """Activations could not be copied to the host or back, or the host has no room for them."""
