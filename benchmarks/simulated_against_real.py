@@ -1,12 +1,14 @@
-"""Is the simulator right? Simulated against measured seconds of a step, for several plans of one job.
+"""Is the simulator right? Simulated against measured seconds and bytes of a step, for several plans of one job.
 
     python -m benchmarks.simulated_against_real jobs/demo -o benchmarks/results
 
 The job's profile is measured first (one layer, the ends of the model, its messages). From it alone every plan is simulated. Then
 all plans train in the same processes, in turns; a time is the median over rounds of the slowest rank's step, a ratio the median
 over rounds of that step over stock none's of the same round. The optimizer is in neither. Another profile, measured last, says
-whether the machine stayed as fast as it was (drift: seconds of a layer then, over seconds before). `formula` is a closed form
-(`cost.stage.step_s`) for the plans that the planner makes.
+whether the machine stayed as fast as it was (drift: seconds of a layer then, over seconds before).
+
+Bytes are what the first stage holds between forward and backward of its first micro-batch: simulated, what its layers keep and the
+ends of the model save; measured, in a step of its own, what the allocator reports beyond the level before the step.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+from benchmarks.resident_bytes import count
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.rehearsal import message_bytes_of, rehearse
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
 from megatron_lynx.testbed.place import Place, place_for
 from megatron_lynx.testbed.profiling import measure_profile
@@ -51,7 +53,8 @@ class Row:
     simulated_ratio: float
     """To stock none, as is the next one."""
     measured_ratio: float
-    formula_s: float | None
+    simulated_bytes: int
+    measured_bytes: int
 
     @property
     def ratio_error(self) -> float:
@@ -63,8 +66,8 @@ class Row:
         return self.simulated_s / self.measured_s - 1
 
     @property
-    def formula_error(self) -> float | None:
-        return None if self.formula_s is None else self.formula_s / self.measured_s - 1
+    def bytes_error(self) -> float:
+        return self.simulated_bytes / self.measured_bytes - 1
 
 
 def plans_of(job: Job, profile: Profile) -> dict[str, Plan]:
@@ -90,6 +93,7 @@ def plans_of(job: Job, profile: Profile) -> dict[str, Plan]:
 def rows(job: Job, profile: Profile, place: Place, rounds: int) -> list[Row]:
     plans = plans_of(job, profile)
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
+    held: list[dict[str, int]] = place.run(count, job, candidates)
     laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
     plans = {NONE.name: uniform_plan(job, "none")} | plans
     simulated = {name: rehearse(plan, profile).step_s for name, plan in plans.items()}
@@ -103,23 +107,18 @@ def rows(job: Job, profile: Profile, place: Place, rounds: int) -> list[Row]:
             highest_s=max(measured[name]),
             simulated_ratio=simulated[name] / simulated[NONE.name],
             measured_ratio=statistics.median(map(operator.truediv, measured[name], measured[NONE.name])),
-            formula_s=closed_form_s(job, profile, plan),
+            simulated_bytes=resident_bytes(plan, profile),
+            measured_bytes=held[0][name],
         )
         for name, plan in plans.items()
     ]
 
 
-def closed_form_s(job: Job, profile: Profile, plan: Plan) -> float | None:
-    """`cost.stage.step_s` with the exposed seconds that the planner expects; None for plans that it did not make."""
-    if plan.provenance.profile is None:
-        return None
-    message = message_bytes_of(profile)
-    stages = []
-    for stage in plan.stages:
-        time = stage_seconds(job, profile, stage.stage, message)
-        exposed_s = stage.predicted.exposed_replay_s / job.microbatches
-        stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s))
-    return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
+def resident_bytes(plan: Plan, profile: Profile) -> int:
+    """What the first stage keeps of its first micro-batch when that one's forward is over."""
+    layers = sum(change for _, change in rehearse(plan, profile).executed[0][0].content.memory)
+    alone = plan.parallel.pipeline == 1
+    return layers + profile.embedding.saved_bytes + (profile.head.saved_bytes if alone else 0)
 
 
 def layer_s(profile: Profile) -> float:
@@ -128,15 +127,19 @@ def layer_s(profile: Profile) -> float:
 
 def markdown(job_name: str, found: list[Row], words: str) -> str:
     lines = [f"# Simulated against real: {job_name}", "", f"{date.today()}; {words}.", "", *(__doc__ or "").splitlines()[4:], ""]
-    lines += ["| plan | simulated s | measured s (lowest, highest) | error | formula s | its error | to none: simulated |"]
-    lines[-1] += " measured | error |"
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    lines += ["| plan | simulated s | measured s (lowest, highest) | error | to none: simulated | measured | error |"]
+    lines[-1] += " simulated MiB | measured | error |"
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for each in found:
         measured = f"{each.measured_s:.3f} ({each.lowest_s:.3f}, {each.highest_s:.3f})"
-        formula = "- | -" if each.formula_s is None else f"{each.formula_s:.3f} | {each.formula_error:+.1%}"
         ratios = f"{each.simulated_ratio:.3f} | {each.measured_ratio:.3f} | {each.ratio_error:+.1%}"
-        lines.append(f"| {each.plan} | {each.simulated_s:.3f} | {measured} | {each.error:+.1%} | {formula} | {ratios} |")
-    summary = [_summary("step", [row.error for row in found]), _summary("ratio to none", [row.ratio_error for row in found[1:]])]
+        sizes = f"{each.simulated_bytes / MIB:.1f} | {each.measured_bytes / MIB:.1f} | {each.bytes_error:+.1%}"
+        lines.append(f"| {each.plan} | {each.simulated_s:.3f} | {measured} | {each.error:+.1%} | {ratios} | {sizes} |")
+    summary = [
+        _summary("step", [row.error for row in found]),
+        _summary("ratio to none", [row.ratio_error for row in found[1:]]),
+        _summary("bytes", [row.bytes_error for row in found]),
+    ]
     return "\n".join([*lines, "", *summary])
 
 
@@ -160,8 +163,7 @@ def main() -> None:
     stem = chosen.output / f"{date.today()}-simulated-{Path(chosen.job).stem}"
     stem.with_suffix(".md").write_text(text)
     shown = [
-        {**asdict(each), "error": each.error, "formula_error": each.formula_error, "ratio_error": each.ratio_error}
-        for each in found
+        {**asdict(each), "error": each.error, "ratio_error": each.ratio_error, "bytes_error": each.bytes_error} for each in found
     ]
     answer = {
         "machine": machine.model_dump(),
