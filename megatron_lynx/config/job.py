@@ -69,10 +69,13 @@ class Job(BaseModel):
             )
         if parallel.context > 1 and model.seq % (slices := 2 * parallel.context * (tensor if parallel.sequence_parallel else 1)):
             problems.append(f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank")
-        if parallel.partition is not None:
+        if isinstance(parallel.partition, tuple):
             if sum(parallel.partition) != model.layers:
                 found = f"parallel.partition {list(parallel.partition)} has {sum(parallel.partition)} layers"
                 problems.append(f"{found}, but model.layers is {model.layers}")
+        elif parallel.partition == "auto" and parallel.layers_per_chunk is None:
+            if model.layers < parallel.pipeline:
+                problems.append(f"model.layers ({model.layers}) must be at least parallel.pipeline ({parallel.pipeline})")
         elif model.layers % parallel.pipeline:
             needed = f"parallel.pipeline ({parallel.pipeline}), such as {_divisors(model.layers)}"
             problems.append(f"model.layers ({model.layers}) must be a multiple of {needed}")
@@ -109,9 +112,12 @@ class Job(BaseModel):
     @property
     def partition(self) -> tuple[int, ...]:
         """Layers of every virtual stage, in layer order: virtual stage k is chunk k // p of stage k % p."""
-        if self.parallel.partition is not None:
+        if isinstance(self.parallel.partition, tuple):
             return self.parallel.partition
-        each = self.parallel.layers_per_chunk or self.model.layers // self.parallel.pipeline
+        if self.parallel.layers_per_chunk is None:
+            each, more = divmod(self.model.layers, self.parallel.pipeline)
+            return (each,) * (self.parallel.pipeline - more) + (each + 1,) * more
+        each = self.parallel.layers_per_chunk
         return (each,) * (self.model.layers // each)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,10 +18,11 @@ class Parallel(BaseModel):
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
     """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
-    partition: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    partition: Literal["auto"] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Layers of every virtual stage, in layer order, where they differ: p numbers, or p x v with v chunks on each stage.
 
-    Virtual stage k is chunk k // p of stage k % p. None: all alike."""
+    Virtual stage k is chunk k // p of stage k % p. None: all alike. auto: as even as may be, until a plan says what is fastest
+    (with as many chunks as `layers_per_chunk` makes)."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
     distributed_optimizer: bool = False
@@ -34,7 +35,7 @@ class Parallel(BaseModel):
             problems.append("sequence_parallel needs tensor > 1, found tensor 1")
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
-        if self.partition is not None:
+        if isinstance(self.partition, tuple):
             problems += _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
         if problems:
             raise ValueError("; ".join(problems))

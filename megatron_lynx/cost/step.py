@@ -9,16 +9,16 @@ stage 1     F B F B F B F B   |
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
+from megatron_lynx.cost.layer import kept_bytes, replayed_items
 from megatron_lynx.cost.parameters import GRADIENT_BYTES, OPTIMIZER_BYTES, stage_parameters
-from megatron_lynx.cost.stage import StageSeconds, stage_seconds
-from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
+from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers
+from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -45,7 +45,8 @@ class StepSeconds:
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
     """`profile` of this job's layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
-    stages = [replaying_stage_s(job, profile, stage, shape.gathered_bytes) for stage in range(pipeline)]
+    layer = _replaying_layer(job.policy, profile, shape.gathered_bytes)
+    stages = of_every_stage(job, lambda stage: stage_of_layers(job, profile, stage, layer))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
@@ -53,33 +54,48 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
         pipeline_s=job.microbatches * slowest,
         bubble_s=others / job.chunks,
         messages_s=2 * (pipeline - 1) * message_s,
-        copies_s=max(_exposed_copies_s(job, stage, number, offload_ratio, message_s) for number, stage in enumerate(stages)),
-        update_s=max(_update_s(job, stage) for stage in range(pipeline)),
+        copies_s=_copies_s(job, stages, offload_ratio, message_s),
+        update_s=_update_s(job),
     )
 
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """One micro-batch on one stage, with what the policy replays on demand. Whole layers repeat their collectives."""
-    stock = stage_seconds(job, profile, stage, message_bytes)
-    items = replayed_items(job.policy)
+    return stage_of_layers(job, profile, stage, _replaying_layer(job.policy, profile, message_bytes))
+
+
+def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> LayerSeconds:
+    stock, items = layer_seconds(profile, message_bytes), replayed_items(policy)
     replay_s = sum(
         profile.half(half).items[item].forward_s for half in HALVES for item in items if item in profile.half(half).items
     )
-    if job.policy == "full":
+    if policy == "full":
         replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in HALVES)
-    return StageSeconds(stock.forward_s, stock.backward_s + job.layers_on(stage) * replay_s)
+    return LayerSeconds(stock.forward_s, (*stock.backward_s, replay_s))
 
 
-def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float, message_s: float) -> float:
-    """Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
+def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
+    """Exposed copies of the stage that exposes most, if each offloads this share of what its policy keeps."""
+    pcie = job.cluster.pcie
+    if pcie is None or ratio == 0:
+        return 0.0
+    layer = kept_bytes(LayerShape.of(job), job.policy)
+    exposed = [0.0]
+    for number, in_flight in enumerate(chunks_in_flight_by_stage(job)):
+        if in_flight > CHUNKS_NOT_OFFLOADED:
+            size = max(job.chunk_layers(number)) * layer
+            copy_s = pcie.latency_us * 1e-6 + ratio * size * pcie.gpus_per_link / pcie.byte_per_s
+            exposed.append(exposed_copies_s(job, stages[number], number, copy_s, message_s))
+    return max(exposed)
 
+
+def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, message_s: float) -> float:
+    """Of a whole step; `copy_s`: what one chunk of stage `number` offloads of one micro-batch, one way.
+
+    Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
     Copies and messages between stages take turns (Yuan et al. serialise them: copies slow messages down), so of each pass the
     time of one message is not theirs.
     """
-    pcie = job.cluster.pcie
-    if pcie is None or ratio == 0 or not offloads(job, number):
-        return 0.0
-    copy_s = pcie.latency_us * 1e-6 + ratio * chunk_bytes(job, number) * pcie.gpus_per_link / pcie.byte_per_s
     forward_s, backward_s = (seconds / job.chunks - message_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1
     pairs = job.microbatches * job.chunks - ends
@@ -87,9 +103,11 @@ def _exposed_copies_s(job: Job, stage: StageSeconds, number: int, ratio: float, 
     return ends * late + pairs * max(0.0, copy_s - forward_s - backward_s)
 
 
-def _update_s(job: Job, stage: int) -> float:
-    """Gradients over the ranks that hold the same parameters; then norm, clipping and Adam on the own share; then parameters."""
-    count, sharers = stage_parameters(job, stage).total, job.parallel.context * job.replicas
+def _update_s(job: Job) -> float:
+    """Of the stage with most parameters: gradients over the ranks that hold the same; then norm, clipping and Adam on the own
+    share; then parameters."""
+    count = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).total))
+    sharers = job.parallel.context * job.replicas
     owned = count / sharers if job.parallel.distributed_optimizer else count
     hbm = job.cluster.hbm
     state = 2 * OPTIMIZER_BYTES[job.model.dtype] + 2 * GRADIENT_BYTES + job.model.element_bytes
@@ -110,14 +128,23 @@ def _replica_byte_per_s(job: Job, sharers: int) -> float:
     if node is None or nic is None or sharers == 1:
         return float("inf")
     inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
-    together = min(_fewest_in_a_node(job, stage, sharers, node.gpus) for stage in range(job.parallel.pipeline))
+    starts = {stage * job.parallel.tensor * sharers % node.gpus for stage in range(job.parallel.pipeline)}
+    together = min(_fewest_in_a_node(start, job.parallel.tensor, sharers, node.gpus) for start in starts)
     if together == sharers:
         return inside
     return min(inside, together * nic.per_node / node.gpus * nic.byte_per_s)
 
 
-def _fewest_in_a_node(job: Job, stage: int, sharers: int, node_gpus: int) -> int:
-    """Of a stage's first ring: Megatron numbers tensor ranks first, then context, data and pipeline ranks."""
-    first = stage * job.parallel.tensor * sharers
-    nodes = Counter((first + job.parallel.tensor * member) // node_gpus for member in range(sharers))
-    return min(nodes.values())
+def _fewest_in_a_node(first: int, stride: int, sharers: int, node_gpus: int) -> int:
+    """Of the ring of ranks `first`, `first + stride`, ...: a stage's first, because Megatron numbers tensor ranks first, then
+    context, data and pipeline ranks. In whole nodes the counts repeat after `stride` nodes."""
+    if stride >= node_gpus:
+        return 1
+    begin, end = (rank // node_gpus for rank in (first, first + stride * (sharers - 1)))
+    nodes = {begin, end, *range(begin + 1, min(end, begin + 1 + stride))}
+    return min(_members_below(node + 1, first, stride, sharers, node_gpus) - _members_below(node, first, stride, sharers, node_gpus) for node in nodes)
+
+
+def _members_below(node: int, first: int, stride: int, sharers: int, node_gpus: int) -> int:
+    """Members of a ring in nodes before this one."""
+    return min(sharers, max(0, -((first - node * node_gpus) // stride)))

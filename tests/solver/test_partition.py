@@ -1,0 +1,87 @@
+"""Layers of each stage: the dynamic programme against every answer there is, and what moving layers is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.solver.partition import Counts, best, even, exact, greedy, promising, spread, step_s
+
+growth = st.lists(st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0]), min_size=8, max_size=8)
+
+
+@st.composite
+def stage_times(draw):
+    """(layers, stages, micro-batches, time): times that grow with the layers, infinite from some count on."""
+    stages = draw(st.integers(1, 4))
+    layers = draw(st.integers(stages, 8))
+    steps = [draw(growth) for _ in range(stages)]
+    ends = [draw(st.sampled_from([0.0, 0.5, 4.0])) for _ in range(stages)]
+    room = [draw(st.integers(1, 8)) for _ in range(stages)]
+
+    def time(stage: int, count: int) -> float:
+        return inf if count > room[stage] else ends[stage] + sum(steps[stage][:count])
+
+    return layers, stages, draw(st.integers(1, 20)), time
+
+
+def compositions(layers: int, stages: int) -> Iterator[Counts]:
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(1, layers - stages + 2):
+        yield from ((first, *rest) for rest in compositions(layers - first, stages - 1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(stage_times())
+def test_the_dynamic_programme_is_as_good_as_every_partition(question):
+    layers, stages, microbatches, time = question
+    optimum = min(step_s(counts, microbatches, time) for counts in compositions(layers, stages))
+    everything = [range(1, layers + 1)] * stages
+    found = exact(layers, everything, microbatches, time)
+    assert (inf if found is None else step_s(found, microbatches, time)) == optimum
+    chosen = best(layers, stages, microbatches, time)
+    assert (inf if chosen is None else step_s(chosen, microbatches, time)) == optimum
+    assert step_s(greedy(even(layers, stages), time), microbatches, time) >= optimum
+
+
+@settings(max_examples=100, deadline=None)
+@given(stage_times())
+def test_counts_that_are_not_priced_are_in_no_optimum(question):
+    """With a bound that knows nothing of what does not fit."""
+    layers, stages, microbatches, time = question
+    unlimited = {}
+
+    def least(stage, count):
+        unlimited[stage, count] = None
+        return min(time(stage, count), float(count) / 2)
+
+    everything = best(layers, stages, microbatches, time)
+    pruned = best(layers, stages, microbatches, time, least)
+    steps = [inf if counts is None else step_s(counts, microbatches, time) for counts in (everything, pruned)]
+    assert steps[0] == steps[1]
+
+
+def test_a_slow_end_gives_layers_away():
+    def time(stage: int, count: int) -> float:
+        return count + (2.5 if stage == 3 else 0.0)
+
+    assert best(32, 4, 16, time) == greedy(even(32, 4), time)
+    assert max(time(stage, count) for stage, count in enumerate(best(32, 4, 16, time))) == 9
+    assert best(32, 4, 16, lambda stage, count: float(count)) == (8, 8, 8, 8)
+
+
+def test_pricing_stops_where_nothing_can_be_gained():
+    ranges = promising(96, 16, 64, 64 * 7.0, lambda stage, count: float(count))
+    assert set(ranges) == {range(1, 8)}
+    ranges = promising(96, 16, 64, 64 * 6.2, lambda stage, count: float(count))
+    assert set(ranges) == {range(6, 7)}
+
+
+def test_chunks_with_an_end_of_the_model_have_no_more_than_others():
+    assert spread(7, 3, last_stage=False) == (2, 2, 3)
+    assert spread(7, 3, last_stage=True) == (3, 2, 2)
