@@ -7,8 +7,8 @@ all plans train in the same processes, in turns; a time is the median over round
 over rounds of that step over stock none's of the same round. The optimizer is in neither. Another profile, measured last, says
 whether the machine stayed as fast as it was (drift: seconds of a layer then, over seconds before).
 
-Bytes are what the first stage holds between forward and backward of its first micro-batch: simulated, what its layers and the ends
-of the model keep; measured, in a step of its own, what the allocator reports beyond the level before the step.
+Bytes are what the first stage holds between forward and backward of its first micro-batch. Simulated: what its layers keep, and
+the ends of the model. Measured, in a step of its own: what the allocator reports beyond the level before the step.
 """
 
 from __future__ import annotations
