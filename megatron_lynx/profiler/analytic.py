@@ -9,7 +9,7 @@
     links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
 
 Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
-Keys and values that context-parallel ranks exchange are taken to be hidden behind the attention.
+Context-parallel ranks pass keys and values around a ring while they work on those they have: a turn lasts as long as the slower.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Roofline:
     matmul: Matmul
     hbm: Link
     dtype: Literal["fp32", "bf16"]
+    ring: Link
+    """Between context-parallel ranks."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -69,7 +71,8 @@ class Roofline:
         if matmul is None or hbm is None or missing:
             problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
             raise ConfigError("seconds cannot be estimated for this cluster", problems)
-        return cls(matmul, hbm, job.model.dtype)
+        ring = link_among(job.cluster, job.parallel.tensor * job.parallel.context)
+        return cls(matmul, hbm, job.model.dtype, ring)
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
@@ -95,7 +98,7 @@ def _item(shape: LayerShape, item: str, roof: Roofline) -> ItemProfile:
     if item.startswith("linear_"):
         return _linear(shape, item, flops, roof)
     if item == "core_attention":
-        forward_s, backward_s = _attention_s(shape, flops, roof)
+        forward_s, backward_s = _in_turns(_attention_s(shape, flops, roof), shape, roof)
         return ItemProfile(
             forward_s=forward_s, backward_s=backward_s, saved_bytes=0, output_bytes=_output(shape, item), flops=flops
         )
@@ -138,6 +141,19 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> tuple[float, 
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
     forward_s = gemms_s + roof.seconds(0, 2 * scores) + roof.seconds(0, dropout)
     return forward_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + roof.seconds(0, dropout)
+
+
+def _in_turns(alone_s: tuple[float, float], shape: LayerShape, roof: Roofline) -> tuple[float, float]:
+    """Attention in as many turns as there are context ranks; in all but the last the next keys and values come in, in backward
+    with their gradients."""
+    ranks, forward_s, backward_s = shape.parallel.context, *alone_s
+    if ranks == 1:
+        return alone_s
+    arriving = 2 * shape.model.element_bytes * shape.tokens * shape.key_width
+    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
+    turns_s = forward_s / ranks, backward_s / ranks
+    forward_s, backward_s = (turn + (ranks - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True))
+    return forward_s, backward_s
 
 
 def _traffic(shape: LayerShape, item: str) -> tuple[int, int]:

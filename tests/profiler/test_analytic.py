@@ -72,6 +72,21 @@ def test_tensor_parallelism_over_pcie_and_across_nodes_is_slower():
     assert analytic_profile(wide).link_s("all_reduce", size) > 5 * nvlink
 
 
+def test_context_ranks_wait_for_keys_and_values_where_they_arrive_later_than_the_own_are_done():
+    """Two ranks, two turns: in one of them the other's 2 x 2 bytes x b s/2 x h/t come in. Nothing else is exposed."""
+
+    def attention(seq, cluster, context=2):
+        layout = {"tensor": 4, "context": context, "sequence_parallel": True}
+        job = catalogued_job("llama-65b", cluster, gpus=8, batch=4, seq=seq, parallel=layout, policy="none")
+        return analytic_profile(job).attention.items["core_attention"].forward_s, job
+
+    (short_s, job), (alone_s, _) = attention(2048, "h800-80g"), attention(2048, "h800-80g", context=1)
+    arrives_s = job.cluster.nvlink.seconds(2 * 2 * 1024 * 8192 // 4)
+    assert short_s == pytest.approx(alone_s / 4 + arrives_s, rel=0.02)
+    long_s, whole_s = (attention(65536, "h800-80g", context=context)[0] for context in (2, 1))
+    assert long_s == pytest.approx(whole_s / 2, rel=0.01)
+
+
 def test_a_planner_takes_it_for_a_measured_one():
     job = catalogued_job("gpt-22b", "a100-80g", gpus=16, batch=16, parallel={"tensor": 8, "pipeline": 2}, policy="planned")
     plan = make_plan(job, analytic_profile(job))
