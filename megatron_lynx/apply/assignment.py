@@ -1,8 +1,9 @@
-"""From a plan's stage to what the runtime follows: a policy for every half, and an agenda of windows."""
+"""From a plan to what the runtime follows: a policy for every half, an agenda of windows, and the order in which passes run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from megatron_lynx.apply.site import LAYOUTS
@@ -10,7 +11,11 @@ from megatron_lynx.items import HALVES, Half
 from megatron_lynx.plan.order import PHASES, frames_of, gather_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.frame import HalfPolicy
+from megatron_lynx.runtime.ledger import Order
+from megatron_lynx.runtime.turns import Turn, Turns
 from megatron_lynx.runtime.window import Agenda, FrameKey, Place, WindowKey
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
 
 
@@ -30,11 +35,13 @@ def _policy(plan: Plan, stage: Stage, layer: int, half: Half, gather: Callable[[
         row_parallel=layout.row_parallel,
         gather_site=layout.column_parallel if gathers else None,
         gather=gather if gathers else None,
+        chunk=stage.chunk,
     )
 
 
 def agenda(stage: Stage) -> Agenda:
-    """Which frames run in which window, by phase. Frames of one window run in the order in which backward needs them."""
+    """Which frames of a chunk run in which window, by phase. Frames of one window run in the order in which backward needs
+    them."""
     replays: dict[Any, dict[WindowKey, tuple[FrameKey, ...]]] = {phase: {} for phase in PHASES}
     gathers: dict[WindowKey, tuple[FrameKey, ...]] = {}
     for frame in frames_of(stage):
@@ -43,7 +50,13 @@ def agenda(stage: Stage) -> Agenda:
         behind = gather_of(stage, frame)
         if behind is not None:
             _assign(gathers, behind, frame)
-    return Agenda(replays=replays, gathers=gathers, ahead_depth=stage.ahead_depth)
+    return Agenda(
+        replays=replays,
+        gathers=gathers,
+        ahead_depth=stage.ahead_depth,
+        whole=stage.whole or (),
+        first_layer=stage.layers.first,
+    )
 
 
 def _assign(table: dict[WindowKey, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
@@ -53,3 +66,19 @@ def _assign(table: dict[WindowKey, tuple[FrameKey, ...]], window: Window, frame:
     if isinstance(window, Collective):
         key = Place(window.passing, window.layer, window.half, window.ordinal)
     table[key] = (*table.get(key, ()), frame)
+
+
+def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> Order:
+    """What a stage does in a step, by the number of micro-batches.
+
+    `group_size`: Megatron's `microbatch_group_size_per_vp_stage`.
+    """
+
+    @lru_cache(maxsize=8)
+    def order(microbatches: int) -> Turns:
+        plain = chunks == 1
+        schedule = one_f_one_b(pipeline, microbatches) if plain else interleaved(pipeline, microbatches, chunks, group_size)
+        phases = schedule.phases(stage)
+        return Turns([Turn(action.kind, action.micro_batch, action.chunk, phase) for action, phase in phases])  # type: ignore[arg-type]
+
+    return order

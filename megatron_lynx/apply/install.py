@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.assignment import agenda, policies
+from megatron_lynx.apply.assignment import agenda, order_of, policies
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
@@ -63,7 +63,7 @@ class Installation:
 
 
 def install(model: Any, plan: Plan) -> Installation:
-    """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of its chunks.
+    """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
     To be called on every rank, after `parallel_state` and the model exist and before the first step.
 
@@ -81,11 +81,11 @@ def install(model: Any, plan: Plan) -> Installation:
     if differing := mismatches(plan, run):
         raise PlanMismatch("the plan does not fit this run", differing)
     engine = Engine(
-        agenda(plan.stages[run.stage]),
-        warmup=run.pipeline - 1 - run.stage,
+        [agenda(entry) for entry in plan.chunks_of(run.stage)],
+        order=order_of(run.pipeline, run.stage, len(run.chunks), run.group_size),
         random=MegatronRandom(),
         guard=left_as_they_were,
-        device=next(run.chunk.parameters()).device,
+        device=next(run.chunks[0].parameters()).device,
     )
     claims = list(_claims(engine, plan, run))
     if conflicts := holding.verify(claims):
@@ -94,15 +94,15 @@ def install(model: Any, plan: Plan) -> Installation:
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
-    stage = plan.stages[run.stage]
     shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
-    of_layer = policies(plan, stage, gathered_input.start_gather(run.tensor_group))
+    gather = gathered_input.start_gather(run.tensor_group)
+    of_layer = {number: of for entry in plan.chunks_of(run.stage) for number, of in policies(plan, entry, gather).items()}
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
         yield from sites.claims(engine, layer, number)
     yield from steps.claims(engine)
     if run.pipeline > 1:
-        yield from receives.claims(engine)
+        yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
         if any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values()):

@@ -17,44 +17,58 @@ from torch.nn import Module
 
 from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.errors import Problem
+from megatron_lynx.plan.order import PHASES, Phase, frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.schedule.windows import RECV_BACKWARD
 
 
 @dataclass(frozen=True)
 class LiveRun:
     """One rank of a run, as Megatron built it."""
 
-    chunk: Module
-    """The GPTModel, unwrapped."""
+    chunks: tuple[Module, ...]
+    """The GPTModels, unwrapped: one, or the virtual stages of an interleaved schedule in their order."""
     wrappers: tuple[Module, ...]
-    """What it was wrapped in, outermost first."""
+    """What they were wrapped in, outermost first."""
     config: Any
-    layers: dict[int, Module]
-    """The stage's transformer layers by Megatron's layer number."""
     tensor: int
     pipeline: int
     stage: int
     context: int
     tensor_group: Any
 
+    @property
+    def layers(self) -> dict[int, Module]:
+        """The rank's transformer layers by Megatron's layer number, chunk by chunk."""
+        return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that one chunk takes before the next one has its turn."""
+        return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
+
+    @property
+    def overlaps_exchanges(self) -> bool:
+        """Whether messages between stages are waited for later than they are issued. Only interleaved schedules can."""
+        return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
+
 
 def live_run(model: Any) -> LiveRun | list[Problem]:
     """The run that `model` (a module, or Megatron's list of chunks) is part of, or why it cannot be read."""
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    if len(chunks) != 1:
-        return [Problem("model", f"{len(chunks)} chunks (interleaved schedule)", "one", "run without virtual pipeline stages")]
-    wrappers, chunk = _unwrapped(chunks[0])
-    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
-    if layers is None:
-        return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
+    unwrapped = [_unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
+    chunks = tuple(chunk for _, chunk in unwrapped)
+    for chunk in chunks:
+        if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
+            return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
+    if len({id(chunk) for chunk in chunks}) < len(chunks) or not chunks:
+        return [Problem("model", f"{len(chunks)} chunks, not all different", "the list of chunks as Megatron built it")]
 
     from megatron.core import parallel_state
 
     return LiveRun(
-        chunk=chunk,
-        wrappers=wrappers,
-        config=chunk.config,
-        layers={layer.layer_number: layer for layer in layers},
+        chunks=chunks,
+        wrappers=tuple(wrapper for wrappers, _ in unwrapped for wrapper in wrappers),
+        config=chunks[0].config,
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -74,16 +88,15 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 def mismatches(plan: Plan, run: LiveRun) -> list[Problem]:
     """Every way in which the plan was made for something else."""
     problems = [*_layout(plan, run), *_model(plan, run)]
-    stage = next((stage for stage in plan.stages if stage.stage == run.stage), None)
-    if stage is None:
+    if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
-    else:
-        problems += _layers(stage, run)
+    elif plan.parallel.chunks == len(run.chunks):
+        problems += _layers(plan, run)
     return problems
 
 
 def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    found, live = plan.parallel, {"tensor": run.tensor, "pipeline": run.pipeline}
+    found, live = plan.parallel, {"tensor": run.tensor, "pipeline": run.pipeline, "chunks": len(run.chunks)}
     live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
     for name, needed in live.items():
         if getattr(found, name) != needed:
@@ -110,29 +123,33 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
 
 
-def _layers(stage: Stage, run: LiveRun) -> Iterator[Problem]:
-    owned, live = list(stage.layers), list(run.layers)
-    if owned != live:
-        span = f"{live[0]}-{live[-1]}" if live else "none"
-        todo = "launch with the plan's layout, or make a plan for this one"
-        yield Problem(f"plan: stages.{stage.stage}.layers", str(stage.layers), f"{span}, as this rank has them", todo)
+def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    for entry, chunk in zip(plan.chunks_of(run.stage), run.chunks, strict=True):
+        live = [layer.layer_number for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        if list(entry.layers) != live:
+            span, at = f"{live[0]}-{live[-1]}" if live else "none", entry.chunk * plan.parallel.pipeline + entry.stage
+            todo = "launch with the plan's layout, or make a plan for this one"
+            yield Problem(f"plan: stages.{at}.layers", str(entry.layers), f"{span}, as this rank has them", todo)
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Everything about the run that the hooks cannot work with."""
-    return [*_not_yet(plan), *_stock_recomputation(run), *_features(run), *_wrappers(run), *_layer_classes(run), *_random(run)]
+    return [
+        *_not_yet(plan),
+        *_stock_recomputation(run),
+        *_features(run),
+        *_early_gradients(plan, run),
+        *_wrappers(run),
+        *_layer_classes(run),
+        *_random(run),
+    ]
 
 
 def _not_yet(plan: Plan) -> Iterator[Problem]:
     """What a plan may say and this version cannot do."""
-    if plan.parallel.chunks > 1:
-        yield Problem("plan: parallel.chunks", str(plan.parallel.chunks), "1", "the runtime has no interleaved schedules yet")
     for at, stage in enumerate(plan.stages):
         if stage.offload is not None:
             yield Problem(f"plan: stages.{at}.offload", f"{stage.offload.bytes} bytes", "none", "the runtime cannot offload yet")
-        if stage.whole is not None:
-            found = f"{stage.whole.first} of every {stage.whole.of_every}"
-            yield Problem(f"plan: stages.{at}.whole", found, "none", "the runtime treats all micro-batches alike yet")
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
@@ -177,6 +194,28 @@ def _features(run: LiveRun) -> Iterator[Problem]:
         )
     if run.context > 1:
         yield Problem("context parallel size", str(run.context), "1", "its attention holds collectives; run without it")
+
+
+def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """In groups larger than the pipeline, gradients reach the last stage several backwards too early, and lie there. Only what is
+    waited for right before each backward is a window then."""
+    if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
+        return
+    overlaps = run.overlaps_exchanges
+    phases: tuple[Phase, ...] = (
+        () if overlaps and run.config.overlap_p2p_comm_warmup_flush else ("cooldown",) if overlaps else PHASES
+    )
+    entries = [entry for entry in plan.chunks_of(run.stage) if any(_receives(entry, phase) for phase in phases)]
+    for entry in entries:
+        at = entry.chunk * plan.parallel.pipeline + entry.stage
+        found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
+        needed = f"another window, or groups of {run.pipeline}, the number of stages"
+        todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
+        yield Problem(f"plan: stages.{at}.windows", found, needed, todo)
+
+
+def _receives(entry: Stage, phase: Phase) -> bool:
+    return any(window_of(entry, frame, phase) == RECV_BACKWARD for frame in frames_of(entry))
 
 
 def _wrappers(run: LiveRun) -> Iterator[Problem]:

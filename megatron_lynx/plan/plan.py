@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
-from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
+from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD, Collective, window_at
 from megatron_lynx.units import MIB
 
 PLAN_VERSION = 1
@@ -324,6 +324,10 @@ class Plan(_Part):
     stages: tuple[Stage, ...]
     provenance: Provenance
 
+    def chunks_of(self, stage: int) -> tuple[Stage, ...]:
+        """The entries of a pipeline stage: one, or one for each of its chunks."""
+        return tuple(entry for entry in self.stages if entry.stage == stage)
+
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         problems = [*_impossible_chunks(self), *_missing_stages(self), *_broken_layers(self)]
@@ -347,6 +351,16 @@ def _impossible_chunks(plan: Plan) -> list[str]:
         return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
     multiple = f"a multiple of pipeline ({layout.pipeline}) with {layout.chunks} chunks on each stage"
     return [] if found % layout.pipeline == 0 else [f"batch.microbatches ({found}) must be {multiple}"]
+
+
+def _no_such_place(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+    """A forward of another chunk of the stage has the same windows as far as it has layers."""
+    window = window_at(name, rule.layers.last)
+    assert isinstance(window, Collective)
+    place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))
+    if place > least:
+        found = f"windows are {name}, in layer {place} of the chunk whose forward runs just before"
+        yield f"{found}, but stage {stage.stage} has a chunk of {least} layers"
 
 
 def _missing_stages(plan: Plan) -> list[str]:
@@ -386,10 +400,10 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
         for name in names:
             if name == RECV_BACKWARD and last:
                 yield f"windows.{half} is {name}, but the last stage receives no gradient"
-            if name.startswith("fwd.") and layout.chunks > 1:
-                yield f"windows.{half} is {name}, but with {layout.chunks} chunks the forward before is another chunk's"
-            elif name.startswith("fwd.") and last:
+            if name.startswith("fwd.") and last:
                 yield f"windows.{half} is {name}, but on the last stage a micro-batch's own forward runs just before its backward"
+            elif name.startswith("fwd.") and layout.chunks > 1:
+                yield from _no_such_place(plan, stage, rule, name)
             if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
                 yield f"windows.{half} is {name}, but tensor 1 has no collectives"
         if isinstance(window, ByPhase) and window.cooldown.startswith("fwd."):

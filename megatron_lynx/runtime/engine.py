@@ -1,4 +1,4 @@
-"""The engine of one chunk: hooks report what Megatron does, and it records, replays and hands back.
+"""The engine of one rank: hooks report what Megatron does, and it records, replays and hands back.
 
     Megatron                        engine                                     who keeps it
     ------------------------------  -----------------------------------------  ------------------------
@@ -17,7 +17,7 @@ An engine belongs to one installation; nothing is kept on modules (rule R13), no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, SiteCall
-from megatron_lynx.runtime.ledger import Ledger, MicroBatch
+from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import collective_in_replay, partial_backward, refuse_foreign_hooks, second_order
 from megatron_lynx.runtime.replay import Replayer, present_autocast
@@ -63,15 +63,16 @@ class Engine:
 
     def __init__(
         self,
-        agenda: Agenda | None = None,
+        agendas: Sequence[Agenda] = (Agenda(),),
         *,
-        warmup: int = 0,
+        order: Order | None = None,
         random: RandomSource | None = None,
         guard: Guard = nullcontext,
         device: torch.device | None = None,
     ) -> None:
-        self.agenda = agenda or Agenda()
-        self.ledger = Ledger(warmup)
+        self.agendas = tuple(agendas)
+        """By chunk."""
+        self.ledger = Ledger(order)
         self.trace = Trace(device)
         self.counts = Counts()
         self._random = random or TorchRandom()
@@ -101,12 +102,13 @@ class Engine:
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
 
     @contextmanager
-    def forward_pass(self) -> Iterator[Callable[[Any], None]]:
-        """One micro-batch's forward. Call what is yielded with the output."""
+    def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
+        """The forward of micro-batch `index` of a step of `microbatches` through one chunk. Call what is yielded with its
+        output."""
         if not torch.is_grad_enabled():
             yield lambda output: None
             return
-        self.ledger.begin_forward()
+        self.ledger.begin_forward(index, chunk, microbatches)
         with self._aborting():
             yield self.ledger.end_forward
 
@@ -134,9 +136,12 @@ class Engine:
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self.ledger.leave()  # a forward runs, so no backward does
+        micro_batch = self.ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
+        if micro_batch.index in self.agendas[policy.chunk].whole:
+            policy = policy.keeping
         if policy.replay:
             refuse_foreign_hooks(policy.name)
-        frame = self._new_frame(policy, code, args, kwargs)
+        frame = self._new_frame(policy, micro_batch, code, args, kwargs)
         scope = Recorder(frame, self._random, self._take) if policy.replay else Passage(frame)
         with self._inside(scope), self._span("forward", frame):
             outputs = scope.run(args, kwargs)
@@ -148,14 +153,19 @@ class Engine:
         """One submodule call; outside of a half it is only passed on."""
         return call() if self._scope is None else self._scope.site(call)
 
-    def _new_frame(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        key = (policy.layer, policy.half)
-        micro_batch = self.ledger.micro_batch_for(key)
+    def _new_frame(
+        self,
+        policy: HalfPolicy,
+        micro_batch: MicroBatch,
+        code: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Frame:
         frame = Frame(policy, micro_batch, code)
         if policy.replay:
             frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
             frame.random, frame.autocast = self._random.capture(), present_autocast()
-        micro_batch.frames[key] = frame
+        micro_batch.frames[frame.key] = frame
         return frame
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:
@@ -229,16 +239,18 @@ class Engine:
         return WindowedWork(work, lambda wait: self._window(place, micro_batch, phase, wait))
 
     def receive(self, works: list[Any]) -> list[Any]:
-        """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
-        micro_batch = self.ledger.hidden_by_receive()
-        if micro_batch is None:
-            return works
+        """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
+
+        Whose window it is may be known only then: interleaved schedules ask for gradients ahead of time, and wait for each one
+        right before its backward.
+        """
         pending = [True]
 
         def window(wait: Callable[[], Any]) -> Any:
-            if not pending:
-                return wait()
+            micro_batch = self.ledger.hidden_by_receive() if pending else None
             pending.clear()
+            if micro_batch is None:
+                return wait()
             return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
 
         return [WindowedWork(work, window) for work in works]
@@ -281,7 +293,7 @@ class Engine:
                 self._replay_ahead(window, micro_batch, phase)
             waited = wait()
         if micro_batch is not None:
-            for key in self.agenda.gathers_behind(window):
+            for key in self.agendas[micro_batch.chunk].gathers_behind(window):
                 frame = micro_batch.frames.get(key)
                 if frame is not None and frame.lets_go and frame.gathering is None:
                     with self._span("gather", frame, str(window)):
@@ -289,17 +301,25 @@ class Engine:
         return waited
 
     def _replay_ahead(self, window: WindowKey, micro_batch: MicroBatch, phase: Phase) -> None:
-        for key in self.agenda.replays_in(window, phase):
+        agenda = self.agendas[micro_batch.chunk]
+        for key in agenda.replays_in(self._as_seen_by(micro_batch, window), phase):
             frame = micro_batch.frames.get(key)
             if frame is None or not frame.lets_go:
                 continue
             if frame is not self.ledger.entered:
-                if len(micro_batch.ahead) >= self.agenda.ahead_depth:
+                if len(micro_batch.ahead) >= agenda.ahead_depth:
                     return  # rule R4; what is left is replayed on demand (R5)
                 micro_batch.ahead.add(key)
                 self.counts.live_ahead = max(self.counts.live_ahead, len(micro_batch.ahead))
             self._replay(frame, str(window))
             self.counts.hidden += 1
+
+    def _as_seen_by(self, micro_batch: MicroBatch, window: WindowKey) -> WindowKey:
+        """A forward of another chunk is known by where its layer stands in its chunk."""
+        if window == RECV_BACKWARD or window.passing == "bwd":
+            return window
+        running, replayed = self.agendas[self.ledger.recording_chunk], self.agendas[micro_batch.chunk]
+        return window._replace(layer=window.layer - running.first_layer + replayed.first_layer)
 
     # --- small things --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,13 @@ class HalfPolicy:
     gather_site: str | None = None
     """The replayed site whose first argument is gathered once (sequence parallelism)."""
     gather: Gather | None = None
+    chunk: int = 0
+    """Which of the stage's chunks the layer is in."""
+
+    @cached_property
+    def keeping(self) -> HalfPolicy:
+        """The same half where nothing is let go."""
+        return replace(self, replay=frozenset(), gather_site=None, gather=None)
 
     @property
     def name(self) -> str:

@@ -1,28 +1,31 @@
-"""Which micro-batches are in flight, which one's backward runs, and which comes next.
+"""Which passes are in flight, which one's backward runs, and which comes next.
 
-    stage s of p, warm-up w = p-1-s      F0 .. F(w-1) | F(w) B0 | F(w+1) B1 | ...          | B .. B
-                                          warm-up       steady: the collectives of F(w+i)    cool-down: only the receive
-                                                        hide replays of i                    hides replays
+    forward_step(i, chunk)   ──>  a MicroBatch opens; recorded halves put their frames into it
+    a gradient is received   ──>  the next backward by the order of turns: its frames may be replayed now
+    backward_step(output)    ──>  the MicroBatch whose forward gave that output
 
-Megatron's schedule functions tell a step neither its micro-batch nor its phase. Both follow from the order of calls: 1F1B is
-first in, first out. A micro-batch is recognised by the identity of its output tensor, which is held weakly: holding an alias
-would keep memory that the schedule frees.
+What comes next is the schedule's to say (`turns`). A micro-batch is recognised by the identity of its output tensor, which is
+held weakly: holding an alias would keep memory that the schedule frees.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megatron_lynx.runtime.saved import tensors_in
+from megatron_lynx.runtime.turns import Place, Turns
 from megatron_lynx.runtime.window import FrameKey, Phase
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.frame import Frame
+
+Order = Callable[[int], Turns]
+"""From the number of micro-batches of a step to what this stage does."""
 
 
 @dataclass(eq=False)
@@ -30,6 +33,10 @@ class MicroBatch:
     """One forward of one chunk, until its backward is over. Frames belong to autograd's graph, so they are held weakly."""
 
     number: int
+    """Counted from 0 over the whole run; the same for all chunks that it passes through."""
+    index: int = 0
+    """Counted from 0 in each step."""
+    chunk: int = 0
     frames: weakref.WeakValueDictionary[FrameKey, Frame] = field(default_factory=weakref.WeakValueDictionary)
     ahead: set[FrameKey] = field(default_factory=set)
     """Frames that were regenerated and that backward has not reached."""
@@ -37,18 +44,25 @@ class MicroBatch:
     phase: Phase = "steady"
 
     @property
+    def place(self) -> Place:
+        return self.index, self.chunk
+
+    @property
     def alive(self) -> bool:
         return self.output is None or self.output() is not None
 
 
 class Ledger:
-    """The micro-batches of one chunk, oldest first."""
+    """The micro-batches in all chunks of a stage, oldest first."""
 
-    def __init__(self, warmup: int = 0) -> None:
-        self._warmup = warmup
-        self._in_flight: deque[MicroBatch] = deque()
-        self._last: Literal["forward", "backward", "nothing"] = "nothing"
-        self._count = 0
+    def __init__(self, order: Order | None = None) -> None:
+        self._order = order or (lambda microbatches: Turns(()))
+        self._turns = Turns(())
+        self._begun = 0
+        """Backwards of this step."""
+        self._in_flight: dict[Place, MicroBatch] = {}
+        self._first = self._count = 0
+        """Number of this step's first micro-batch, and of the next one that opens."""
         self._recording: MicroBatch | None = None
         self._in_forward = False
         self._entered: weakref.ref[Frame] | None = None
@@ -64,35 +78,35 @@ class Ledger:
     def busy(self) -> bool:
         """Whether a micro-batch is between the beginning of its forward and the end of its backward."""
         waits = self._recording is not None and any(frame.waits for frame in self._recording.frames.values())
-        return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight)
+        return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, index: int, chunk: int, microbatches: int) -> None:
+        """Micro-batch `index` of `microbatches` goes through a chunk. The first one through the first chunk begins a step."""
+        if (index, chunk) == (0, 0):
+            self._turns, self._begun, self._first = self._order(microbatches), 0, self._count
+            self._in_flight.clear()  # what is left had its graph dropped without a backward
         self._in_forward = True
-        while self._in_flight and not self._in_flight[0].alive:
-            self._in_flight.popleft()  # its graph was dropped without a backward
-        self._recording = self._opened()
+        self._recording = MicroBatch(self._first + index, index, chunk)
+        self._count = max(self._count, self._recording.number + 1)
 
     def end_forward(self, output: Any) -> None:
         tensor = next(tensors_in(output), None)
         if self._recording is not None and tensor is not None and tensor.requires_grad:
             self._recording.output = weakref.ref(tensor)
-            self._in_flight.append(self._recording)
+            self._in_flight[self._recording.place] = self._recording
         self._recording = None
         self._in_forward = False
-        self._last = "forward"
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that `output` came from, or None when it was not recorded."""
-        micro_batch = self._of(output)
-        if micro_batch is not None:
-            micro_batch.phase = self._coming_phase
-        self._last = "backward"
+        self._tell_phase()
+        self._begun += 1
         self.leave()
-        return micro_batch
+        return self._of(output)
 
     def end_backward(self, micro_batch: MicroBatch | None) -> None:
         if micro_batch is not None:
-            self._in_flight.remove(micro_batch)
+            del self._in_flight[micro_batch.place]
         self.leave()
 
     def abort(self) -> None:
@@ -100,14 +114,18 @@ class Ledger:
         self._in_flight.clear()
         self._recording = None
         self._in_forward = False
-        self._last = "nothing"
+        self._turns = Turns(())
         self.leave()
 
-    def micro_batch_for(self, key: FrameKey) -> MicroBatch:
-        """The one that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer begins the next."""
-        if self._recording is None or (self._recording.output is None and key in self._recording.frames):
-            self._recording = self._opened()
-        return self._recording
+    def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
+        """The one that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another chunk,
+        begins the next."""
+        recording = self._recording
+        if not self._in_forward and (recording is None or recording.chunk != chunk or key in recording.frames):
+            recording = self._recording = MicroBatch(self._count, self._count, chunk)
+            self._count += 1
+        assert recording is not None
+        return recording
 
     def enter(self, frame: Frame) -> None:
         """Backward reaches a half."""
@@ -121,24 +139,31 @@ class Ledger:
 
     def hidden_by_forward(self) -> MicroBatch | None:
         """Whose replays the collectives of the running forward hide: the micro-batch whose backward comes right behind it."""
-        steady = self._warmup > 0 and len(self._in_flight) >= self._warmup
-        return self._in_flight[0] if steady else None
+        if not self._in_forward or self._recording is None:
+            return None
+        return self._living(self._turns.hidden_by(self._recording.place))
 
     def hidden_by_receive(self) -> MicroBatch | None:
-        """Whose replays a receive of a gradient hides, with its phase set."""
-        if not self._in_flight:
-            return None
-        self._in_flight[0].phase = self._coming_phase
-        return self._in_flight[0]
+        """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next, with its phase set."""
+        return self._tell_phase()
 
     @property
-    def _coming_phase(self) -> Phase:
-        return "steady" if self._last == "forward" else "cooldown"
+    def recording_chunk(self) -> int:
+        """The chunk whose forward runs."""
+        return self._recording.chunk if self._recording is not None else 0
 
-    def _opened(self) -> MicroBatch:
-        self._count += 1
-        return MicroBatch(self._count - 1)
+    def _tell_phase(self) -> MicroBatch | None:
+        """The micro-batch whose backward comes next is told its phase."""
+        turn = self._turns.backward(self._begun)
+        micro_batch = self._living(turn.place if turn is not None else None)
+        if micro_batch is not None and turn is not None:
+            micro_batch.phase = "cooldown" if turn.phase == "cooldown" else "steady"
+        return micro_batch
+
+    def _living(self, place: Place | None) -> MicroBatch | None:
+        micro_batch = self._in_flight.get(place) if place is not None else None
+        return micro_batch if micro_batch is not None and micro_batch.alive else None
 
     def _of(self, output: Any) -> MicroBatch | None:
         tensor = next(tensors_in(output), None)
-        return next((one for one in self._in_flight if one.output is not None and one.output() is tensor), None)
+        return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)

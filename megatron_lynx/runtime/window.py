@@ -9,7 +9,7 @@ alone (rule R1), equal on all ranks of the group, and holds no collective (rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -39,12 +39,16 @@ WindowKey = Place | Literal["pipe.recv_backward"]
 
 @dataclass(frozen=True)
 class Agenda:
-    """What the plan assigned: frames to windows, by phase of the micro-batch whose backward they are for."""
+    """What the plan assigned in one chunk: frames to windows, by phase of the micro-batch whose backward they are for."""
 
     replays: Mapping[Phase, Mapping[WindowKey, tuple[FrameKey, ...]]] = field(default_factory=dict)
     gathers: Mapping[WindowKey, tuple[FrameKey, ...]] = field(default_factory=dict)
     """Frames whose input is gathered behind a window."""
     ahead_depth: int = 0
+    whole: Container[int] = ()
+    """Micro-batches of a step that keep everything, whatever the halves' policies say."""
+    first_layer: int = 1
+    """Of the chunk. A window of a forward is known by where its layer stands in its chunk: the forward may be another chunk's."""
 
     def replays_in(self, window: WindowKey, phase: Phase) -> tuple[FrameKey, ...]:
         return self.replays.get(phase, {}).get(window, ())

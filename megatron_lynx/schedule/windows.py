@@ -8,7 +8,8 @@
     text                   names
     bwd.mlp.0              the first collective that the backward of the *same* layer's MLP half waits for
     bwd.attention.0+1      the first one of the attention half of the layer above (layer l+1)
-    fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward
+    fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward; with
+                           several chunks on a stage that may be another chunk's: then of the layer at the same place in it
     pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
     on_demand              none: the replay runs when backward asks for its first tensor, and is exposed
 

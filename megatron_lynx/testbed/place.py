@@ -87,8 +87,6 @@ def _check(job: Job) -> None:
         problems.append(Problem("job: gpus", f"{job.gpus} processes", needed))
     if job.parallel.context > 1:
         problems.append(Problem("job: parallel.context", str(job.parallel.context), "1", "the runtime cannot do it yet"))
-    if (chunk := job.parallel.layers_per_chunk) is not None:
-        problems.append(Problem("job: parallel.layers_per_chunk", str(chunk), "none", "the runtime cannot do it yet"))
     if job.model.attention == "flash":
         problems.append(Problem("job: model.attention", "flash", "unfused", "the testbed's local layers keep the scores"))
     if problems:

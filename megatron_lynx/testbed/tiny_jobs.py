@@ -15,6 +15,8 @@ def tiny_job(
     *,
     tensor: int = 1,
     pipeline: int = 1,
+    partition: tuple[int, ...] | None = None,
+    layers_per_chunk: int | None = None,
     sequence_parallel: bool = False,
     replicas: int = 1,
     microbatches: int = 2,
@@ -30,7 +32,12 @@ def tiny_job(
     gpt = {"kv_groups": 4, "attention_dropout": 0.1, "hidden_dropout": 0.1, "tied_embeddings": True}
     llama = {"kv_groups": 2, "activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False}
     layout = Parallel(
-        tensor=tensor, pipeline=pipeline, sequence_parallel=sequence_parallel, distributed_optimizer=distributed_optimizer
+        tensor=tensor,
+        pipeline=pipeline,
+        partition=partition,
+        layers_per_chunk=layers_per_chunk,
+        sequence_parallel=sequence_parallel,
+        distributed_optimizer=distributed_optimizer,
     )
     return Job(
         model=Model(**{**size, **(gpt if like == "gpt" else llama), **model}),

@@ -59,7 +59,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "pipeline_dtype": dtype,
         "bf16": model.dtype == "bf16",
         "use_cpu_initialization": True,
-        "deallocate_pipeline_outputs": True,
+        # Interleaved schedules free an output while it is being sent, and gloo would send what is in its memory by then.
+        "deallocate_pipeline_outputs": job.chunks == 1,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -67,37 +68,60 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
+    if job.chunks > 1:
+        fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if len(set(job.partition)) > 1:
+        fields["pipeline_model_parallel_layout"] = pipeline_layout(job.partition)
     return TransformerConfig(**{**fields, **overrides})
+
+
+def pipeline_layout(partition: Sequence[int]) -> list[list[str]]:
+    """Megatron's `pipeline_model_parallel_layout`: what each virtual stage holds, in layer order."""
+    layout = [["decoder"] * layers for layers in partition]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def build_model(
     job: Job, *, seed: int = 1234, weights_of: Sequence[torch.nn.Module] | None = None, **overrides: Any
 ) -> list[GPTModel | Float16Module]:
-    """This rank's chunks (one), in training mode, on the GPU if there is one. `parallel_state` must be initialised.
+    """This rank's chunks, in training mode, on the GPU if there is one. `parallel_state` must be initialised.
+
+    One chunk, or with `job.chunks` virtual stages as many.
 
     Weights depend on `seed` and names alone; random-number states are consumed, so seed them afterwards
     (`training.seed_random_numbers`). `overrides` are fields of TransformerConfig, stock recomputation for example.
     With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
     """
     config = transformer_config(job, **overrides)
+    likes: Sequence[torch.nn.Module | None] = weights_of or [None] * job.chunks
+    return [_build_chunk(job, config, number, seed, like) for number, like in enumerate(likes)]
+
+
+def _build_chunk(
+    job: Job, config: TransformerConfig, number: int, seed: int, like: torch.nn.Module | None
+) -> GPTModel | Float16Module:
     model = job.model
+    vp_stage = number if job.chunks > 1 else None
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config),
+        transformer_layer_spec=block_spec(config, vp_stage),
         vocab_size=model.vocab,
         max_sequence_length=model.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
+        vp_stage=vp_stage,
     )
-    if weights_of is None:
+    if like is None:
         draw_weights(chunk, seed)
     chunk.cuda(torch.cuda.current_device())
     whole = Float16Module(config, chunk) if config.bf16 else chunk
-    if weights_of is not None:
-        share_weights(whole, weights_of[0])
-    return [whole]
+    if like is not None:
+        share_weights(whole, like)
+    return whole
 
 
 def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
@@ -108,8 +132,8 @@ def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
             setattr(module, name, other._parameters[name])
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer, its norms exchanged for ours, once for every layer of this stage."""
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's local layer, its norms exchanged for ours, once for every layer of this stage, or of one of its chunks."""
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     for owner, name in (
@@ -120,7 +144,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     ):
         if getattr(owner, name) is not IdentityOp:
             setattr(owner, name, Norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=Norm)
 
 
 class Norm:

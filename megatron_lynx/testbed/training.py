@@ -56,6 +56,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
         )
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
     seed_random_numbers(seed)
 
 
@@ -135,7 +136,8 @@ class Training:
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
         if ddp and overlap_grad_reduce:
-            config.no_sync_func = self.chunks[0].no_sync
+            functions = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
         if optimizer == "megatron":
             self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather)
             config.grad_scale_func = self.optimizer.scale_loss
@@ -186,10 +188,14 @@ def run_schedule(
     forward_only: bool = False,
     forward_step_func: ForwardStep | None = None,
 ) -> list[torch.Tensor]:
-    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them."""
+    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them.
+
+    Every chunk of an interleaved schedule reads the same batches.
+    """
+    batches = list(batches)
     results: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=forward_step_func or forward_step,
-        data_iterator=iter(batches),
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=list(chunks),
         num_microbatches=job.microbatches,
         seq_length=job.model.seq,

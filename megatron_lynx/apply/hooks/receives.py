@@ -5,7 +5,8 @@ Why                   while the next stage's gradient is on its way the stage id
 Calls the original    once per call, with the keywords as they came.
 Holds                 nothing.
 Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns one
-                      Work, gloo one per operation: what is received is told by the keyword, never by position.
+                      Work, gloo one per operation: what is received is told by the keyword, never by position. With
+                      `overlap_p2p_comm` works are waited for later, sends after other passes: there only the receive is a window.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.runtime.engine import Engine
 
 
-def claims(engine: Engine) -> Iterator[Claim]:
+def claims(engine: Engine, *, waited_for_later: bool) -> Iterator[Claim]:
+    """`waited_for_later`: the schedule is interleaved, and overlaps its exchanges with passes."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     def hooked(original: Any) -> Any:
@@ -28,7 +30,8 @@ def claims(engine: Engine) -> Iterator[Claim]:
             if kwargs.get("tensor_recv_next") is None:
                 return works
             if isinstance(works, dict):
-                return dict(zip(works, engine.receive(list(works.values())), strict=True))
+                held = [name for name in works if name == "recv_next" or not waited_for_later]
+                return {**works, **dict(zip(held, engine.receive([works[name] for name in held]), strict=True))}
             return engine.receive(list(works))
 
         return exchange

@@ -2,7 +2,7 @@
 
 Replaces              `forward_step` and `backward_step` of `megatron.core.pipeline_parallel.schedules` (globals of the module,
                       read at each call by every schedule).
-Why                   which micro-batch's backward comes next, and in which phase, follows from the order of these calls.
+Why                   which micro-batch runs, and whose backward comes next in which phase, follows from the order of these calls.
 Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
 Holds                 the micro-batches in flight, by weak reference to their output tensor.
 Passes through when   gradients are off.
@@ -10,6 +10,7 @@ Passes through when   gradients are off.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -22,9 +23,13 @@ def claims(engine: Engine) -> Iterator[Claim]:
     from megatron.core.pipeline_parallel import schedules
 
     def forward(original: Any) -> Any:
+        signature = inspect.signature(original)
+
         @wraps(original)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
-            with engine.forward_pass() as ended_with:
+            given = signature.bind(*args, **kwargs).arguments
+            chunk = given.get("vp_stage") or 0
+            with engine.forward_pass(given["current_microbatch"], chunk, given["num_microbatches"]) as ended_with:
                 result = original(*args, **kwargs)
                 ended_with(result)
             return result
