@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.stage_memory import StageMemory, offloads, stage_memory
+from megatron_lynx.cost.stage_memory import StageMemory, memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, step_seconds
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import check_profile
@@ -76,11 +76,10 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         todo = "what a plan decides is predicted by `megatron-lynx plan`"
         raise ConfigError("this job cannot be estimated", [Problem("job: policy", "planned", needed, todo)])
     ratio, missing = _ratio(job)
-    stages = range(job.parallel.pipeline)
     return Estimate(
         job=job,
         offload_ratio=ratio,
-        stages=tuple(stage_memory(job, stage, ratio if offloads(job, stage) else 0.0) for stage in stages),
+        stages=memory_of_stages(job, ratio),
         budget_bytes=job.memory_budget_bytes,
         shortages=missing,
         step=_step(job, profile, ratio),

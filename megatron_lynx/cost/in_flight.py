@@ -13,10 +13,19 @@ from megatron_lynx.config.job import Job
 
 def chunks_in_flight(job: Job, stage: int) -> int:
     """Of one stage; one chunk and one micro-batch each."""
-    pipeline, chunks = job.parallel.pipeline, job.chunks
+    return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, stage)
+
+
+def chunks_in_flight_by_stage(job: Job) -> list[int]:
+    """Of every stage."""
+    pipeline, chunks, microbatches = job.parallel.pipeline, job.chunks, job.microbatches
+    return [_in_flight(pipeline, chunks, microbatches, stage) for stage in range(pipeline)]
+
+
+def _in_flight(pipeline: int, chunks: int, microbatches: int, stage: int) -> int:
     if chunks == 1:
-        return min(pipeline - stage, job.microbatches)
-    return min(job.microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * pipeline + 1)
+        return min(pipeline - stage, microbatches)
+    return min(microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * pipeline + 1)
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:

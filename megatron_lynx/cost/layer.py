@@ -9,6 +9,7 @@ full        the layer's input alone (stock: `--recompute-granularity full`)
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
@@ -28,8 +29,12 @@ def replayed_items(policy: Policy) -> tuple[str, ...]:
     return {"none": (), "selective": ("core_attention",), "balanced": BALANCED, "full": ITEMS}[policy]
 
 
+@lru_cache(maxsize=1024)
 def kept_bytes(shape: LayerShape, policy: Policy) -> int:
-    """What one layer holds of one micro-batch from forward to backward, its input included."""
+    """What one layer holds of one micro-batch from forward to backward, its input included.
+
+    Remembered: a search asks again for every pipeline that the same layers are put into.
+    """
     if policy == "full":
         return shape.input_bytes
     return sum(shape.input_bytes + _kept_by_half(shape, half, policy) for half in HALVES)

@@ -6,13 +6,16 @@ stage 1     F B F B F B F B                 + the messages on the way down and u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.profile import Profile
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,51 @@ def phases_of(job: Job, stage: int) -> Phases:
     return Phases(steady=job.microbatches - warmup, cooldown=warmup)
 
 
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One micro-batch in one layer: each half, with the waits for its collectives."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    replay_s: float = 0.0
+    """What runs again before the backward."""
+
+
+def layer_seconds(profile: Profile, message_bytes: int) -> LayerSeconds:
+    """A layer of stock Megatron that recomputes nothing."""
+    halves = [(half, profile.half(half)) for half in HALVES]
+    return LayerSeconds(
+        forward_s=tuple(each.forward_s + sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half, each in halves),
+        backward_s=tuple(each.backward_s + sum(window_lengths_s(profile, "bwd", half, message_bytes)) for half, each in halves),
+    )
+
+
 def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
     """A stage of stock Megatron that recomputes nothing."""
-    layers = job.layers_on(stage)
-    forward = backward = 0.0
-    for half in HALVES:
-        forward += layers * (profile.half(half).forward_s + sum(window_lengths_s(profile, "fwd", half, message_bytes)))
-        backward += layers * (profile.half(half).backward_s + sum(window_lengths_s(profile, "bwd", half, message_bytes)))
-    first, last = stage == 0, stage == job.parallel.pipeline - 1
-    forward += first * profile.embedding.forward_s + last * profile.head.forward_s
-    backward += first * profile.embedding.backward_s + last * profile.head.backward_s
-    return StageSeconds(forward, backward)
+    return stage_of_layers(job, profile, stage, layer_seconds(profile, message_bytes))
+
+
+def stage_of_layers(job: Job, profile: Profile, stage: int, layer: LayerSeconds) -> StageSeconds:
+    """A stage of such layers, with the ends of the model that it holds."""
+    layers, first, last = job.layers_on(stage), stage == 0, stage == job.parallel.pipeline - 1
+    forward, backward = (sum(layers * half_s for half_s in halves) for halves in (layer.forward_s, layer.backward_s))
+    return StageSeconds(
+        forward + (first * profile.embedding.forward_s + last * profile.head.forward_s),
+        backward + (first * profile.embedding.backward_s + last * profile.head.backward_s) + layers * layer.replay_s,
+    )
+
+
+def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
+    """`value` of each stage, asked for once where stages are alike: as many layers, and the same end of the model, if any."""
+    partition, pipeline = job.partition, job.parallel.pipeline
+    known: dict[tuple[int, bool, bool], T] = {}
+    values = []
+    for stage in range(pipeline):
+        kind = (sum(partition[stage::pipeline]), stage == 0, stage == pipeline - 1)
+        if kind not in known:
+            known[kind] = value(stage)
+        values.append(known[kind])
+    return values
 
 
 def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> float:

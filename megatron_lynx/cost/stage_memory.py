@@ -19,12 +19,13 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
-from megatron_lynx.config.job import Job
-from megatron_lynx.cost.in_flight import chunks_in_flight, microbatches_in_flight
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
 
@@ -52,7 +53,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
     @property
     def named(self) -> dict[str, int]:
@@ -62,21 +63,35 @@ class StageMemory:
 
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
     """A stage under `job.policy` (not `planned`, of which only a plan knows), offloading this share of each chunk's bytes."""
-    shape, last = LayerShape.of(job), stage == job.parallel.pipeline - 1
-    parameters = stage_parameters(job, stage).total
-    activations, staging = _layers(job, stage, offload_ratio)
-    return StageMemory(
-        parameters=parameter_bytes(job, parameters),
-        gradients=gradient_bytes(parameters),
-        optimizer=optimizer_bytes(job, parameters),
-        activations=activations,
-        staging=staging,
-        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
-        head=head_bytes(shape) if last else 0,
-        logits=logits_bytes(shape) if last else 0,
-        recomputed=_recomputed(job, shape),
-        rest=REST_BYTES[job.cluster.device],
-    )
+    return memory_of_stages(job, offload_ratio)[stage]
+
+
+def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
+    """Every stage, as `stage_memory` has it."""
+    shape, last = LayerShape.of(job), job.parallel.pipeline - 1
+    layer, states = kept_bytes(shape, job.policy), of_every_stage(job, lambda stage: _states(job, stage))
+    recomputed, rest = _recomputed(shape, job.policy), REST_BYTES[job.cluster.device]
+    stages = []
+    for stage, in_flight in enumerate(chunks_in_flight_by_stage(job)):
+        size = max(job.chunk_layers(stage)) * layer
+        stages.append(
+            StageMemory(
+                *states[stage],
+                *_layers(size, in_flight, offload_ratio, stage == last),
+                embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
+                head=head_bytes(shape) if stage == last else 0,
+                logits=logits_bytes(shape) if stage == last else 0,
+                recomputed=recomputed,
+                rest=rest,
+            )
+        )
+    return tuple(stages)
+
+
+def _states(job: Job, stage: int) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients, optimizer state."""
+    count = stage_parameters(job, stage).total
+    return parameter_bytes(job, count), gradient_bytes(count), optimizer_bytes(job, count)
 
 
 def chunk_bytes(job: Job, stage: int) -> int:
@@ -94,14 +109,13 @@ def host_bytes(job: Job, stage: int, offload_ratio: float) -> int:
     return round(offload_ratio * (chunks_in_flight(job, stage) - 2) * chunk_bytes(job, stage)) if offloads(job, stage) else 0
 
 
-def _layers(job: Job, stage: int, ratio: float) -> tuple[int, int]:
-    """Bytes of activations that layers keep, and of staging buffers."""
-    count, size = chunks_in_flight(job, stage), chunk_bytes(job, stage)
-    if ratio == 0 or not offloads(job, stage):
+def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
+    """Bytes of activations that layers keep, and of staging buffers, with so many chunks of this size in flight."""
+    if ratio == 0 or count <= CHUNKS_NOT_OFFLOADED:
         return count * size, 0
-    whole = 1 if stage == job.parallel.pipeline - 1 else 2
+    whole = 1 if last else 2
     return round((count - 2) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
-def _recomputed(job: Job, shape: LayerShape) -> int:
-    return kept_bytes(shape, "none") - kept_bytes(shape, job.policy) if job.policy in ("full", "selective") else 0
+def _recomputed(shape: LayerShape, policy: Policy) -> int:
+    return kept_bytes(shape, "none") - kept_bytes(shape, policy) if policy in ("full", "selective") else 0

@@ -10,7 +10,7 @@ stage 1     F B F B F B F B   |
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
@@ -71,7 +71,7 @@ def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> La
     )
     if policy == "full":
         replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in HALVES)
-    return LayerSeconds(stock.forward_s, (*stock.backward_s, replay_s))
+    return replace(stock, replay_s=replay_s)
 
 
 def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
@@ -142,7 +142,10 @@ def _fewest_in_a_node(first: int, stride: int, sharers: int, node_gpus: int) -> 
         return 1
     begin, end = (rank // node_gpus for rank in (first, first + stride * (sharers - 1)))
     nodes = {begin, end, *range(begin + 1, min(end, begin + 1 + stride))}
-    return min(_members_below(node + 1, first, stride, sharers, node_gpus) - _members_below(node, first, stride, sharers, node_gpus) for node in nodes)
+    return min(
+        _members_below(node + 1, first, stride, sharers, node_gpus) - _members_below(node, first, stride, sharers, node_gpus)
+        for node in nodes
+    )
 
 
 def _members_below(node: int, first: int, stride: int, sharers: int, node_gpus: int) -> int:

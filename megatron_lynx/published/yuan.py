@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_lynx.config import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -54,7 +54,7 @@ def job_of(run: Mapping[str, Any], cluster: str = "h800-80g", **fields: Any) -> 
 def _memory(figure: Mapping[str, Any]) -> Iterator[Row]:
     job = job_of({**figure["config"], "ckpt": "ours"})
     for ratio, published in figure["ckpt_ours"].items():
-        computed = max(stage_memory(job, stage, float(ratio)).total for stage in range(job.parallel.pipeline))
+        computed = max(stage.total for stage in memory_of_stages(job, float(ratio)))
         yield Row(SOURCE, f"figure 7: memory, offload ratio {ratio}", published, computed, "B", bound=1.5)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, offloads, stage_memory
+from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.units import GIB, format_bytes
 
@@ -31,8 +31,7 @@ def smallest_ratio(job: Job) -> float:
 def shortages(job: Job, ratio: float) -> list[Problem]:
     """What exceeds the budget when this share is offloaded: empty if every stage fits."""
     budget, problems = job.memory_budget_bytes, []
-    for stage in range(job.parallel.pipeline):
-        memory = stage_memory(job, stage, ratio if offloads(job, stage) else 0.0)
+    for stage, memory in enumerate(memory_of_stages(job, ratio)):
         if memory.total > budget:
             found = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
             short = f"{format_bytes(memory.total - budget)} too much"

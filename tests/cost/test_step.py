@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.stage import step_s
+from megatron_lynx.cost.stage import of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
-from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.cost.step import _fewest_in_a_node, replaying_stage_s, step_seconds
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -71,6 +75,21 @@ def test_replicas_that_nodes_cut_badly_update_slowly():
     seconds = [step_seconds(job, analytic_profile(job)).update_s for job in (even, uneven, worst)]
     assert seconds == sorted(seconds)
     assert seconds[1] > 1.5 * seconds[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(first=st.integers(0, 63), stride=st.integers(1, 20), sharers=st.integers(2, 200), node_gpus=st.sampled_from([1, 4, 6, 8]))
+def test_the_fewest_members_of_a_ring_in_a_node_are_as_counted(first, stride, sharers, node_gpus):
+    counted = Counter((first + stride * member) // node_gpus for member in range(sharers))
+    assert _fewest_in_a_node(first, stride, sharers, node_gpus) == min(counted.values())
+
+
+def test_stages_are_alike_with_as_many_layers_and_the_same_end():
+    parallel = {"tensor": 2, "pipeline": 6, "partition": [13, 14, 13, 13, 13, 14], "sequence_parallel": True}
+    job = catalogued_job(gpus=12, batch=12, parallel=parallel)
+    asked = []
+    assert of_every_stage(job, lambda stage: asked.append(stage) or stage) == [0, 1, 2, 2, 2, 5]
+    assert asked == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize("microbatches", [16, 32])
