@@ -1,0 +1,77 @@
+"""One rank's mistake stops all of them, with one message.
+
+    rank 0   ok           ─┐                 ┌─ says: rank 1: plan.yaml: found no such file ...  ─┐ barrier ┌─ exit 2
+    rank 1   no such file ─┴── all gather ───┴─                                                   ─┴─────────┴─ exit 2
+
+Without it the ranks that go on would wait in their next collective for the one that stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_lynx.errors import LynxError, Problem
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found."""
+
+    headline: str
+    problems: tuple[Problem, ...]
+    exit_status: int
+
+
+def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
+    """To be called by every rank. Returns where none has an error and `same` is equal on all; else ends all of them.
+
+    `what` says in words what must be the same.
+    Raises `SystemExit` on every rank, after rank 0 has said why; without a process group, the error itself.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    mine = Report(error.headline, error.problems, error.exit_status) if error is not None else None
+    gathered: list[tuple[Report | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, same))
+    reports = [report for report, _ in gathered]
+    if any(reports):
+        _end(reports)
+    values = [value for _, value in gathered]
+    if len(set(values)) > 1:
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        problem = Problem(what, f"other contents on rank {other} than on rank 0", "the same file on all ranks")
+        _end([Report("the ranks disagree", (problem,), 2)] * len(values))
+
+
+def _end(reports: Sequence[Report | None]) -> None:
+    """Rank 0 speaks before anybody goes: torchrun ends all ranks as soon as one is gone."""
+    first = next(report for report in reports if report is not None)
+    on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
+    dist.barrier()
+    sys.exit(max(report.exit_status for report in reports if report is not None))
+
+
+def _lines(reports: Sequence[Report | None]) -> list[str]:
+    """Every problem once, with the ranks that have it where not all do."""
+    ranks: dict[Problem, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for problem in report.problems if report is not None else ():
+            ranks.setdefault(problem, []).append(rank)
+    return [f"  - {_whose(having, len(reports))}{problem}" for problem, having in ranks.items()]
+
+
+def _whose(ranks: Sequence[int], world: int) -> str:
+    if len(ranks) == world:
+        return ""
+    return f"rank {ranks[0]}: " if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}: "
+
+
+def on_rank_0(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)

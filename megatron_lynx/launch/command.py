@@ -1,0 +1,71 @@
+"""The command line: `SCRIPT [--lynx-...] <the script's own arguments>`.
+
+main ─> read ─> run_script                     0, or what the script ends with
+         └─ LynxError ─> stderr, once per node  exit 1: the answer is no, 2: the request is wrong
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lynx.errors import ConfigError, LynxError, Problem
+from megatron_lynx.launch.flags import Flags, read_flags
+
+USAGE = """\
+usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]] [--lynx-log LEVEL]
+                    <arguments of SCRIPT>
+
+Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN.
+`SCRIPT --help` shows these flags among Megatron's, with what each does."""
+
+
+@dataclass(frozen=True)
+class Command:
+    script: Path
+    arguments: tuple[str, ...]
+    """Of the script, ours among them: Megatron's parser shows and records them."""
+    flags: Flags
+
+
+def read(arguments: Sequence[str]) -> Command:
+    """Raises `ConfigError` where there is no such script, and for flags of ours that do not read."""
+    if not arguments or arguments[0].startswith("-"):
+        found = "no arguments" if not arguments else f"{arguments[0]} first"
+        raise ConfigError("the launch cannot be read", [Problem("command line", found, "the training script first, then flags")])
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise ConfigError("the launch cannot be read", [Problem(str(script), "no such file", "a training script")])
+    return Command(script, tuple(arguments[1:]), read_flags(arguments[1:]))
+
+
+def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
+    """Run a command line; the exit status."""
+    if list(arguments[:1]) in (["-h"], ["--help"]):
+        print(USAGE.format(module=module))
+        return 0
+    try:
+        command = read(arguments)
+        from megatron_lynx.launch.script import run_script
+
+        run_script(command)
+    except LynxError as error:
+        _stop(error)
+        return error.exit_status
+    return 0
+
+
+def _stop(error: LynxError) -> None:
+    """Say what is wrong. In the middle of training the process ends here: other ranks may wait for this one in a collective, and
+    leaving the job properly would wait for them; torchrun ends them when this process is gone."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    in_job = distributed is not None and distributed.is_initialized()
+    if in_job or os.environ.get("LOCAL_RANK", "0") == "0":
+        rank = f"rank {os.environ.get('RANK', '0')}: " if in_job else ""
+        print(f"megatron-lynx: {rank}{error}", file=sys.stderr, flush=True)
+    if in_job:
+        sys.stdout.flush()
+        os._exit(error.exit_status)

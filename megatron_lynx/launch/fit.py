@@ -1,0 +1,42 @@
+"""Megatron's arguments against a plan: what can be told before a model is built.
+
+The rest is told by `apply.match`, from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.plan import Plan
+
+
+def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
+    """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
+    yield from _sizes(plan, args)
+    if (granularity := getattr(args, "recompute_granularity", None)) is not None:
+        found = f"{granularity} (set by --recompute-activations or --recompute-granularity)"
+        yield Problem("--recompute-*", found, "none", "drop these flags: the plan decides what is recomputed")
+
+
+def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
+    needed = {
+        "tensor_model_parallel_size": plan.parallel.tensor,
+        "pipeline_model_parallel_size": plan.parallel.pipeline,
+        "num_layers": plan.model.layers,
+        "hidden_size": plan.model.hidden,
+        "ffn_hidden_size": plan.model.ffn,
+        "num_attention_heads": plan.model.heads,
+        "seq_length": plan.model.seq,
+        "micro_batch_size": plan.batch.micro,
+    }
+    for name, planned in needed.items():
+        found = getattr(args, name, None)
+        if found != planned:
+            todo = "launch with the plan's, or make a plan for this launch"
+            yield Problem(f"--{name.replace('_', '-')}", str(found), f"{planned}, as the plan has it", todo)
+    parallel = bool(getattr(args, "sequence_parallel", False)) and plan.parallel.tensor > 1
+    if parallel != plan.parallel.sequence_parallel:
+        flag = {True: "given", False: "not given"}
+        yield Problem("--sequence-parallel", flag[parallel], f"{flag[plan.parallel.sequence_parallel]}, as the plan has it")

@@ -1,0 +1,79 @@
+"""Our flags, in one place for two parsers: ours, which reads them first, and Megatron's, which shows and records them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron_lynx.errors import ConfigError, Problem
+
+PREFIX = "--lynx-"
+LEVELS = ("debug", "info", "warning", "error")
+GROUP = "megatron-lynx"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What was asked for. Fields are named as in Megatron's namespace of arguments."""
+
+    lynx_plan: str | None = None
+    lynx_trace: str | None = None
+    lynx_trace_step: int = 3
+    lynx_log: str = "warning"
+
+    @property
+    def plan(self) -> Path | None:
+        return None if self.lynx_plan is None else Path(self.lynx_plan)
+
+    @property
+    def trace(self) -> Path | None:
+        return None if self.lynx_trace is None else Path(self.lynx_trace)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser that raises what is wrong instead of ending the process."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        flag, _, text = message.removeprefix("argument ").partition(": ")
+        raise ConfigError("the launch cannot be read", [Problem(flag, text or message, "", "see --help")])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our group to a parser."""
+    group = parser.add_argument_group(GROUP)
+    group.add_argument("--lynx-plan", metavar="PLAN", help="Train under this plan. Without it nothing is changed.")
+    group.add_argument(
+        "--lynx-trace", metavar="PATH", help="Write a timeline of one step, all ranks, for ui.perfetto.dev. Needs --lynx-plan."
+    )
+    group.add_argument(
+        "--lynx-trace-step", metavar="N", type=_step, default=Flags.lynx_trace_step, help="Which step of this run. Default: 3."
+    )
+    group.add_argument(
+        "--lynx-log", choices=LEVELS, default=Flags.lynx_log, help="What megatron-lynx says on rank 0 beside its summary."
+    )
+    return parser
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed a step of this run, from 1")
+    return int(text)
+
+
+def read_flags(arguments: Sequence[str]) -> Flags:
+    """Our flags among the arguments of a script; everything else is the script's.
+
+    Raises `ConfigError` for a flag of ours that does not exist or does not read, and for one that would have no effect.
+    """
+    parser = add_flags(_Parser(add_help=False, allow_abbrev=False))
+    found, others = parser.parse_known_args(list(arguments))
+    known = ", ".join(f"--{field.name.replace('_', '-')}" for field in fields(Flags))
+    problems = [Problem(flag.partition("=")[0], "no such flag", known) for flag in others if flag.startswith(PREFIX)]
+    flags = Flags(**vars(found))
+    if flags.lynx_trace is not None and flags.lynx_plan is None:
+        problems.append(Problem("--lynx-trace", "no --lynx-plan", "one: without a plan there is nothing to trace"))
+    if problems:
+        raise ConfigError("the launch cannot be read", problems)
+    return flags

@@ -1,0 +1,1 @@
+"""What a launch holds on to in `megatron.training`, one file each."""

@@ -1,0 +1,30 @@
+"""Megatron's arguments.
+
+Replaces              `add_megatron_arguments` of `megatron.training.arguments` (a global, read by `parse_args`).
+Why                   our flags belong into `--help`, into what Megatron logs, and into the arguments that checkpoints record.
+Calls the original    once per call.
+Holds                 nothing.
+Passes through when   never: every parser gets our group, behind Megatron's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.launch.flags import add_flags
+
+
+def claims() -> Iterator[Claim]:
+    from megatron.training import arguments
+
+    def hooked(original: Any) -> Any:
+        @wraps(original)
+        def add_megatron_arguments(parser: Any) -> Any:
+            return add_flags(original(parser))
+
+        return add_megatron_arguments
+
+    yield Claim(arguments, "add_megatron_arguments", hooked, "declares Megatron's arguments")

@@ -1,0 +1,99 @@
+"""What one launch knows, and does, as Megatron's functions pass by.
+
+megatron.training                        Launch
+-----------------------------------------------------------------------------------------
+all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
+the training loop begins                 begin(model): install
+  a step begins / ends                   stepping(): the one that is traced
+the training loop ends, however          end()
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_lynx.apply import install
+from megatron_lynx.apply.releases import installed_version
+from megatron_lynx.errors import ConfigError, LynxError
+from megatron_lynx.launch.agreement import agree, on_rank_0
+from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.launch.flags import Flags
+from megatron_lynx.launch.trace_file import TraceFile
+from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.version import __version__
+
+
+class Launch:
+    """One process of a launch. Without a plan it only hands through."""
+
+    def __init__(self, flags: Flags) -> None:
+        self.flags = flags
+        self._plan: Plan | None = None
+        self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
+        self._installation: Any = None
+
+    def prepare(self, args: Any) -> None:
+        """Read and check everything that can be checked before a model is built; all ranks go on, or none.
+
+        What was asked for becomes part of `args` (a YAML configuration does not pass it on), so checkpoints record it.
+        """
+        for name, value in vars(self.flags).items():
+            setattr(args, name, value)
+        if self.flags.plan is None:
+            return
+        error: LynxError | None = None
+        try:
+            self._plan = load_plan(self.flags.plan)
+            if problems := [*arguments_against(self._plan, args), *self._trace.problems()]:
+                raise ConfigError("this launch and its plan do not fit", problems)
+        except LynxError as found:
+            error = found
+        agree(error, same=None if self._plan is None else _digest(self._plan), what=f"--lynx-plan {self.flags.lynx_plan}")
+
+    @contextmanager
+    def training(self, model: Any) -> Iterator[None]:
+        """The plan is in force inside."""
+        if self._plan is None:
+            yield
+            return
+        error: LynxError | None = None
+        try:
+            self._installation = install(model, self._plan)
+        except LynxError as found:
+            error = found
+        agree(error)
+        with self._installation:
+            self._say_begun()
+            yield
+            self._say_done()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of training."""
+        if self._installation is None:
+            yield
+            return
+        with self._trace.around(self._installation.engine.trace):
+            yield
+
+    def _say_begun(self) -> None:
+        held = f"{len(self._installation.hooks)} hooks on rank 0"
+        on_rank_0(
+            f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({_digest(self._plan)[:12]}), "
+            f"megatron-core {installed_version()}, {held}"
+        )
+
+    def _say_done(self) -> None:
+        counts = self._installation.engine.take_counts()
+        on_rank_0(
+            f"megatron-lynx: rank 0 replayed {counts.replayed} layer halves: {counts.hidden} inside windows, "
+            f"{counts.on_demand} on demand"
+        )
+
+
+def _digest(plan: Plan | None) -> str:
+    assert plan is not None
+    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()

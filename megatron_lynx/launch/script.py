@@ -1,0 +1,64 @@
+"""The script as `python SCRIPT ARGUMENTS` would run it, with the launch's hooks held around it.
+
+its folder first on the import path ─> hold ─> its text as `__main__` ─> give back
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+from megatron_lynx.apply import hook as holding
+from megatron_lynx.errors import ConfigError, HookRefused, Problem
+from megatron_lynx.launch.command import Command
+from megatron_lynx.launch.hooks import arguments, initialisation, loop
+from megatron_lynx.launch.launch import Launch
+
+
+def run_script(command: Command) -> None:
+    """Raises what the script raises, `SystemExit` included.
+
+    Raises:
+        ConfigError: megatron.training cannot be imported from where the script would import it.
+        HookRefused: megatron.training has not the functions that a launch goes through.
+    """
+    logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
+    with _as_its_own_process(command):
+        _import_training(command)
+        launch = Launch(command.flags)
+        claims = [*arguments.claims(), *initialisation.claims(launch), *loop.claims(launch)]
+        if refused := holding.verify(claims):
+            raise HookRefused("this Megatron-LM cannot be launched under a plan", refused)
+        hooks = holding.put_in_place(claims)
+        try:
+            runpy.run_path(str(command.script), run_name="__main__")
+        finally:
+            holding.give_back(hooks)
+
+
+@contextmanager
+def _as_its_own_process(command: Command) -> Iterator[None]:
+    """`sys.argv` and `sys.path[0]` as the script expects them."""
+    argv, first = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [str(command.script), *command.arguments], str(command.script.resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = argv, first
+
+
+def _import_training(command: Command) -> None:
+    try:
+        import_module("megatron.training.training")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] != "megatron":
+            raise
+        found = f"no {missing.name} that it could import"
+        needed = "megatron.training (of Megatron-LM, or of a megatron-core wheel from 0.17)"
+        todo = "put the Megatron-LM checkout that the script belongs to on PYTHONPATH"
+        problem = Problem(str(command.script), found, needed, todo)
+        raise ConfigError("the launch cannot find Megatron's training", [problem]) from None

@@ -1,0 +1,29 @@
+"""`python -m megatron_lynx.testbed SCRIPT ...`: the launcher, on a machine without a GPU.
+
+torchrun --nproc-per-node 4 -m megatron_lynx.testbed pretrain_gpt.py --lynx-plan plan.yaml --distributed-backend gloo ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Decided when torch and Megatron are imported: some functions are compiled at import.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch.command import main
+from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
+
+
+def run() -> int:
+    try:
+        stand_in_for_gpu_machine()
+    except ConfigError as error:
+        print(f"megatron-lynx: {error}", file=sys.stderr)
+        return error.exit_status
+    return main(sys.argv[1:], module="megatron_lynx.testbed")
+
+
+if __name__ == "__main__":
+    sys.exit(run())
