@@ -22,6 +22,7 @@ from megatron_lynx.apply.hooks import collectives, gathered_input, halves, recei
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
 from megatron_lynx.apply.match import LiveRun, live_run, mismatches, refusals
+from megatron_lynx.apply.offloading import offloader_of
 from megatron_lynx.apply.releases import present_release
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
@@ -52,6 +53,7 @@ class Installation:
             )
         holding.give_back(self._hooks)
         self._hooks = []
+        self.engine.close()
 
     def __enter__(self) -> Installation:
         return self
@@ -70,6 +72,7 @@ def install(model: Any, plan: Plan) -> Installation:
     Raises:
         PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
         HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to.
+        OffloadError: the host has too little memory for what the plan offloads.
     """
     run = live_run(model)
     if not isinstance(run, LiveRun):
@@ -80,12 +83,15 @@ def install(model: Any, plan: Plan) -> Installation:
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run):
         raise PlanMismatch("the plan does not fit this run", differing)
+    device = next(run.chunks[0].parameters()).device
+    order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
     engine = Engine(
         [agenda(entry) for entry in plan.chunks_of(run.stage)],
-        order=order_of(run.pipeline, run.stage, len(run.chunks), run.group_size),
+        order=order,
         random=MegatronRandom(),
         guard=left_as_they_were,
-        device=next(run.chunks[0].parameters()).device,
+        device=device,
+        offloader=offloader_of(plan, run, order, device),
     )
     claims = list(_claims(engine, plan, run))
     if conflicts := holding.verify(claims):

@@ -135,7 +135,6 @@ def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Everything about the run that the hooks cannot work with."""
     return [
-        *_not_yet(plan),
         *_stock_recomputation(run),
         *_features(run),
         *_early_gradients(plan, run),
@@ -143,13 +142,6 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_layer_classes(run),
         *_random(run),
     ]
-
-
-def _not_yet(plan: Plan) -> Iterator[Problem]:
-    """What a plan may say and this version cannot do."""
-    for at, stage in enumerate(plan.stages):
-        if stage.offload is not None:
-            yield Problem(f"plan: stages.{at}.offload", f"{stage.offload.bytes} bytes", "none", "the runtime cannot offload yet")
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, SiteCall
 from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
+from megatron_lynx.runtime.offload import Offloader, Shipment
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import collective_in_replay, partial_backward, refuse_foreign_hooks, second_order
 from megatron_lynx.runtime.replay import Replayer, present_autocast
@@ -52,6 +53,14 @@ class Counts:
     """Inputs gathered once."""
     live_ahead: int = 0
     """The most frames of one micro-batch that were regenerated before backward reached them."""
+    offloaded_bytes: int = 0
+    """Copied to the host."""
+    reloaded_bytes: int = 0
+    """Copied back."""
+    host_bytes: int = 0
+    """Host memory held for offloaded activations."""
+    exposed_copy_s: float = 0.0
+    """Seconds for which compute waited for copies, either way."""
 
     @property
     def replayed(self) -> int:
@@ -69,11 +78,13 @@ class Engine:
         random: RandomSource | None = None,
         guard: Guard = nullcontext,
         device: torch.device | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.agendas = tuple(agendas)
         """By chunk."""
         self.ledger = Ledger(order)
-        self.trace = Trace(device)
+        self.offloader = offloader
+        self.trace = Trace(device) if offloader is None else offloader.trace
         self.counts = Counts()
         self._random = random or TorchRandom()
         self._guard = guard
@@ -94,9 +105,19 @@ class Engine:
         """Forget the step under way: it failed."""
         self._scope = None
         self.ledger.abort()
+        if self.offloader is not None:
+            self.offloader.abandon()
+
+    def close(self) -> None:
+        """Nothing will run under this engine any more."""
+        if self.offloader is not None:
+            self.offloader.close()
 
     def take_counts(self) -> Counts:
         counts, self.counts = self.counts, Counts()
+        if self.offloader is not None:
+            counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
+            counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s()
         return counts
 
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
@@ -110,13 +131,23 @@ class Engine:
             return
         self.ledger.begin_forward(index, chunk, microbatches)
         with self._aborting():
-            yield self.ledger.end_forward
+            if self.ledger.hidden_by_forward() is not None:
+                self._fetch_coming()
+            yield self._end_forward
+
+    def _end_forward(self, output: Any) -> None:
+        micro_batch = self.ledger.end_forward(output)
+        if self.offloader is not None and micro_batch is not None and micro_batch.shipment is not None:
+            self.offloader.depart(micro_batch.shipment, output)
 
     @contextmanager
     def backward_pass(self, output: Any) -> Iterator[None]:
         """One micro-batch's backward, from the output of its forward."""
         micro_batch = self.ledger.begin_backward(output)
         with self._aborting():
+            if self.offloader is not None and micro_batch is not None:
+                self.offloader.fetch(micro_batch.shipment)
+            self._fetch_coming()
             yield
         self._close_backward_span()
         self.ledger.end_backward(micro_batch)
@@ -139,10 +170,12 @@ class Engine:
         micro_batch = self.ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         if micro_batch.index in self.agendas[policy.chunk].whole:
             policy = policy.keeping
-        if policy.replay:
+        shipment = self._shipment_of(micro_batch, (args, kwargs))
+        if policy.replay or shipment is not None:
             refuse_foreign_hooks(policy.name)
         frame = self._new_frame(policy, micro_batch, code, args, kwargs)
-        scope = Recorder(frame, self._random, self._take) if policy.replay else Passage(frame)
+        recorded = policy.replay or shipment is not None
+        scope = Recorder(frame, self._random, self._take, shipment) if recorded else Passage(frame)
         with self._inside(scope), self._span("forward", frame):
             outputs = scope.run(args, kwargs)
         self.counts.recorded += frame.lets_go
@@ -167,6 +200,30 @@ class Engine:
             frame.random, frame.autocast = self._random.capture(), present_autocast()
         micro_batch.frames[frame.key] = frame
         return frame
+
+    def _shipment_of(self, micro_batch: MicroBatch, arguments: Any) -> Shipment | None:
+        """What may go to the host of a half that is called with these; None where nothing goes."""
+        offloader, chunk = self.offloader, micro_batch.chunk
+        if offloader is None or chunk not in offloader.policies or self.ledger.own_backward_follows(micro_batch):
+            return None
+        if micro_batch.index in self.agendas[chunk].whole:
+            return None
+        offloader.settle()
+        if micro_batch.shipment is None:
+            micro_batch.shipment = offloader.open(micro_batch.number, chunk)
+        for index, tensor in enumerate(tensors_in(arguments)):
+            if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
+                micro_batch.shipment.leave([tensor])
+        return None if micro_batch.shipment.full else micro_batch.shipment
+
+    def _fetch_coming(self) -> None:
+        """Start bringing back what the next backwards need, as far ahead as the plan says."""
+        if self.offloader is None:
+            return
+        for ahead in range(self.offloader.furthest):
+            micro_batch = self.ledger.coming(ahead)
+            if micro_batch is not None and micro_batch.shipment is not None and ahead < micro_batch.shipment.policy.prefetch:
+                self.offloader.fetch(micro_batch.shipment)
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:
         """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
@@ -251,6 +308,7 @@ class Engine:
             pending.clear()
             if micro_batch is None:
                 return wait()
+            self._fetch_coming()
             return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
 
         return [WindowedWork(work, window) for work in works]

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,7 +191,9 @@ def _on_node_of(device: torch.device) -> Iterator[None]:
 
 def _processors_near(device: torch.device) -> set[int]:
     """Of the device's NUMA node, as far as this process may run there; empty where the machine does not say."""
-    facts = torch.cuda.get_device_properties(device)
+    facts: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(facts, "pci_bus_id"):  # before torch 2.8
+        return set()
     address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     listed = Path("/sys/bus/pci/devices", address, "local_cpulist")
     if not listed.exists() or not hasattr(os, "sched_getaffinity"):

@@ -23,6 +23,7 @@ from megatron_lynx.runtime.window import FrameKey, Phase
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.frame import Frame
+    from megatron_lynx.runtime.offload import Shipment
 
 Order = Callable[[int], Turns]
 """From the number of micro-batches of a step to what this stage does."""
@@ -42,6 +43,8 @@ class MicroBatch:
     """Frames that were regenerated and that backward has not reached."""
     output: weakref.ref[Tensor] | None = None
     phase: Phase = "steady"
+    shipment: Shipment | None = None
+    """What of it goes to the host."""
 
     @property
     def place(self) -> Place:
@@ -89,13 +92,16 @@ class Ledger:
         self._recording = MicroBatch(self._first + index, index, chunk)
         self._count = max(self._count, self._recording.number + 1)
 
-    def end_forward(self, output: Any) -> None:
+    def end_forward(self, output: Any) -> MicroBatch | None:
+        """The micro-batch that is in flight from now on, if a backward can come."""
         tensor = next(tensors_in(output), None)
-        if self._recording is not None and tensor is not None and tensor.requires_grad:
-            self._recording.output = weakref.ref(tensor)
-            self._in_flight[self._recording.place] = self._recording
-        self._recording = None
+        micro_batch, self._recording = self._recording, None
         self._in_forward = False
+        if micro_batch is None or tensor is None or not tensor.requires_grad:
+            return None
+        micro_batch.output = weakref.ref(tensor)
+        self._in_flight[micro_batch.place] = micro_batch
+        return micro_batch
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that `output` came from, or None when it was not recorded."""
@@ -146,6 +152,15 @@ class Ledger:
     def hidden_by_receive(self) -> MicroBatch | None:
         """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next, with its phase set."""
         return self._tell_phase()
+
+    def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
+        """Whether nothing comes between its forward and its backward."""
+        return self._turns.at_once(micro_batch.place)
+
+    def coming(self, ahead: int) -> MicroBatch | None:
+        """The micro-batch whose backward begins after `ahead` others."""
+        turn = self._turns.backward(self._begun + ahead)
+        return self._living(turn.place) if turn is not None else None
 
     @property
     def recording_chunk(self) -> int:

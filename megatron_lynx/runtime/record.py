@@ -7,6 +7,7 @@
       kept site       only those that share memory with an argument which the replay regenerates anyway
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
+[6] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, SiteCall, View
+from megatron_lynx.runtime.offload import Hosted, Shipment
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended, tensors_in
 
@@ -26,8 +28,11 @@ from megatron_lynx.runtime.saved import detached, map_nest, saved_between, stora
 class Recorder:
     """One call of one half. `take(handle)` is how backward gets a tensor back."""
 
-    def __init__(self, frame: Frame, random: RandomSource, take: Callable[[Handle], Tensor]) -> None:
+    def __init__(
+        self, frame: Frame, random: RandomSource, take: Callable[[Handle], Tensor], shipment: Shipment | None = None
+    ) -> None:
         self.frame = frame
+        self._shipment = shipment
         self.collectives = 0
         self._random = random
         self._take = take
@@ -46,6 +51,8 @@ class Recorder:
         finally:
             self._hooks = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
         self._settle_memos()
+        if self._shipment is not None and self.frame.lets_go:
+            self._stow_what_replay_needs(self._shipment)
         return outputs
 
     def site(self, call: SiteCall) -> Any:
@@ -65,6 +72,11 @@ class Recorder:
         return outputs
 
     def _keep(self, call: SiteCall, arguments: list[Tensor]) -> Any:
+        if not self.frame.policy.replay:
+            with suspended(self._hooks):
+                outputs = call()
+            self._let_go(call, outputs, arguments, [])
+            return outputs
         before = self._random.capture()
         with suspended(self._hooks):
             outputs = call()
@@ -81,8 +93,8 @@ class Recorder:
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any, arguments: list[Tensor], regenerated: list[Tensor]) -> None:
-        """Turn saved tensors of the site's nodes into handles: views of regenerated arguments and, where the site is replayed,
-        everything else but parameters."""
+        """Turn saved tensors of the site's nodes into handles: views of regenerated arguments; where the site is replayed,
+        everything else but parameters; what is kept, where it may go to the host."""
         parameters = {storage_of(parameter) for parameter in call.module.parameters()}
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
         may_go = {storage_of(tensor) for tensor in regenerated}
@@ -90,19 +102,22 @@ class Recorder:
             storage = storage_of(tensor)
             if storage in parameters:
                 continue
-            if storage in argument_at:
-                if storage in may_go:
-                    raw.register_hooks(partial(self._pack_view, argument_at[storage]), self._unpack)
-            elif self._replays(self._item):
+            if storage in may_go:
+                raw.register_hooks(partial(self._pack_view, argument_at[storage]), self._unpack)
+            elif self._replays(self._item) and storage not in argument_at:
                 raw.register_hooks(self._pack, self._unpack)
+            elif self._shipment is not None and self._shipment.may_go(tensor):
+                raw.register_hooks(self._shipment.stow, self._unpack)  # [6]
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
             return tensor
         key = (self._segment, self._ordinal)
         self._ordinal += 1
+        if self._replays(self._item):
+            return self.frame.want(key)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
-        return self.frame.want(key) if self._replays(self._item) else tensor.detach()  # [1]
+        return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [6]
 
     def _pack_view(self, argument: int, tensor: Tensor) -> Handle:
         key = (self._segment, -1 - len(self.frame.views))
@@ -110,7 +125,9 @@ class Recorder:
         return self.frame.want(key)
 
     def _unpack(self, packed: Any) -> Tensor:
-        return self._take(packed) if isinstance(packed, Handle) else packed
+        if isinstance(packed, Handle):
+            return self._take(packed)
+        return packed.tensor() if isinstance(packed, Hosted) else packed
 
     def _settle_memos(self) -> None:
         """Drop what no replay will pass, and the values of what it passes only to reach the code behind the row-parallel site."""
@@ -122,6 +139,12 @@ class Recorder:
                 del memos[segment]
             elif segment >= last_with_values:
                 memos[segment] = Memo(map_nest(Tensor, _absent, memos[segment].outputs), memos[segment].random)
+
+    def _stow_what_replay_needs(self, shipment: Shipment) -> None:
+        """The half's inputs and the memos of kept sites."""
+        self.frame.inputs = shipment.stow_all(self.frame.inputs)
+        for segment, memo in self.frame.memos.items():
+            self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)
 
     def _replays(self, item: str | None) -> bool:
         return item in self.frame.policy.replay

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Memo, SiteCall
+from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.rng import RandomSource, forked
 from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended
 
@@ -46,7 +47,7 @@ class Replayer:
 
     def run(self) -> None:
         assert self.frame.inputs is not None, "a frame is replayed once"
-        args, kwargs = self.frame.inputs
+        args, kwargs = on_device(self.frame.inputs)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
         try:
             with forked(self._random), torch.enable_grad(), autocast_as(self.frame.autocast), self._hooks:  # [1]
@@ -85,7 +86,7 @@ class Replayer:
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
             self._random.restore(memo.random)
-        return map_nest(Absent, Absent.made, memo.outputs)
+        return map_nest(Absent, Absent.made, on_device(memo.outputs))
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
         for key, view in self.frame.views.items():

@@ -1,4 +1,5 @@
-"""What happened when: one event per half, replay, window and gather, for timelines and for tests of order.
+"""What happened when: one event per half, replay, window, gather and copy (to the host or back), for timelines
+and for tests of order.
 
 On CUDA the times are those of the device (events recorded on the current stream); elsewhere of the host.
 """
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["forward", "backward", "replay", "window", "gather", "recv"]
+Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload"]
 
 
 @dataclass(frozen=True)

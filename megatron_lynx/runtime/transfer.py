@@ -5,7 +5,7 @@
     back                                  └───────────────[2] copies ─┘
 
  [1] a copy starts when what it reads exists: behind everything the compute stream was given so far
- [2] and behind the copies that it is told to follow: a reload behind its own way out, a way out behind the last reader of its block
+ [2] and behind the copies that it is told to follow: a reload behind its own way out, a way out behind its block's last reader
  [3] what was copied out is let go when the compute stream has waited for the copy, or when the copy is known to be done
  [4] a backward waits for the copies that it needs, on the compute stream
 
@@ -21,7 +21,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,12 +36,21 @@ Move = Callable[[Tensor, Tensor], object]
 """Copies the second tensor's bytes into the first."""
 
 
+class Owner(NamedTuple):
+    """Whose bytes a copy moves, for errors and traces."""
+
+    where: str
+    """`stage 0, chunk 1`."""
+    micro_batch: int
+    """Counted from 0 over the run."""
+
+
 class Copy(ABC):
     """One copy that was asked for."""
 
-    def __init__(self, direction: Direction, micro_batch: int, size_bytes: int) -> None:
+    def __init__(self, direction: Direction, owner: Owner, size_bytes: int) -> None:
         self.direction = direction
-        self.micro_batch = micro_batch
+        self.owner = owner
         self.bytes = size_bytes
         self.error: BaseException | None = None
 
@@ -52,15 +61,14 @@ class Copy(ABC):
 
 
 class Copier(ABC):
-    """One direction. `where` names the stage in errors."""
+    """One direction."""
 
-    def __init__(self, direction: Direction, where: str, trace: Trace) -> None:
+    def __init__(self, direction: Direction, trace: Trace) -> None:
         self.direction = direction
-        self.where = where
         self._trace = trace
 
     @abstractmethod
-    def start(self, target: Tensor, source: Tensor, micro_batch: int, after: Iterable[Copy | None] = ()) -> Copy:
+    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         """Copy behind what the compute stream was given so far, and behind `after`. Both tensors are held until then."""
 
     @abstractmethod
@@ -86,14 +94,14 @@ class Copier(ABC):
     def check(self, copy: Copy) -> None:
         """Raises `OffloadError` for a copy that is known to have failed."""
         if copy.error is not None:
-            raise failed(self.where, copy.direction, copy.micro_batch, copy.bytes, copy.error) from copy.error
+            raise failed(copy.direction, copy.owner, copy.bytes, copy.error) from copy.error
 
 
-def failed(where: str, direction: Direction, micro_batch: int, size_bytes: int, error: BaseException) -> OffloadError:
+def failed(direction: Direction, owner: Owner, size_bytes: int, error: BaseException) -> OffloadError:
     """The error of a step whose copy failed."""
     what = "copying activations to the host" if direction == "offload" else "copying activations back from the host"
     problem = Problem(
-        f"{where}, micro-batch {micro_batch} of this rank's run, {size_bytes} bytes",
+        f"{owner.where}, micro-batch {owner.micro_batch} of this run, {size_bytes} bytes",
         f"{type(error).__name__}: {error}",
         f"{format_bytes(size_bytes)} copied",
         "lower the stage's offload.bytes in the plan if memory was short",
@@ -101,11 +109,11 @@ def failed(where: str, direction: Direction, micro_batch: int, size_bytes: int, 
     return OffloadError(f"{what} failed", [problem])
 
 
-def copiers_for(device: torch.device, where: str, trace: Trace) -> tuple[Copier, Copier]:
+def copiers_for(device: torch.device, trace: Trace) -> tuple[Copier, Copier]:
     """(to the host, back) for a device."""
     if device.type == "cuda":
-        return StreamCopier("offload", where, trace, device), StreamCopier("reload", where, trace, device)
-    return ThreadCopier("offload", where, trace), ThreadCopier("reload", where, trace)
+        return StreamCopier("offload", trace, device), StreamCopier("reload", trace, device)
+    return ThreadCopier("offload", trace), ThreadCopier("reload", trace)
 
 
 # --- CUDA --------------------------------------------------------------------------------------------------------------------
@@ -113,8 +121,8 @@ def copiers_for(device: torch.device, where: str, trace: Trace) -> tuple[Copier,
 
 @final
 class _StreamCopy(Copy):
-    def __init__(self, direction: Direction, micro_batch: int, target: Tensor, source: Tensor) -> None:
-        super().__init__(direction, micro_batch, target.nbytes)
+    def __init__(self, direction: Direction, owner: Owner, target: Tensor, source: Tensor) -> None:
+        super().__init__(direction, owner, target.nbytes)
         self.event = torch.cuda.Event()
         self.tensors: Sequence[Tensor] = (target, source)
 
@@ -127,25 +135,25 @@ class _StreamCopy(Copy):
 class StreamCopier(Copier):
     """A stream of its own. Memory of the device is recorded with the caching allocator, and held until the copy is done."""
 
-    def __init__(self, direction: Direction, where: str, trace: Trace, device: torch.device) -> None:
-        super().__init__(direction, where, trace)
+    def __init__(self, direction: Direction, trace: Trace, device: torch.device) -> None:
+        super().__init__(direction, trace)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._under_way: list[_StreamCopy] = []
         self._waits: list[tuple[Any, Any]] = []
 
-    def start(self, target: Tensor, source: Tensor, micro_batch: int, after: Iterable[Copy | None] = ()) -> Copy:
+    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         self._under_way = [copy for copy in self._under_way if not copy.done]
-        copy = _StreamCopy(self.direction, micro_batch, target, source)
+        copy = _StreamCopy(self.direction, owner, target, source)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # [1]
         for before in after:
             if isinstance(before, _StreamCopy):
                 self._stream.wait_event(before.event)  # [2]
         try:
-            with torch.cuda.stream(self._stream), self._trace.span(self.direction, micro_batch=micro_batch):
+            with torch.cuda.stream(self._stream), self._trace.span(self.direction, micro_batch=owner.micro_batch):
                 target.copy_(source, non_blocking=True)
         except Exception as error:
-            raise failed(self.where, self.direction, micro_batch, copy.bytes, error) from error
+            raise failed(self.direction, owner, copy.bytes, error) from error
         for tensor in copy.tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
@@ -175,7 +183,7 @@ class StreamCopier(Copier):
         waits, self._waits = self._waits, []
         if waits:
             torch.cuda.synchronize(self._device)
-        return sum(begin.elapsed_time(end) for begin, end in waits) / 1e3
+        return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
 
     def close(self) -> None:
         self.drain()
@@ -186,10 +194,8 @@ class StreamCopier(Copier):
 
 @final
 class _ThreadCopy(Copy):
-    def __init__(
-        self, direction: Direction, micro_batch: int, target: Tensor, source: Tensor, after: Iterable[Copy | None]
-    ) -> None:
-        super().__init__(direction, micro_batch, target.nbytes)
+    def __init__(self, direction: Direction, owner: Owner, target: Tensor, source: Tensor, after: Iterable[Copy | None]) -> None:
+        super().__init__(direction, owner, target.nbytes)
         self.cancelled = False
         self._tensors: tuple[Tensor, Tensor] | None = (target, source)
         self._after = [before for before in after if isinstance(before, _ThreadCopy)]
@@ -220,7 +226,7 @@ class _ThreadCopy(Copy):
         if self.cancelled:
             raise RuntimeError("the step had failed before")
         assert self._tensors is not None
-        with torch.no_grad(), trace.span(self.direction, micro_batch=self.micro_batch):
+        with torch.no_grad(), trace.span(self.direction, micro_batch=self.owner.micro_batch):
             move(*self._tensors)
 
 
@@ -228,8 +234,8 @@ class _ThreadCopy(Copy):
 class ThreadCopier(Copier):
     """A thread that copies in the order in which it is asked. `move` is how: tests inject faults there."""
 
-    def __init__(self, direction: Direction, where: str, trace: Trace, move: Move = Tensor.copy_) -> None:
-        super().__init__(direction, where, trace)
+    def __init__(self, direction: Direction, trace: Trace, move: Move = Tensor.copy_) -> None:
+        super().__init__(direction, trace)
         self.move = move
         self._asked: queue.SimpleQueue[tuple[_ThreadCopy, Move, Trace] | None] = queue.SimpleQueue()
         self._under_way: list[_ThreadCopy] = []
@@ -237,12 +243,12 @@ class ThreadCopier(Copier):
         self._waited_s = 0.0
         weakref.finalize(self, self._asked.put, None)
 
-    def start(self, target: Tensor, source: Tensor, micro_batch: int, after: Iterable[Copy | None] = ()) -> Copy:
+    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._asked,), name=f"lynx-{self.direction}", daemon=True)
             self._thread.start()
         self._under_way = [copy for copy in self._under_way if not copy.done]
-        copy = _ThreadCopy(self.direction, micro_batch, target, source, after)
+        copy = _ThreadCopy(self.direction, owner, target, source, after)
         self._under_way.append(copy)
         self._asked.put((copy, self.move, self._trace))  # [1] by now everything computed so far exists
         return copy

@@ -38,7 +38,11 @@ class Turns:
     """All passes of one step."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
+        self.all = tuple(turns)
         self._backwards = tuple(turn for turn in turns if turn.kind == "B")
+        self._at_once = {
+            one.place for one, after in pairwise(turns) if (one.kind, after.kind) == ("F", "B") and one.place == after.place
+        }
         self._behind = {
             one.place: after.place
             for one, after in pairwise(turns)
@@ -48,6 +52,10 @@ class Turns:
     def hidden_by(self, forward: Place) -> Place | None:
         """Whose replays the collectives of a forward hide. None where its own backward is next, or no backward is."""
         return self._behind.get(forward)
+
+    def at_once(self, place: Place) -> bool:
+        """Whether a forward's own backward is the next pass."""
+        return place in self._at_once
 
     def backward(self, count: int) -> Turn | None:
         """The backward that runs when `count` of them have begun."""

@@ -1,0 +1,40 @@
+"""From a plan's stage to what goes to the host: a policy for every chunk that offloads, and this rank's share of host memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron_lynx.apply.match import LiveRun
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.host_pool import available_bytes
+from megatron_lynx.runtime.ledger import Order
+from megatron_lynx.runtime.offload import Offloader, OffloadPolicy, sets_on_host
+
+
+def offloader_of(plan: Plan, run: LiveRun, order: Order, device: torch.device) -> Offloader | None:
+    """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once.
+
+    Raises `OffloadError` with both numbers where the host has too little memory.
+    """
+    turns = order(plan.batch.microbatches)
+    policies = {}
+    for entry in plan.chunks_of(run.stage):
+        if entry.offload is None or not (sets := sets_on_host(turns, entry.chunk, entry.offload.prefetch)):
+            continue
+        policies[entry.chunk] = OffloadPolicy(
+            bytes=entry.offload.bytes,
+            smallest_tensor_bytes=entry.offload.smallest_tensor_bytes,
+            prefetch=entry.offload.prefetch,
+            sets=sets,
+        )
+    if not policies:
+        return None
+    return Offloader(
+        policies,
+        device=device,
+        limit_bytes=available_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        where=f"stage {run.stage}",
+        lasting=lambda chunk: (*run.chunks[chunk].parameters(), *run.chunks[chunk].buffers()),
+    )
