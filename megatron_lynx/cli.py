@@ -395,12 +395,12 @@ def _print_published(rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table(header_style="bold")
-    for column in ("source", "row", "published", "computed", "error", "bound"):
-        table.add_column(column, justify="left" if column in ("source", "row") else "right", overflow="fold")
+    for column in ("source", "row", "published", "computed", "error", "bound", "calibrates"):
+        table.add_column(column, justify="left" if column in ("source", "row", "calibrates") else "right", overflow="fold")
     for row in rows:
         unit = "%" if row.error_in == "percent" else ""
         bound = "" if row.bound is None else f"{row.bound:g}{unit}"
-        figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound)
+        figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound, row.calibrates or "")
         table.add_row(row.source, row.what, *figures, style="bold red" if row.within is False else "")
     _print(table)
 

@@ -14,7 +14,7 @@ Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., 
     out of reach          one is run, one still copied      ping and pong               =   (N - (N - 4)r)C
 
 so four chunks or fewer gain nothing, and are not offloaded. On the last stage the logits exist only between the forward of its
-last chunk and that chunk's backward. It is not offloaded, so no copy is under way then, and one whole chunk less is held.
+last chunk and that chunk's backward. It is not offloaded, so no copy is under way then: one chunk is whole, not two.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
     if ratio == 0 or count <= CHUNKS_NOT_OFFLOADED:
         return count * size, 0
     whole = 1 if last else 2
-    return round((count - 2) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
+    return round((count - whole) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
 def _recomputed(shape: LayerShape, policy: Policy) -> int:

@@ -18,6 +18,8 @@ class Row:
     bound: float | None
     error_in: Literal["percent", "unit"] = "percent"
     """Whether the error is relative, or the plain difference."""
+    calibrates: str | None = None
+    """The constant that this row, with the others that name it, chose: what is left of its error says nothing."""
 
     @property
     def error(self) -> float:
@@ -42,4 +44,5 @@ class Row:
             "error_unit": "%" if self.error_in == "percent" else self.unit,
             "bound": self.bound,
             "within": self.within,
+            "calibrates": self.calibrates,
         }

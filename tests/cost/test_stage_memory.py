@@ -78,6 +78,13 @@ def test_offloading_frees_a_share_of_all_chunks_but_four() -> None:
     assert whole.total - half.total == (in_flight - 4) * size / 2
 
 
+@pytest.mark.parametrize("stage", [0, 7])
+def test_the_first_share_offloaded_frees_next_to_nothing(stage: int) -> None:
+    """The last stage once let go of a whole chunk as soon as anything at all was offloaded."""
+    whole, hardly = (stage_memory(catalogued_job(), stage, ratio).total for ratio in (0, 1e-6))
+    assert hardly == pytest.approx(whole, rel=1e-5)
+
+
 def test_few_chunks_in_flight_are_not_offloaded() -> None:
     job = priced(tiny_job(pipeline=4, microbatches=8))
     assert stage_memory(job, 0, 1.0) == stage_memory(job, 0)

@@ -21,10 +21,11 @@ def test_rows_are_within_their_bound(row: Row) -> None:
 
 
 def test_rows_cover_the_tables() -> None:
-    """Yuan: 11 ratios of figure 7, 15 runs of figure 9 twice, their choices and mean error, 3 x 2 utilisations, 2 x 2
-    throughputs. Korthikanti: figures of 6 and 10, tables of 5 and 6. PipeOffload: 6 x 4."""
+    """Yuan: 11 ratios of figure 7; 15 runs of figure 9 twice, their choices, mean and worst error; the demo's 3 x 2
+    utilisations, 2 figures of memory, 2 x 2 throughputs. Korthikanti: figures of 6 and 10, tables of 5 and 6. PipeOffload: a
+    figure of 6 x 4."""
     counts = {source: sum(row.source.startswith(source) for row in ROWS) for source in ("Yuan", "Korthikanti", "PipeOffload")}
-    assert counts == {"Yuan": 11 + 2 * 15 + 2 + 6 + 4, "Korthikanti": 6 + 10 + 5 + 6, "PipeOffload": 24}
+    assert counts == {"Yuan": 11 + 2 * 15 + 3 + 6 + 2 + 4, "Korthikanti": 6 + 10 + 5 + 6, "PipeOffload": 24}
 
 
 def test_k_without_shared_key_value_heads_is_their_formula() -> None:
@@ -33,6 +34,14 @@ def test_k_without_shared_key_value_heads_is_their_formula() -> None:
     forward = seq * hidden * (24 * hidden + 4 * seq)
     formula = 10 / (3 * (6 * hidden + seq)) * 220e12 / 15e9
     assert copy_to_compute_ratio(20 * seq * hidden, forward, 220e12, 15e9) == pytest.approx(formula)
+
+
+def test_the_rows_that_chose_a_constant_say_so_and_are_few() -> None:
+    """At most four runs of Yuan et al.: two throughputs of figure 9, its choices at 80 and at 128 GPUs, one run of the demo."""
+    chose = {row.what: row.calibrates for row in ROWS if row.calibrates and row.source.startswith("Yuan")}
+    assert list(chose.values()).count("h800-80g: matmul.efficiency") == 2
+    assert "h800-80g: pcie.efficiency, on 80 and 128 GPUs" in chose.values()
+    assert len(chose) == 4
 
 
 def test_errors_and_bounds() -> None:
