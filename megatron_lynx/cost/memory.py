@@ -5,13 +5,15 @@
            whole  +  resident       +  resident  +  resident
     [B] in its last window the next one is regenerated, when of itself only its inputs are still needed
            tail   +  whole          +  resident  +  resident
-    The other micro-batches in flight hold their resident parts all the while.
+    The other micro-batches in flight hold their resident parts all the while. What is regenerated early, while a forward or a
+    receive still waits, is there from before the first backward until its own, once: only one micro-batch's backward comes next.
 
 A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,26 +34,36 @@ class HalfMemory:
     tail: int
     """What its backward still needs at its last collective: its input, and its column-parallel linear's."""
     ahead: int = 0
-    """What is there before its backward begins: all that is regenerated, or a gathered input alone, or nothing."""
+    """What is there when the half before ends: all that is regenerated, or a gathered input alone, or nothing."""
+    early: int = 0
+    """What is there before the stage's first backward begins, and then until its own: all that is regenerated, or nothing."""
 
     @property
     def whole(self) -> int:
         return self.resident + self.regenerated
 
+    @property
+    def held(self) -> int:
+        """While backward is on its way to it."""
+        return self.resident + self.early
+
 
 NOTHING = HalfMemory(0, 0, 0)
 
 
-def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, ahead: bool = False) -> HalfMemory:
+def half_memory(
+    half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, ahead: bool = False, early: bool = False
+) -> HalfMemory:
     """`gathered_bytes`: the buffer of an input that is gathered once (sequence parallelism). `ahead`: whether the half is
-    replayed in a window of the one before it."""
+    replayed in a window of the one before it; `early`: in a window before all of them."""
     argument = sum(tensor.bytes for tensor in profile.tensors if COLUMN_PARALLEL[half] in tensor.saved_by)
     regenerated = replay.regenerated_bytes + gathered_bytes
     return HalfMemory(
         resident=profile.input_bytes + replay.stays_bytes,
         regenerated=regenerated,
         tail=profile.input_bytes + argument + gathered_bytes,
-        ahead=regenerated if ahead else gathered_bytes,
+        ahead=0 if early else regenerated if ahead else gathered_bytes,
+        early=regenerated if early else 0,
     )
 
 
@@ -59,11 +71,14 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
     return sum(half.resident for half in halves)
 
 
-def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: int) -> int:
-    """The most that the stage's layers hold at once, over all micro-batches in flight."""
-    total = resident_bytes(backward_order)
-    behind, peak = total, total
+def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float) -> int:
+    """The most that the stage's layers hold at once, over all micro-batches in flight.
+
+    `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.).
+    """
+    behind = sum(half.held for half in backward_order)
+    peak = behind
     for half, following in pairwise((*backward_order, NOTHING)):
-        behind -= half.resident
+        behind -= half.held
         peak = max(peak, behind + half.whole, behind + half.tail + following.ahead)  # [A] [B]
-    return peak + (in_flight - 1) * total
+    return peak + math.ceil((in_flight - 1) * resident_bytes(backward_order))

@@ -10,7 +10,8 @@ from functools import cached_property
 
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.solver.problem import ON_DEMAND_NAME, Option, StageProblem
+from megatron_lynx.schedule.windows import ON_DEMAND
+from megatron_lynx.solver.problem import Option, StageProblem
 from megatron_lynx.units import format_bytes
 
 
@@ -39,7 +40,7 @@ class Solved:
     """A stage's layers, first to last. Seconds and bytes of one micro-batch; `peak_bytes` of all in flight."""
 
     layers: tuple[LayerChoice, ...]
-    in_flight: int
+    in_flight: float
 
     @property
     def halves(self) -> Iterator[Option]:
@@ -64,8 +65,9 @@ class Solved:
 
     @cached_property
     def ahead_bytes(self) -> int:
-        """The largest frame that is regenerated in a window."""
-        return max((half.memory.regenerated for half in self.halves if half.seat.steady != ON_DEMAND_NAME), default=0)
+        """The largest frame that is regenerated in a window, or all that are there before backward begins."""
+        seated = [half.memory for half in self.halves if half.seat.steady != ON_DEMAND]
+        return max(sum(memory.early for memory in seated), max((memory.regenerated for memory in seated), default=0))
 
     @cached_property
     def peak_bytes(self) -> int:

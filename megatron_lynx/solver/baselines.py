@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_NAME, ON_DEMAND_SEAT, Option, StageProblem
+from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Option, StageProblem
 
 
 def keep_all(problem: StageProblem) -> Solved:
@@ -26,7 +27,7 @@ def on_demand(solved: Solved) -> Solved:
 
 
 def _exposed(option: Option) -> Option:
-    seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND_NAME, gather_s=option.seat.gather_s)
+    seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
     return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=replace(option.memory, ahead=0))
 
 

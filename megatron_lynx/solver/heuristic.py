@@ -3,150 +3,146 @@
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y           attention as the layer below, last MLP half Z
 
-X, Y and Z run over every choice that no other one beats, Y over those faster than X; k is the most layers of Y that fit, or none.
-Exact among answers of this form, by enumeration, and deterministic.
+X, Y and Z run over every choice that no other one beats, Y over those faster than X; k is the most layers of Y that fit.
+Exact among answers of this form, by enumeration, and deterministic:
 
     with a budget     least exposed seconds, then least peak, then fewest resident bytes
-    without one       least peak, then least exposed seconds, then fewest resident bytes
+    without one       least peak, then least exposed seconds, then fewest resident bytes; all layers alike, and every replay
+                      in the window of its backward that hides most of it: memory is not saved by leaving windows empty
 The last tie goes to the choice that comes first in the problem. More budget allows every answer that less allows, so it never
 costs time. An on-demand replay is exposed whole, so a window never makes an answer worse.
+
+    layers alike, priced at once ──> the best so far ──> pairs (X, Y) that could beat it ──> priced with every Z
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
+from typing import Any
 
-from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
-from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
-from megatron_lynx.solver.problem import Option, StageProblem
+import numpy as np
+from numpy.typing import NDArray
 
-SECOND_DIGITS = 12
-"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+from megatron_lynx.solver.answer import Solved, infeasible
+from megatron_lynx.solver.form import Form
+from megatron_lynx.solver.problem import Floats, StageProblem
+
+ROUNDED_S = 1e-11
+"""More than rounding seconds can change."""
+
+BATCH = 128
+"""Pairs that are priced at once."""
+
+MOST_BYTES = 2**60
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """An answer before it is spelt out: `count` layers of `faster` above those of `usual`, and the last MLP half."""
+class _Candidates:
+    """Answers of a form: X, Y, Z and k of each."""
 
-    problem: StageProblem
-    usual: LayerChoice
-    faster: LayerChoice
-    last: Option
-    count: int = 0
+    form: Form
+    usual: NDArray[np.intp]
+    faster: NDArray[np.intp]
+    last: NDArray[np.intp]
+    count: Floats
 
-    @property
-    def top(self) -> LayerChoice:
-        return self.faster if self.count else self.usual
+    def priced(self, cost: Callable[..., Floats]) -> Floats:
+        return cost(self.usual, self.faster, self.last, self.count)
 
-    @property
-    def usual_count(self) -> int:
-        return self.problem.layers - 1 - self.count
+    def where(self, chosen: Any) -> _Candidates:
+        return _Candidates(self.form, self.usual[chosen], self.faster[chosen], self.last[chosen], self.count[chosen])
 
-    @cached_property
-    def exposed_s(self) -> float:
-        below_last = self.usual_count * self.usual.exposed_s + self.count * self.faster.exposed_s
-        return round(below_last + self.top.attention.exposed_s + self.last.exposed_s, SECOND_DIGITS)
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return peak_bytes(self._abridged, self.problem.in_flight)
-
-    @property
-    def resident_bytes(self) -> int:
-        return resident_bytes(self._abridged)
-
-    @property
-    def _abridged(self) -> tuple[HalfMemory, ...]:
-        """Backward order with the same peak: of layers that are alike, the first and the last matter."""
-        above = (self.last.memory, self.top.attention.memory)
-        return (*above, *_abridged(self.faster, self.count), *_abridged(self.usual, self.usual_count))
-
-    def answer(self) -> Solved:
-        below_last = (self.usual,) * self.usual_count + (self.faster,) * self.count
-        return Solved((*below_last, LayerChoice(self.top.attention, self.last)), self.problem.in_flight)
+    def first(self) -> Solved:
+        return self.form.answer(int(self.usual[0]), int(self.faster[0]), int(self.last[0]), int(self.count[0]))
 
 
 def solve(problem: StageProblem) -> Solved:
     """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
-    least = min(_uniform(problem), key=_memory_first)
     if problem.budget_bytes is None:
-        return least.answer()
-    if least.peak_bytes > problem.budget_bytes:
-        raise infeasible(problem, least.answer())
-    return min(_fitting(problem, problem.budget_bytes), key=_time_first).answer()
+        seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
+        return least_memory(seated)
+    form = Form(problem)
+    uniform = _uniform(form)
+    budget_bytes = min(problem.budget_bytes, MOST_BYTES)
+    for answer in _time_first(_joined([uniform, *_mixed(form, uniform, budget_bytes)]), budget_bytes):
+        if answer.peak_bytes <= problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
+            return answer
+    raise infeasible(problem, least_memory(problem))
 
 
-def _uniform(problem: StageProblem) -> Iterator[_Candidate]:
-    for last, usual in product(_unbeaten(problem.last_mlp), _unbeaten_layers(problem)):
-        yield _Candidate(problem, usual, usual, last)
+def least_memory(problem: StageProblem) -> Solved:
+    """The answer with all layers alike that has the least peak, whatever it exposes. Ties: as without a budget."""
+    uniform = _uniform(Form(problem))
+    cost = uniform.form
+    return uniform.where(_ordered(uniform, cost.peak_bytes, cost.exposed_s, cost.resident_bytes)).first()
 
 
-def _fitting(problem: StageProblem, budget_bytes: int) -> Iterator[_Candidate]:
-    """For every X, Y and Z the fitting answer with the most layers of Y, unless one before it was faster."""
-    layers = _unbeaten_layers(problem)
-    least_exposed_s = float("inf")
-    for candidate in _uniform(problem):
-        if candidate.exposed_s <= least_exposed_s and candidate.peak_bytes <= budget_bytes:
-            least_exposed_s = candidate.exposed_s
-            yield candidate
-        for faster in _faster_than(candidate.usual, layers):
-            for count in range(_most(candidate.usual, faster, problem, budget_bytes), 0, -1):
-                mixed = replace(candidate, faster=faster, count=count)
-                if mixed.exposed_s > least_exposed_s:
-                    break  # fewer faster layers expose more
-                if mixed.peak_bytes <= budget_bytes:
-                    least_exposed_s = mixed.exposed_s
-                    yield mixed
-                    break
+def _uniform(form: Form) -> _Candidates:
+    """All layers alike, with every Z."""
+    layer, last = np.divmod(np.arange(form.layers * form.lasts), form.lasts)
+    return _Candidates(form, layer, layer, last, np.full(len(layer), float(form.below_last)))
 
 
-def _most(usual: LayerChoice, faster: LayerChoice, problem: StageProblem, budget_bytes: int) -> int:
-    """How many faster layers may fit at most: what stays resident must, whatever else is held."""
-    each = faster.resident_bytes - usual.resident_bytes
-    below_last = budget_bytes // problem.in_flight - (problem.layers - 1) * usual.resident_bytes
-    return min(problem.layers - 1, max(0, below_last) // each) if each > 0 else problem.layers - 1
+def _mixed(form: Form, uniform: _Candidates, budget_bytes: int) -> Iterator[_Candidates]:
+    """For every X, Y and Z the most layers of Y that fit, as long as that could be as fast as the best answer so far."""
+    if form.below_last < 2:
+        return
+    best_s = _least_s(uniform, budget_bytes)
+    pairs, bounds_s = _promising(form, best_s, budget_bytes)
+    while len(pairs) and bounds_s[0] <= best_s + ROUNDED_S:
+        for candidates in _with_every_last(form, pairs[:BATCH], budget_bytes):
+            best_s = min(best_s, _least_s(candidates, budget_bytes))
+            yield candidates
+        pairs, bounds_s = pairs[BATCH:], bounds_s[BATCH:]
 
 
-def _faster_than(usual: LayerChoice, layers: Sequence[LayerChoice]) -> list[LayerChoice]:
-    return [layer for layer in layers if layer.exposed_s < usual.exposed_s]
+def _promising(form: Form, best_s: float, budget_bytes: int) -> tuple[NDArray[np.intp], Floats]:
+    """Pairs of X and a faster Y, numbered, with the least that they could expose whatever Z is, where that could be best."""
+    usual, faster = np.divmod(np.arange(form.layers**2), form.layers)
+    pairs = np.flatnonzero(form.layer_s[faster] < form.layer_s[usual])
+    usual, faster = usual[pairs], faster[pairs]
+    room = form.room(usual, faster, budget_bytes)
+    bounds_s = form.exposed_s(usual, faster, int(form.last.exposed_s.argmin()), room)
+    promising = np.flatnonzero((room > 0) & (bounds_s <= best_s + ROUNDED_S))
+    ordered = promising[np.argsort(bounds_s[promising], kind="stable")]
+    return pairs[ordered], bounds_s[ordered]
 
 
-def _abridged(layer: LayerChoice, count: int) -> tuple[HalfMemory, ...]:
-    backward = (layer.mlp.memory, layer.attention.memory)
-    if count <= 2:
-        return backward * count
-    between = HalfMemory((count - 2) * resident_bytes(backward), 0, 0, ahead=layer.mlp.memory.ahead)
-    return (*backward, between, *backward)
+def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: int) -> Iterator[_Candidates]:
+    """As many layers of Y as fit with two of X left, and with one."""
+    pair, last = np.divmod(np.arange(len(pairs) * form.lasts), form.lasts)
+    usual, faster = np.divmod(pairs[pair], form.layers)
+    most = form.most(usual, faster, last, budget_bytes)
+    yield _Candidates(form, usual, faster, last, most).where(most > 0)
+    yield _Candidates(form, usual, faster, last, np.full(len(last), form.below_last - 1.0))
 
 
-def _unbeaten_layers(problem: StageProblem) -> list[LayerChoice]:
-    return [LayerChoice(*halves) for halves in product(_unbeaten(problem.attention), _unbeaten(problem.mlp))]
+def _least_s(candidates: _Candidates, budget_bytes: int) -> float:
+    fitting = candidates.where(candidates.priced(candidates.form.peak_bytes) <= budget_bytes)
+    return float(fitting.priced(candidates.form.exposed_s).min(initial=np.inf))
 
 
-def _unbeaten(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one beats or equals (the first of equals stays) in time and in every kind of memory."""
-    costs = [_cost(option) for option in options]
-    return [
-        option for index, option in enumerate(options) if not any(_beats(costs, other, index) for other in range(len(options)))
-    ]
+def _joined(candidates: Sequence[_Candidates]) -> _Candidates:
+    columns = ([getattr(one, name) for one in candidates] for name in ("usual", "faster", "last", "count"))
+    usual, faster, last, count = (np.concatenate(column) for column in columns)
+    return _Candidates(candidates[0].form, usual, faster, last, count)
 
 
-def _cost(option: Option) -> tuple[float, ...]:
-    memory = option.memory
-    return round(option.exposed_s, SECOND_DIGITS), memory.resident, memory.whole, memory.ahead, memory.tail
+def _time_first(candidates: _Candidates, budget_bytes: int) -> Iterator[Solved]:
+    """Those that fit, the best first."""
+    form = candidates.form
+    left = candidates.where(candidates.priced(form.peak_bytes) <= budget_bytes)
+    while len(left.count):
+        best = _ordered(left, form.exposed_s, form.peak_bytes, form.resident_bytes)
+        yield left.where(best).first()
+        left = left.where(np.setdiff1d(np.arange(len(left.count)), best[:1]))
 
 
-def _beats(costs: Sequence[tuple[float, ...]], one: int, other: int) -> bool:
-    no_worse = all(a <= b for a, b in zip(costs[one], costs[other], strict=True))
-    return no_worse and (costs[one] != costs[other] or one < other)
-
-
-def _memory_first(answer: _Candidate) -> tuple[float, ...]:
-    return answer.peak_bytes, answer.exposed_s, answer.resident_bytes
-
-
-def _time_first(answer: _Candidate) -> tuple[float, ...]:
-    return answer.exposed_s, answer.peak_bytes, answer.resident_bytes
+def _ordered(candidates: _Candidates, *costs: Callable[..., Floats]) -> NDArray[np.intp]:
+    """Numbers of those that are least in the first cost, among them in the next, and so on; in the order of the problem."""
+    chosen = np.arange(len(candidates.count))
+    for cost in costs:
+        values = candidates.where(chosen).priced(cost)
+        chosen = chosen[values == values.min()]
+    return chosen

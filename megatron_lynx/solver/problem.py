@@ -1,23 +1,38 @@
 """What one stage asks of a solver.
 
     StageProblem
-      ├── attention   every layer's attention half       Option, Option, ...   and for each the Seat its replay has
+      ├── attention   every layer's attention half       Choices: Option, Option, ...   a replayed subset and its Seat
       ├── mlp         the MLP halves but the last
       ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
       └── in_flight, budget_bytes
 
 An option is a set of replayed items with what follows from it. A seat is where that replay runs and how much of it the window
-there hides. Seconds and bytes are those of one micro-batch on one rank.
+there hides; a window has one seat. Seconds and bytes are those of one micro-batch on one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.items import Half
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 
-ON_DEMAND_NAME = "on_demand"
+Floats = NDArray[np.float64]
+Numbers = int | NDArray[np.intp]
+"""Which options of a table are meant."""
+
+SECOND_DIGITS = 12
+"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+
+ENDLESS = 1e200
+"""A figure beyond this is as bad as this one, and sums of it stay finite."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,22 @@ class Seat:
         return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
 
 
-ON_DEMAND_SEAT = Seat(ON_DEMAND_NAME, ON_DEMAND_NAME)
+ON_DEMAND_SEAT = Seat(ON_DEMAND, ON_DEMAND)
+
+
+def is_early(window: str) -> bool:
+    """Whether what is regenerated in this window is there before the stage's backward begins."""
+    return window == RECV_BACKWARD or window.startswith("fwd.")
+
+
+def is_ahead(window: str, half: Half) -> bool:
+    """Whether what this half regenerates in this window is there while the half before it still runs backward."""
+    return window != ON_DEMAND and not is_early(window) and window != own_window(half)
+
+
+def own_window(half: Half) -> str:
+    """The first window of a half's own backward."""
+    return f"bwd.{half}.0"
 
 
 @dataclass(frozen=True)
@@ -62,14 +92,77 @@ class Option:
         return max(0.0, self.replay_s - self.exposed_s)
 
 
+class Columns(NamedTuple):
+    """What options cost, each of it as an array."""
+
+    exposed_s: Floats
+    resident: Floats
+    whole: Floats
+    tail: Floats
+    ahead: Floats
+    early: Floats
+
+    @property
+    def held(self) -> Floats:
+        return self.resident + self.early
+
+    def at(self, numbers: Numbers) -> Columns:
+        return Columns(*(column[numbers] for column in self))
+
+
+def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
+    """The numbers of those that no other one beats or equals (the first of equals stays) in every cost."""
+    table = np.array(costs)
+    no_worse = (table[:, :, None] <= table[:, None, :]).all(axis=0)
+    later = np.tri(table.shape[1], k=-1, dtype=bool).T
+    return np.flatnonzero(~(no_worse & (later | ~no_worse.T)).any(axis=0))
+
+
+class Choices(tuple[Option, ...]):
+    """Every choice for one kind of half. What is worked out about them is kept with them."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as endless."""
+        rows = [_costs(option) for option in self]
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
+        return Columns(*np.nan_to_num(table, nan=ENDLESS, posinf=ENDLESS).T)
+
+    @cached_property
+    def unbeaten(self) -> Choices:
+        """Without those that another one beats or equals (the first of equals stays) in time and in every kind of memory."""
+        return Choices(self[number] for number in unbeaten(self.columns))
+
+    @cached_property
+    def best_seated(self) -> Choices:
+        """Every subset in the seat that hides most of it, in which it is not early: memory that only haste costs is not held."""
+        subsets: dict[tuple[str, ...], Option] = {}
+        for option in self:
+            known = subsets.get(option.replay)
+            if not option.memory.early and (known is None or option.exposed_s < known.exposed_s):
+                subsets[option.replay] = option
+        return Choices(subsets.values())
+
+    def replaying(self, *items: str) -> Option:
+        """The one on demand that replays these items and, of such, fewest others."""
+        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady == ON_DEMAND]
+        return min(wanted, key=lambda option: len(option.replay))
+
+
+def _costs(option: Option) -> tuple[float, ...]:
+    memory = option.memory
+    return round(option.exposed_s, SECOND_DIGITS), memory.resident, memory.whole, memory.tail, memory.ahead, memory.early
+
+
 @dataclass(frozen=True)
 class StageProblem:
     """One stage. `budget_bytes` bounds what its layers hold at once; without one the least memory is wanted."""
 
     stage: int
     layers: int
-    attention: Sequence[Option]
-    mlp: Sequence[Option]
-    last_mlp: Sequence[Option]
-    in_flight: int = 1
+    attention: Choices
+    mlp: Choices
+    last_mlp: Choices
+    in_flight: float = 1
+    """Micro-batches whose resident bytes are held at once; below their number where a share is offloaded."""
     budget_bytes: int | None = None

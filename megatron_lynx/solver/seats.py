@@ -1,112 +1,166 @@
 """Where the replay of each half of a stage's layers may run, and how long the window there is.
 
-    without sequence parallelism     mlp(L) backward [all-reduce]   attention(L) backward [all-reduce]   mlp(L-1) ...
-                                            replay attention(L)            replay mlp(L-1)
+    forward of a later micro-batch     attention [fwd.attention.n]   mlp [fwd.mlp.n]          hides replays of the same halves [1]
+    receive of the gradient            [pipe.recv_backward]           hides the stage's last MLP half's                       [2]
+    backward, from the last layer      mlp(L) [bwd.mlp.last]   attention(L) [bwd.attention.last]   mlp(L-1) ...
+                                        replay attention(L)     replay mlp(L-1)                                               [3]
+    with sequence parallelism          [bwd.X.0] X ...                a half's own replay, before its GEMMs                   [4]
 
-    with it, a half's own first collective gathers its gradient, and of the half only a dropout mask is needed before: the
-    replay may run there, or behind the last collective of the half before. An input that is gathered once is gathered
-    behind the first collective of the half before.
-
-The stage's last MLP half has no half before it. On the last stage its forward has only just run. On the others it is replayed
-while the forward of a later micro-batch waits (steady), or while its gradient is received (cool-down: the stages behind still
-run a forward between two backwards, so that wait is about a forward long).
+[1] Only in the steady phase of 1F1B, and not on the last stage, where the forward is the micro-batch's own. What is regenerated
+    is held until its backward. In cool-down the replay falls to the longest of the windows that are left.
+[2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
+[3] When the half before holds nothing but its inputs any more.
+[4] That window gathers the gradient, and of the half only a dropout mask is needed before.
+An input that is gathered once for its replay is gathered behind the first collective of the half before, so [1] and [2] come
+too early for it. Every window has one half to hide, so no two replays share one. A window without length has no seats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
-from megatron_lynx.cost.layer import LayerShape
-from megatron_lynx.cost.stage import phases_of, stage_seconds
-from megatron_lynx.items import COLUMN_PARALLEL, Half
+from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, Half
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat
+from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
 
 if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import LinkKind, Profile
+    from megatron_lynx.profiler.profile import Profile
 
 Place = Literal["attention", "mlp", "last_mlp"]
 """A kind of half: halves of one kind have the same windows."""
+
+BEFORE: dict[Half, tuple[Half, str]] = {"attention": ("mlp", ""), "mlp": ("attention", "+1")}
+"""The half whose backward comes before that of each half, and how a window's name says in which layer it is."""
 
 
 def half_of(place: Place) -> Half:
     return "attention" if place == "attention" else "mlp"
 
 
-BEFORE: dict[Half, tuple[Half, str]] = {"attention": ("mlp", ""), "mlp": ("attention", "+1")}
-"""The half whose backward comes before that of each half, and how a window's name says in which layer it is."""
+class Wait(NamedTuple):
+    """A window that may hide a replay."""
+
+    name: str
+    seconds: float
+
+
+NOWHERE = Wait(ON_DEMAND, 0.0)
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The seats of one stage of a job."""
+    """The seats that a job's stages have."""
 
     job: Job
     profile: Profile
-    stage: int
 
-    def of(self, place: Place, replay: Collection[str]) -> Seat:
-        """The seat of a half that replays these items."""
+    def everywhere(self, place: Place, replay: Collection[str]) -> tuple[Seat, ...]:
+        """Those that every stage has, beginning with the one on demand. Of the last MLP half: that one alone."""
         if not replay:
-            return ON_DEMAND_SEAT
+            return (ON_DEMAND_SEAT,)
         half = half_of(place)
-        gathers = self.gathers(half, replay)
-        windows = self._own(half, replay)
+        windows = [NOWHERE, *self.backward(place, replay)]
+        if not self.gathers(half, replay):
+            return tuple(_seat(window) for window in windows)
         if place == "last_mlp":
-            if gathers or not windows:
-                return self._from_outside(gathers)
-        elif self.job.parallel.tensor > 1:
-            windows |= self._before(half)
-        else:
-            return ON_DEMAND_SEAT
-        name = max(windows, key=lambda name: (windows[name], name == f"bwd.{half}.0"))
-        if not gathers:
-            return Seat(name, name, windows[name], windows[name])
+            return (Seat(ON_DEMAND, ON_DEMAND, gather=ON_DEMAND, gather_s=self._gathers_s[half, None]),)
         before, above = BEFORE[half]
-        gather_s = gather_once_s(self.profile, half, before, self._message_bytes)
-        return Seat(name, name, windows[name], windows[name], gather=f"bwd.{before}.0{above}", gather_s=gather_s)
+        gather, gather_s = f"bwd.{before}.0{above}", self._gathers_s[half, before]
+        return tuple(Seat(name, name, length, length, gather=gather, gather_s=gather_s) for name, length in windows)
 
     def gathers(self, half: Half, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
         return self.job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replay
 
-    def _own(self, half: Half, replay: Collection[str]) -> dict[str, float]:
-        """The window of a half's own backward that comes before anything of it is needed. A dropout mask is needed first."""
-        in_time = self.job.parallel.sequence_parallel and f"{half}_bda" not in replay
-        return {f"bwd.{half}.0": self._lengths("bwd", half)[0]} if in_time else {}
-
-    def _before(self, half: Half) -> dict[str, float]:
-        """The last window of the half before: it then holds nothing but its inputs any more."""
-        before, above = BEFORE[half]
-        lengths = self._lengths("bwd", before)
-        return {f"bwd.{before}.{len(lengths) - 1}{above}": lengths[-1]}
-
-    def _from_outside(self, gathers: bool) -> Seat:
-        """Of the last MLP half: windows that are in no backward of this stage, or none."""
-        if gathers:
-            gather_s = gather_once_s(self.profile, "mlp", None, self._message_bytes)
-            return Seat(ON_DEMAND, ON_DEMAND, gather=ON_DEMAND, gather_s=gather_s)
-        if self.stage == self.job.parallel.pipeline - 1:
-            return ON_DEMAND_SEAT
-        received = self._p2p_s + stage_seconds(self.job, self.profile, self.stage + 1, self._message_bytes).forward_s
-        share = phases_of(self.job, self.stage).steady_share
-        if self.job.parallel.tensor == 1:
-            return Seat(RECV_BACKWARD, RECV_BACKWARD, self._p2p_s, received, share)
-        return Seat("fwd.mlp.0", RECV_BACKWARD, self._lengths("fwd", "mlp")[0], received, share)
-
-    def _lengths(self, passing: Literal["fwd", "bwd"], half: Half) -> tuple[float, ...]:
-        return window_lengths_s(self.profile, passing, half, self._message_bytes)
-
-    @property
-    def _message_bytes(self) -> int:
+    @cached_property
+    def message_bytes(self) -> int:
+        """What a tensor-parallel collective of a layer moves."""
         return LayerShape(self.job.model, self.job.parallel, self.job.batch.micro).gathered_bytes
 
-    @property
-    def _p2p_s(self) -> float:
-        kind: LinkKind = "p2p"
+    def backward(self, place: Place, replay: Collection[str]) -> list[Wait]:
+        """The windows of this backward that come before anything of the half is needed, the longest first."""
+        half, waits = half_of(place), []
+        too_late = f"{half}_bda" in replay or (place == "last_mlp" and self.gathers(half, replay))
+        if self.job.parallel.sequence_parallel and not too_late:  # [4]
+            waits.append(Wait(own_window(half), self._lengths_s["bwd", half][0]))
+        before, above = BEFORE[half]
+        lengths = self._lengths_s["bwd", before]
+        if place != "last_mlp" and lengths:  # [3]
+            waits.append(Wait(f"bwd.{before}.{len(lengths) - 1}{above}", lengths[-1]))
+        return sorted((wait for wait in waits if wait.seconds > 0), key=lambda wait: -wait.seconds)
+
+    def forward(self, half: Half) -> Wait:
+        """The longest window of the half's own forward; of equals the last, as what is regenerated is held from there on."""
+        lengths = self._lengths_s["fwd", half]
+        ordinal = max(range(len(lengths)), key=lambda ordinal: (lengths[ordinal], ordinal), default=0)
+        return Wait(f"fwd.{half}.{ordinal}", lengths[ordinal] if lengths else 0.0)
+
+    @cached_property
+    def _lengths_s(self) -> dict[tuple[Literal["fwd", "bwd"], Half], tuple[float, ...]]:
+        passes: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
+        return {
+            (passing, half): window_lengths_s(self.profile, passing, half, self.message_bytes)
+            for passing in passes
+            for half in HALVES
+        }
+
+    @cached_property
+    def _gathers_s(self) -> dict[tuple[Half, Half | None], float]:
+        befores: tuple[tuple[Half, Half | None], ...] = (
+            ("attention", None),
+            ("attention", "mlp"),
+            ("mlp", None),
+            ("mlp", "attention"),
+        )
+        return {(half, before): gather_once_s(self.profile, half, before, self.message_bytes) for half, before in befores}
+
+    @cached_property
+    def p2p_s(self) -> float:
         shape = LayerShape(self.job.model, self.job.parallel, self.job.batch.micro)
-        return self.profile.link_s(kind, shape.input_bytes)
+        return self.profile.link_s("p2p", shape.input_bytes)
+
+
+@dataclass(frozen=True)
+class StageSeats:
+    """The seats that depend on the stage, or are there on some only."""
+
+    seats: Seats
+    stage: int
+
+    def of(self, place: Place, replay: Collection[str]) -> Iterator[Seat]:
+        half, job = half_of(place), self.seats.job
+        if not replay or self.seats.gathers(half, replay) or self.stage == job.parallel.pipeline - 1:
+            return
+        steady, late = [self.seats.forward(half)] if self._forward_precedes else [], self.seats.backward(place, replay)
+        if place == "last_mlp":  # the receive in cool-down may hide more than a window of its backward
+            steady += [*late, Wait(RECV_BACKWARD, self.seats.p2p_s)]
+            late.append(Wait(RECV_BACKWARD, self._received_s))
+        cooldown = max(late, key=lambda wait: wait.seconds, default=NOWHERE)
+        for wait in steady:
+            yield Seat(wait.name, cooldown.name, wait.seconds, cooldown.seconds, self._phases.steady_share)
+
+    @cached_property
+    def _phases(self) -> Phases:
+        return phases_of(self.seats.job, self.stage)
+
+    @property
+    def _forward_precedes(self) -> bool:
+        """Whether some backwards come right behind a forward that hides their replays."""
+        return self._phases.steady > 0 and self.seats.job.chunks == 1 and self.seats.job.parallel.tensor > 1
+
+    @cached_property
+    def _received_s(self) -> float:
+        """How long the gradient is awaited in cool-down."""
+        seats = self.seats
+        return seats.p2p_s + stage_seconds(seats.job, seats.profile, self.stage + 1, seats.message_bytes).forward_s
+
+
+def _seat(wait: Wait) -> Seat:
+    return Seat(wait.name, wait.name, wait.seconds, wait.seconds)

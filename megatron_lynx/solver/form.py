@@ -1,0 +1,163 @@
+"""What answers of the heuristic's form cost, many of them at once.
+
+    layers of one stage     1 ... n-k-1     n-k ... n-1          n
+    choice                      X               Y           attention as the layer below, last MLP half Z
+
+Of layers that are alike, the first that backward reaches holds the most. So with u = n-k-1 layers of X the peak is that of two
+straight lines in k, whatever the number of layers:
+
+    (in flight - 1) x resident  +  max(top + k held(Y) + u held(X),  middle + u held(X))
+    top       what Z, the attention half below it, or the first layer of Y needs on top of what is held behind them
+    middle    the same of the last half of Y while the first one of X is regenerated, and of the first layer of X
+
+X, Y and Z are given as numbers, or as arrays of numbers: of layers (every attention half with every MLP half), and of last MLP
+halves. Where k is n-1 there is no X.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.problem import SECOND_DIGITS, Columns, Floats, Numbers, StageProblem
+
+
+@dataclass(frozen=True)
+class Form:
+    """The answers of this form to one problem."""
+
+    problem: StageProblem
+
+    @property
+    def below_last(self) -> int:
+        return self.problem.layers - 1
+
+    @property
+    def layers(self) -> int:
+        """How many kinds of layers there are."""
+        return len(self.problem.attention.unbeaten) * len(self.problem.mlp.unbeaten)
+
+    @property
+    def lasts(self) -> int:
+        """How many kinds of last MLP halves there are."""
+        return len(self.problem.last_mlp.unbeaten)
+
+    def answer(self, usual: int, faster: int, last: int, count: int) -> Solved:
+        """`count` layers of `faster` above those of `usual`, spelt out."""
+        end = LayerChoice(self._layer(faster).attention, self.problem.last_mlp.unbeaten[last])
+        below_last = (self._layer(usual),) * (self.below_last - count) + (self._layer(faster),) * count
+        return Solved((*below_last, end), self.problem.in_flight)
+
+    def exposed_s(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
+        ends_s = self.attention.exposed_s[faster] + self.last.exposed_s[last]
+        seconds = (self.below_last - count) * self.layer_s[usual] + count * self.layer_s[faster] + ends_s
+        return np.round(seconds, SECOND_DIGITS)
+
+    def resident_bytes(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
+        ends = self.attention.resident[faster] + self.last.resident[last]
+        return ends + (self.below_last - count) * self.layer_resident[usual] + count * self.layer_resident[faster]
+
+    def peak_bytes(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
+        held_below = (self.below_last - count) * self.layer_held[usual]
+        top = self.top(faster, last) + count * self.layer_held[faster] + held_below
+        middle = np.where(count < self.below_last, self.middle(usual, faster, self.below_last - count) + held_below, 0)
+        others = self._others * self.resident_bytes(usual, faster, last, count)
+        return np.ceil(others) + np.maximum(top, middle)
+
+    def top(self, faster: Numbers, last: Numbers) -> Floats:
+        end, behind = self.last, self.attention.held[faster]
+        first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[faster])
+        return np.maximum(first, self._below_end[faster])
+
+    def middle(self, usual: Numbers, faster: Numbers, usual_count: Floats) -> Floats:
+        following = self.mlp.ahead[usual]
+        single = np.maximum(self.attention.tail[faster] + following, self._hump[usual])
+        several = self.attention.tail[usual] + following - self.layer_held[usual]
+        return np.maximum(single, np.where(usual_count > 1, several, single))
+
+    def most(self, usual: Numbers, faster: Numbers, last: Numbers, budget_bytes: float) -> Floats:
+        """The most layers of `faster` for which both lines stay within the budget, with two of `usual` left; 0 if none."""
+        end = self._others * self.last.resident[last]
+        ends = end + self.top(faster, last), end + self.middle(usual, faster, np.array(2.0))
+        return self._most(usual, faster, ends, budget_bytes, self.below_last - 2)
+
+    def room(self, usual: Numbers, faster: Numbers, budget_bytes: float) -> Floats:
+        """No more layers of `faster` than this fit, whatever the last MLP half is, with one of `usual` left; 0 if none."""
+        end = self._others * self.last.resident
+        ends = self._least_top[faster], end.min() + self.middle(usual, faster, np.array(1.0))
+        return self._most(usual, faster, ends, budget_bytes, self.below_last - 1)
+
+    def _most(self, usual: Numbers, faster: Numbers, ends: tuple[Floats, Floats], budget_bytes: float, limit: int) -> Floats:
+        """From both lines' parts that depend on the last MLP half."""
+        below = self.below_last * (self._others * self.layer_resident[usual] + self.layer_held[usual])
+        none = below + self._others * self.attention.resident[faster]
+        step = self._others * (self.layer_resident[faster] - self.layer_resident[usual]) - self.layer_held[usual]
+        least, most = np.ones_like(none), np.full_like(none, limit)
+        for end, slope in zip(ends, (step + self.layer_held[faster], step), strict=True):
+            room = budget_bytes - (none + end)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                crossing = room / slope
+            most = np.where(slope > 0, np.minimum(most, np.floor(crossing)), most)
+            least = np.where(slope < 0, np.maximum(least, np.ceil(crossing)), least)
+            most = np.where((slope == 0) & (room < 0), 0, most)
+        return np.where(most >= least, most, 0)
+
+    @property
+    def _others(self) -> float:
+        """Micro-batches in flight beside the one whose backward runs."""
+        return self.problem.in_flight - 1
+
+    @cached_property
+    def _least_top(self) -> Floats:
+        """For every layer the top line's part with the last MLP half for which that is least."""
+        layer, last = np.arange(self.layers)[:, None], np.arange(self.lasts)[None, :]
+        tops: Floats = self._others * self.last.resident[last] + self.top(layer, last)
+        return np.asarray(tops.min(axis=1))
+
+    @cached_property
+    def attention(self) -> Columns:
+        """Of every layer's attention half."""
+        numbers = np.repeat(np.arange(len(self.problem.attention.unbeaten)), len(self.problem.mlp.unbeaten))
+        return self.problem.attention.unbeaten.columns.at(numbers)
+
+    @cached_property
+    def mlp(self) -> Columns:
+        numbers = np.tile(np.arange(len(self.problem.mlp.unbeaten)), len(self.problem.attention.unbeaten))
+        return self.problem.mlp.unbeaten.columns.at(numbers)
+
+    @property
+    def last(self) -> Columns:
+        return self.problem.last_mlp.unbeaten.columns
+
+    @cached_property
+    def layer_s(self) -> Floats:
+        return self.attention.exposed_s + self.mlp.exposed_s
+
+    @cached_property
+    def layer_resident(self) -> Floats:
+        return self.attention.resident + self.mlp.resident
+
+    @cached_property
+    def layer_held(self) -> Floats:
+        return self.attention.held + self.mlp.held
+
+    @cached_property
+    def _hump(self) -> Floats:
+        """What a layer's backward needs on top of what is held before it begins."""
+        attention, mlp = self.attention, self.mlp
+        first = attention.held + np.maximum(mlp.whole, mlp.tail + attention.ahead)
+        return np.maximum(first, np.maximum(attention.whole, attention.tail)) - self.layer_held
+
+    @cached_property
+    def _below_end(self) -> Floats:
+        """What the attention half below the last MLP half needs, and the layers that follow it."""
+        attention = self.attention
+        alone = np.maximum(attention.whole, attention.tail)
+        return np.maximum(np.maximum(alone, attention.tail + self.mlp.ahead), self._hump) if self.below_last else alone
+
+    def _layer(self, number: int) -> LayerChoice:
+        attention, mlp = divmod(number, len(self.problem.mlp.unbeaten))
+        return LayerChoice(self.problem.attention.unbeaten[attention], self.problem.mlp.unbeaten[mlp])
