@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {"errors", "units", "items", "validation", "yaml_file", "version"}
 PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner"}
-RUNNING = {"runtime", "apply", "measure"}
+RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": set(),
     "schedule": set(),
@@ -32,13 +32,20 @@ MAY_IMPORT = {
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},
+    "double_buffered": {"plan", "runtime", "schedule", "apply.hook"},
     "measure": set(),
     "compare": {"plan", "simulator.timeline", "measure"},
 }
 ANYTHING = {"cli", "launch", "testbed"}
 
-TORCH = {"runtime", "apply", "measure", "testbed", "launch", "profiler.measured", "profiler.links", "profiler.interference"}
-MEGATRON = {"apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"}
+TORCH = {
+    *("runtime", "apply", "double_buffered", "measure", "testbed", "launch"),
+    *("profiler.measured", "profiler.links", "profiler.interference"),
+}
+MEGATRON = {
+    *("apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"),
+    *("double_buffered.interpreter", "double_buffered.match"),
+}
 """Where the two heavy libraries may be imported; everything else must work without them."""
 
 OPTIONAL = {"transformer_engine", "apex", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"}
