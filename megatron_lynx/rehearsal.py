@@ -1,12 +1,13 @@
 """A plan without ranks: its schedule, its costs from a profile, and the simulated step.
 
-plan ──one_f_one_b──> order of every stage ─┐
-  └──rules, profile──> treated halves ──────┴──simulate──> Simulation
+plan ──one_f_one_b, interleaved──> order of every stage ─┐
+  └──rules, profile──> treated halves, host copies ──────┴──simulate──> Simulation
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_lynx.cost.communication import gather_once_s
 from megatron_lynx.cost.memory import half_memory
@@ -17,9 +18,11 @@ from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.schedule.action import with_replays
+from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.schedule.windows import Collective
+from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
@@ -33,27 +36,42 @@ def rehearse(plan: Plan, profile: Profile) -> Simulation:
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    chunks = [[stage_passes_of(plan, stage, profile)] for stage in plan.stages]
+    stages = range(plan.parallel.pipeline)
+    chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     return simulate(schedule_of(plan), chunks, p2p_s, profile.interference)
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Megatron's 1F1B for the plan's layout, every backward after the replays that its receive hides."""
-    plain = one_f_one_b(plan.parallel.pipeline, plan.batch.microbatches)
-    return Schedule(tuple(tuple(with_replays(actions)) for actions in plain.orders), plain.warmups)
+    """Megatron's schedule for the plan's layout, every backward after the replays that its receive hides."""
+    layout, microbatches = plan.parallel, plan.batch.microbatches
+    if layout.chunks == 1:
+        stock = one_f_one_b(layout.pipeline, microbatches)
+    else:
+        stock = interleaved(layout.pipeline, microbatches, layout.chunks)
+    return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
 def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
-    """What one micro-batch costs on one stage."""
-    first, last = stage.stage == 0, stage.stage == plan.parallel.pipeline - 1
-    return stage_passes(
+    """What one micro-batch costs on one stage, or on one chunk of it."""
+    place = stage.stage, stage.chunk
+    first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+    passes = stage_passes(
         tuple(_treated(plan, stage, profile)),
         profile,
         message_bytes_of(profile),
         embedding=profile.embedding if first else None,
         head=profile.head if last else None,
     )
+    return replace(passes, copy=_copy(stage, profile))
+
+
+def _copy(stage: Stage, profile: Profile) -> HostCopy | None:
+    """What is offloaded of a micro-batch. A profile that knows no link to the host gives copies no time."""
+    if stage.offload is None:
+        return None
+    seconds = profile.link_s("host", stage.offload.bytes)
+    return HostCopy(seconds, seconds, stage.offload.bytes)
 
 
 def message_bytes_of(profile: Profile) -> int:

@@ -71,7 +71,7 @@ def test_uniform_plans_are_valid(layout, like, replay, windows, gather):
 @every_model
 def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, layout, like):
     job = tiny_job(like, microbatches=1, seq=64, micro=1, **layout)
-    profile = made_up_profile(job, link_s=1e-5)
+    profile = made_up_profile(job, link_s=1.0)
     nothing, plan = (make_plan(job.model_copy(update={"policy": policy}), profile) for policy in ("none", "planned"))
     kept, predicted = nothing.stages[0].predicted, plan.stages[0].predicted
     for stock, counted in pool_of(2).run(count, job, [None, plan]):
@@ -168,11 +168,8 @@ def test_a_profile_of_another_job_is_refused_with_every_difference():
     assert [problem.where for problem in refusal.value.problems] == ["profile: shape.hidden", "profile: shape.tensor"]
 
 
-def test_what_a_job_may_state_but_no_plan_can_do_is_refused_at_once():
-    job = tiny_job(pipeline=2, microbatches=4)
-    layout = job.parallel.model_copy(update={"context": 2, "layers_per_chunk": 1})
-    changes = {"parallel": layout, "policy": "balanced", "offload_ratio": "auto", "budget": Budget(memory_gib=8)}
-    with pytest.raises(ConfigError) as refusal:
-        make_plan(job.model_copy(update=changes), made_up_profile(job))
-    places = ["parallel.context", "parallel.layers_per_chunk", "policy", "offload_ratio", "budget.memory_gib"]
-    assert [problem.where for problem in refusal.value.problems] == [f"job: {place}" for place in places]
+def test_what_a_job_may_state_but_no_plan_can_do_is_refused():
+    job = tiny_job()
+    changed = job.model_copy(update={"parallel": job.parallel.model_copy(update={"context": 2})})
+    with pytest.raises(ConfigError, match=r"job: parallel\.context: found 2, needed 1"):
+        make_plan(changed, made_up_profile(job))

@@ -8,8 +8,9 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
-from megatron_lynx.planner import answer_of, make_plan, uniform_plan
+from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.rehearsal import rehearse, stage_passes_of
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
@@ -42,7 +43,7 @@ def test_a_stage_holds_at_most_what_the_planner_said(layout, policy, link_s):
     simulation = rehearse(make_plan(job, profile), profile)
     for stage in range(job.parallel.pipeline):
         assert simulation.memory(stage).bytes[-1] == 0, "nothing survives the step"
-        assert simulation.memory(stage).peak_bytes == answer_of(job, profile, stage).peak_bytes
+        assert simulation.memory(stage).peak_bytes == Stages(job, profile).answer(stage).peak_bytes
 
 
 @every_layout

@@ -68,9 +68,14 @@ def problems(stage: Stage, layout: ParallelFacts) -> Iterator[str]:
         for frame in frames_of(stage):
             yield from _misplaced(stage, layout, frame, phase, windows)
     for phase in PHASES:
-        deepest, where = _deepest(stage, layout, phase)
+        deepest, where = _deepest(stage, layout.sequence_parallel, phase)
         if deepest > stage.ahead_depth:
             yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead in {phase} at {where}"
+
+
+def depth(stage: Stage, sequence_parallel: bool) -> int:
+    """How many frames its windows regenerate ahead at once."""
+    return max(_deepest(stage, sequence_parallel, phase)[0] for phase in PHASES)
 
 
 def _misplaced(stage: Stage, layout: ParallelFacts, frame: FrameKey, phase: Phase, windows: list[Window]) -> Iterator[str]:
@@ -105,7 +110,7 @@ def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows:
     return first_own if layout.sequence_parallel and not masked else first_own - 1
 
 
-def _deepest(stage: Stage, layout: ParallelFacts, phase: Phase) -> tuple[int, str]:
+def _deepest(stage: Stage, sequence_parallel: bool, phase: Phase) -> tuple[int, str]:
     """The most frames that are ahead at once, and the window where it happens."""
     served: dict[Window, list[FrameKey]] = {}
     for frame in frames_of(stage):
@@ -113,7 +118,7 @@ def _deepest(stage: Stage, layout: ParallelFacts, phase: Phase) -> tuple[int, st
             served.setdefault(window_of(stage, frame, phase), []).append(frame)
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
-    for window in windows_in_order(stage, layout.sequence_parallel, phase):
+    for window in windows_in_order(stage, sequence_parallel, phase):
         entered = (window.layer, window.half) if isinstance(window, Collective) and window.passing == "bwd" else None
         ahead.discard(entered)
         ahead.update(frame for frame in served.get(window, []) if frame != entered)

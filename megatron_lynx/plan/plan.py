@@ -216,6 +216,12 @@ class Predicted(_Part):
     """What regenerated frames hold at most, at the ahead depth."""
     replayed_flops: int = 0
     """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
+    exposed_copy_s: float = 0.0
+    """Seconds that the whole stage waits for copies from the host."""
+    host_bytes: int = 0
+    """Pinned host memory of the whole stage."""
+    memory_bytes: int = 0
+    """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
 
 
 class Offload(_Part):

@@ -1,6 +1,6 @@
 """How many layers each stage gets, so that a step is shortest: with what each stage has to replay included.
 
-    step = (m - 1) x slowest stage  +  all stages once       stage s with n layers takes time(s, n): infinite where they do not fit
+    step = (m - 1) x slowest stage  +  all stages once       stage s with n layers takes time(s, n): infinite where none fit
 
     greedy   begin even; move a layer from the slowest stage towards the fastest; keep it while the slowest got faster (Lynx)
     exact    for every pace, from the fastest that is possible: the least sum with no stage slower than that, by a dynamic
@@ -94,13 +94,14 @@ def spread(count: int, chunks: int, *, last_stage: bool) -> Counts:
 
 
 def _affordable(stage: int, counts: Iterable[int], time: StageTime) -> dict[int, float]:
-    """The finite times, up to the first count that does not fit."""
-    times = {}
+    """The finite times. More layers than do not fit fit neither; fewer may be too few for the stage's chunks."""
+    times: dict[int, float] = {}
     for count in counts:
         seconds = time(stage, count)
-        if seconds == inf:
+        if seconds < inf:
+            times[count] = seconds
+        elif times:
             break
-        times[count] = seconds
     return times
 
 

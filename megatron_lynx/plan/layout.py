@@ -1,0 +1,57 @@
+"""What a launch of Megatron has to say so that every rank owns the layers that a plan gives it.
+
+    all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
+    no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b
+    anything else                                   --pipeline-model-parallel-layout 'Et*3|(t*4|)*6t*3L'
+
+The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, L loss, | the next one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from megatron_lynx.plan.plan import Plan
+
+
+def launch_flags(plan: Plan) -> tuple[str, ...]:
+    """The arguments that decide the layout and the micro-batch, one or two words each; the model's own are the launch's."""
+    layout = plan.parallel
+    flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
+    flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
+    flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    return (*flags, *layer_flags(plan), f"--micro-batch-size {plan.batch.micro}")
+
+
+def layer_flags(plan: Plan) -> tuple[str, ...]:
+    """Those that say which layers are whose. None where that is Megatron's default."""
+    counts = [len(stage.layers) for stage in plan.stages]
+    if len(set(counts)) == 1:
+        return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
+    if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1:
+        return tuple(_ends(counts))
+    return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts))}",)
+
+
+def layout_text(counts: Sequence[int]) -> str:
+    """Megatron's text for these layers of virtual stages, in layer order."""
+    decoders = ["t" if count == 1 else f"t*{count}" for count in counts]
+    decoders[0] = f"E{decoders[0]}"
+    *before, last = decoders
+    runs = ((text, len(list(same))) for text, same in groupby(before))
+    return "".join(f"({text}|)*{length}" if length > 1 else f"{text}|" for text, length in runs) + f"{last}L"
+
+
+def in_words(plan: Plan) -> str:
+    """The flags, ready to paste; and the one that a plan cannot know."""
+    size = plan.batch.micro * plan.batch.microbatches
+    return f"{' '.join(launch_flags(plan))}\n--global-batch-size {size} x data-parallel size"
+
+
+def _ends(counts: Sequence[int]) -> Iterator[str]:
+    middle = counts[1] if len(counts) > 2 else None
+    for end, count in (("first", counts[0]), ("last", counts[-1])):
+        if count != middle:
+            yield f"--decoder-{end}-pipeline-num-layers {count}"

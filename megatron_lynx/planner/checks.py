@@ -1,0 +1,26 @@
+"""What is refused before anything is planned: what a plan cannot say, and figures of something else."""
+
+from __future__ import annotations
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.profiler.profile import Profile, shape_of
+
+
+def check_plannable(job: Job) -> None:
+    """Raises `ConfigError` for everything a job may state, so that it can be estimated, but no plan can have."""
+    if job.parallel.context > 1:
+        problem = Problem("job: parallel.context", str(job.parallel.context), "1", "the job can be estimated")
+        raise ConfigError("no plan can do what this job asks for yet", [problem])
+
+
+def check_profile(job: Job, profile: Profile) -> None:
+    """Raises `ConfigError` for every fact in which the profile is of something else than this job."""
+    found, needed = profile.shape.model_dump(), shape_of(job).model_dump()
+    problems = [
+        Problem(f"profile: shape.{name}", str(found[name]), str(needed[name]), "measure this job: megatron-lynx profile")
+        for name in needed
+        if found[name] != needed[name]
+    ]
+    if problems:
+        raise ConfigError("the profile was measured for another job", problems)

@@ -1,0 +1,98 @@
+"""The whole planning pipeline on one screen.
+
+job, profile ──partitioned──> layers of each stage ──Stages──> what each keeps, replays, offloads ──write, rehearse──> Plan
+                                                       └── without the shares that hold more in the rehearsal than fits ──┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage_memory import StageMemory
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.checks import check_plannable, check_profile
+from megatron_lynx.planner.nearest import nearest_change
+from megatron_lynx.planner.partitioning import partitioned
+from megatron_lynx.planner.writing import device_memory, with_rehearsed, written
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.solver.stage_budget import layers_budget_bytes
+from megatron_lynx.solver.stages import NOTHING_FITS, StageAnswer, Stages
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a job and a profile lead to."""
+
+    job: Job
+    """With the layers of every stage, if they were left open."""
+    stages: tuple[StageAnswer, ...]
+    plan: Plan
+    simulation: Simulation
+    """One step under the plan."""
+
+    @property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Of a device of every stage, by name."""
+        return tuple(device_memory(self.job, answer, self.simulation.memory(answer.stage).peak_bytes) for answer in self.stages)
+
+
+def make_plan(job: Job, profile: Profile) -> Plan:
+    """The plan for a job: what `job.policy` asks for, with its windows, its copies and, if left open, its partition.
+
+    The budget is `solver.stage_budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
+    fastest plan that fits is wanted; on the testbed, where no budget is stated, the least memory. Raises `ConfigError` where the
+    profile is of another shape than the job or no plan can do what the job asks, and `Infeasible` (for every stage what binds
+    and by how much, and the nearest change that fits) where no choice fits the budget.
+    """
+    return decide(job, profile).plan
+
+
+def decide(job: Job, profile: Profile) -> Decision:
+    """As `make_plan`, with what led there."""
+    check_plannable(job)
+    check_profile(job, profile)
+    try:
+        parted = partitioned(job, profile)
+        return _fitting(job, parted, profile)
+    except Infeasible as error:
+        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile)]) from None
+
+
+def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
+    """Copies may lag behind what the solver counts on: what then is too much in the rehearsal is tried no more."""
+    stages = Stages(parted, profile)
+    while True:
+        answers = _answers(stages)
+        plan = written(parted, answers, job=job.digest, profile=profile.digest)
+        simulation = rehearse(plan, profile)
+        over = {
+            (answer.stage, answer.offload_ratio)
+            for answer in answers
+            if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
+        }
+        if not over:
+            return Decision(parted, answers, with_rehearsed(plan, parted, answers, simulation), simulation)
+        stages = Stages(parted, profile, stages.excluded | over)
+
+
+def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
+    """Of all stages; every stage's problem at once."""
+    answers: list[StageAnswer] = []
+    problems: list[Problem] = []
+    for stage in range(stages.job.parallel.pipeline):
+        try:
+            answers.append(stages.answer(stage))
+        except Infeasible as error:
+            problems += error.problems
+    if problems:
+        raise Infeasible(NOTHING_FITS, problems)
+    return tuple(answers)
+
+
+def _over_budget(job: Job, stage: int, simulation: Simulation) -> bool:
+    budget_bytes = layers_budget_bytes(job, stage)
+    return budget_bytes is not None and simulation.memory(stage).peak_bytes > budget_bytes

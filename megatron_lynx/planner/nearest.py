@@ -1,0 +1,82 @@
+"""What to change in a job that does not fit: the fewest of these with which every stage's least memory does, the first of equals.
+
+    offload_ratio: auto -> distributed_optimizer -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor
+
+That is the order of how little they ask of the one who launches. Of changes that need other measurements, those that a described
+cluster's figures can stand in for are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import Problem
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile, shape_of
+from megatron_lynx.solver.stage_budget import layers_budget_bytes
+from megatron_lynx.solver.stages import Stages
+
+NEVER_MORE_TENSOR_RANKS = 8
+"""Across nodes tensor parallelism is no remedy."""
+
+MOST_AT_ONCE = 3
+
+
+def nearest_change(job: Job, profile: Profile) -> Iterator[Problem]:
+    """One problem that says it, or none where none of them fits."""
+    known = list(_changes(job))
+    for size in range(1, MOST_AT_ONCE + 1):
+        for chosen in combinations(known, size):
+            changed = _changed(job, chosen)
+            if changed is not None and _fits(changed, profile):
+                found = ", ".join(f"{key}: {str(value).lower()}" for key, value in chosen)
+                yield Problem("nearest change that fits", found, "", "or raise the budget by what is missing")
+                return
+
+
+def _changes(job: Job) -> Iterator[tuple[str, Any]]:
+    layout, micro, pipeline = job.parallel, job.batch.micro, job.parallel.pipeline
+    if job.offload_ratio != "auto" and job.policy == "planned":
+        yield "offload_ratio", "auto"
+    if not layout.distributed_optimizer and job.replicas > 1:
+        yield "parallel.distributed_optimizer", True
+    if not layout.sequence_parallel and layout.tensor > 1:
+        yield "parallel.sequence_parallel", True
+    while micro % 2 == 0:
+        micro //= 2
+        yield "batch.micro", micro
+    while (pipeline := 2 * pipeline) <= min(job.model.layers, job.gpus):
+        yield "parallel.pipeline", pipeline
+    if 2 * layout.tensor <= NEVER_MORE_TENSOR_RANKS:
+        yield "parallel.tensor", 2 * layout.tensor
+
+
+def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
+    """None where the job would not be sound."""
+    data = job.model_dump(by_alias=True)
+    for key, value in changes:
+        *path, last = key.split(".")
+        place = data[path[0]] if path else data
+        place[last] = value
+    try:
+        return Job.model_validate(data)
+    except ValidationError:
+        return None
+
+
+def _fits(job: Job, profile: Profile) -> bool:
+    """With everything replayed and offloaded that can be."""
+    budgets = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
+    if any(budget is not None and budget <= 0 for budget in budgets):
+        return False
+    if shape_of(job) != profile.shape:
+        if job.cluster.matmul is None:
+            return False
+        profile = analytic_profile(job)
+    stages = Stages(job, profile)
+    return all(budget is None or stages.least(stage).peak_bytes <= budget for stage, budget in enumerate(budgets))

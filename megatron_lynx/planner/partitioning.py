@@ -1,0 +1,74 @@
+"""Layers of each stage, where a job leaves them open (`parallel.partition: auto`).
+
+    every stage with n layers: one job ──Stages──> seconds of each stage ──partition.best──> layers of each stage ──> its chunks
+
+A launch must agree with the plan about who owns which layers, so they are only moved where the job says that they may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage import stage_seconds
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver.partition import best, spread
+from megatron_lynx.solver.stages import Stages
+
+
+def partitioned(job: Job, profile: Profile) -> Job:
+    """The same job with every virtual stage's layers written down, if they were open; if nothing fits, as even as may be."""
+    if job.parallel.partition != "auto":
+        return job
+    times = _Times(job, profile)
+    counts = best(job.model.layers, job.parallel.pipeline, job.microbatches, times.of, times.least)
+    return job if counts is None else with_partition(job, _by_virtual_stage(counts, job.chunks))
+
+
+def with_partition(job: Job, partition: tuple[int, ...]) -> Job:
+    """The job with these layers of virtual stages, and as many layers as they are."""
+    parallel = job.parallel.model_copy(update={"partition": partition, "layers_per_chunk": None})
+    model = job.model.model_copy(update={"layers": sum(partition)})
+    return job.model_copy(update={"parallel": parallel, "model": model})
+
+
+def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:
+    last = len(counts) - 1
+    by_stage = [spread(count, chunks, last_stage=stage == last) for stage, count in enumerate(counts)]
+    return tuple(layers[chunk] for chunk in range(chunks) for layers in by_stage)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of stages by their layers."""
+
+    job: Job
+    profile: Profile
+    alike: dict[int, Stages] = field(default_factory=dict)
+    known: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def of(self, stage: int, count: int) -> float:
+        """Infinite where a stage's layers do not fit, or are fewer than its chunks."""
+        if count < self.job.chunks:
+            return inf
+        if (stage, count) not in self.known:
+            try:
+                self.known[stage, count] = self._stages(count).answer(stage).seconds(self.job.microbatches)
+            except Infeasible:
+                self.known[stage, count] = inf
+        return self.known[stage, count]
+
+    def least(self, stage: int, count: int) -> float:
+        """If nothing is replayed."""
+        even = with_partition(self.job, (count,) * self.job.parallel.pipeline)
+        return stage_seconds(even, self.profile, stage, LayerShape.of(self.job).gathered_bytes).both_s
+
+    def _stages(self, count: int) -> Stages:
+        """All of them with as many layers: what they share is priced once."""
+        if count not in self.alike:
+            counts = (count,) * self.job.parallel.pipeline
+            self.alike[count] = Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)
+        return self.alike[count]

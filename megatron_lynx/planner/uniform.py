@@ -1,0 +1,77 @@
+"""Plans that treat every layer alike, without a profile: to compare with, and to begin an own plan from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.layer import LayerShape, replayed_flops
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
+from megatron_lynx.planner.checks import check_plannable
+from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
+
+REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
+
+
+def uniform_plan(
+    job: Job,
+    replay: Literal["all", "none"] | Collection[str] = "all",
+    *,
+    windows: bool = True,
+    gather: Literal["keep", "once"] = "keep",
+    note: str | None = None,
+) -> Plan:
+    """The same for every layer, without a profile: to compare with, and to begin an own plan from.
+
+    `replay` names the items. With `windows` each half runs in its usual window, else on demand. Under sequence parallelism
+    `gather` says what becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
+    """
+    check_plannable(job)
+    items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
+    if job.parallel.sequence_parallel and gather == "keep":
+        items = tuple(item for item in items if item not in COLUMN_PARALLEL.values())
+    places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
+    stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
+    return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest, note=note))
+
+
+def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:
+    layers = job.layers_of(stage, chunk)
+    shape = LayerShape(job.model, job.parallel, job.batch.micro)
+    rules = [_uniform_rule(job, (stage, chunk), layer, items, ahead) for layer in layers]
+    return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=len(layers) * replayed_flops(shape, items)))
+
+
+def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
+    """`place`: stage and chunk."""
+    top = layer == job.layers_of(*place)[-1]
+    windows: dict[Half, str | ByPhase | None] = {}
+    gathers: dict[Half, str | None] = {}
+    for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
+        first = top and half == "mlp"
+        gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
+        own = job.parallel.sequence_parallel and not gathers_once and f"{half}_bda" not in items
+        window = _usual_window(job, place, half, first, own) if ahead and not (first and gathers_once) else ON_DEMAND
+        windows[half] = window
+        if gathers_once:
+            gathers[half] = ON_DEMAND if first or not ahead else {"attention": "bwd.mlp.0", "mlp": "bwd.attention.0+1"}[half]
+    return rule_of(layer, items, windows, gathers)
+
+
+def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own: bool) -> str | ByPhase:
+    """Where a half is replayed when no figures say better.
+
+    `first`: no backward of this stage comes before it. `own`: the first window of its own backward comes in time.
+    """
+    parallel, last_stage = job.parallel, place == (job.parallel.pipeline - 1, job.chunks - 1)
+    if own:
+        return f"bwd.{half}.0"
+    if (first and last_stage) or (parallel.tensor == 1 and not first):
+        return ON_DEMAND
+    if first:
+        return window_of("fwd.mlp.0" if parallel.tensor > 1 and job.chunks == 1 else RECV_BACKWARD, RECV_BACKWARD)
+    ordinal = 2 if parallel.sequence_parallel else 0
+    return {"attention": f"bwd.mlp.{ordinal}", "mlp": f"bwd.attention.{ordinal}+1"}[half]

@@ -1,0 +1,156 @@
+"""Answers as a plan.
+
+StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth, bytes to the host, what is expected ──> Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Literal
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage_memory import StageMemory
+from megatron_lynx.items import HALVES, ITEMS, Half
+from megatron_lynx.plan import order
+from megatron_lynx.plan.plan import (
+    BatchFacts,
+    ByPhase,
+    LayerRange,
+    ModelFacts,
+    Offload,
+    ParallelFacts,
+    Plan,
+    Predicted,
+    Provenance,
+    Rule,
+    Stage,
+)
+from megatron_lynx.plan.ranges import joined
+from megatron_lynx.schedule.windows import ON_DEMAND
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.problem import Option
+from megatron_lynx.solver.stage_budget import beside_layers
+from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.version import __version__
+
+
+def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str) -> Plan:
+    """Answers of all stages as a plan. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
+    places = ((answers[stage], chunk) for chunk in range(parted.chunks) for stage in range(parted.parallel.pipeline))
+    entries = tuple(_entry(parted, answer, chunk) for answer, chunk in places)
+    return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile))
+
+
+def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
+    """The plan with what a rehearsal says of its step, its copies, and its memory."""
+    stages = []
+    for entry in plan.stages:
+        memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
+        found = {
+            "step_s": simulation.step_s,
+            "exposed_copy_s": simulation.exposed_copy_s(entry.stage),
+            "memory_bytes": memory.total,
+        }
+        stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
+    """Everything that a device of a stage holds at its fullest, by name. `job` with its layers.
+
+    `held_bytes`: what a rehearsal finds that its layers hold, if that is more: originals whose copies lag behind.
+    """
+    staging = round(2 * answer.offload_ratio * answer.chunk_bytes)
+    kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
+    lagging = max(0, held_bytes - answer.peak_bytes)
+    made_again = answer.peak_bytes - kept - staging
+    return replace(beside_layers(job, answer.stage), activations=kept + lagging, staging=staging, recomputed=made_again)
+
+
+def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
+    """A plan of these entries for a job with its layers."""
+    return Plan(
+        version=1,
+        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
+        parallel=ParallelFacts(
+            tensor=job.parallel.tensor,
+            pipeline=job.parallel.pipeline,
+            chunks=job.chunks,
+            sequence_parallel=job.parallel.sequence_parallel,
+        ),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        stages=stages,
+        provenance=provenance,
+    )
+
+
+def stage_of(job: Job, place: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offloaded_bytes: int = 0) -> Stage:
+    """One entry, as deep ahead as its windows need. `place`: stage and chunk."""
+    layers, (stage, chunk) = job.layers_of(*place), place
+    entry = Stage(
+        stage=stage,
+        chunk=chunk,
+        layers=LayerRange(first=layers[0], last=layers[-1]),
+        ahead_depth=int(any(_windows(rules))),
+        rules=joined(rules),
+        offload=Offload(bytes=offloaded_bytes) if offloaded_bytes else None,
+        predicted=predicted,
+    )
+    return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, order.depth(entry, job.parallel.sequence_parallel))})
+
+
+def rule_of(
+    layer: int, replay: Collection[str], windows: Mapping[Half, str | ByPhase | None], gathers: Mapping[Half, str | None]
+) -> Rule:
+    """What becomes of one layer."""
+    content = {
+        "layers": layer,
+        "keep": tuple(item for item in ITEMS if item not in replay),
+        "replay": tuple(item for item in ITEMS if item in replay),
+        "windows": dict(windows),
+        "gather": dict(gathers),
+    }
+    return Rule.model_validate(content)
+
+
+def window_of(steady: str, cooldown: str) -> str | ByPhase:
+    return steady if steady == cooldown else ByPhase(steady=steady, cooldown=cooldown)
+
+
+def made_by() -> str:
+    return f"megatron-lynx {__version__}"
+
+
+def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
+    solved, place = answer.chunks[chunk], (answer.stage, chunk)
+    rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*place), solved.layers, strict=True)]
+    predicted = _predicted(job, answer, solved)
+    return stage_of(job, place, rules, predicted, answer.offloaded_bytes(chunk))
+
+
+def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
+    return Predicted(
+        hidden_replay_s=solved.hidden_s * job.microbatches,
+        exposed_replay_s=solved.exposed_s * job.microbatches,
+        resident_activation_bytes=solved.resident_bytes,
+        ahead_bytes=solved.ahead_bytes,
+        replayed_flops=solved.flops,
+        host_bytes=answer.host_bytes,
+    )
+
+
+def _rule(layer: int, choice: LayerChoice) -> Rule:
+    options: dict[Half, Option] = {"attention": choice.attention, "mlp": choice.mlp}
+    replay = {item for option in options.values() for item in option.replay}
+    windows = {half: window_of(option.seat.steady, option.seat.cooldown) for half, option in options.items() if option.replay}
+    gathers = {half: option.seat.gather for half, option in options.items()}
+    return rule_of(layer, replay, windows, gathers)
+
+
+def _windows(rules: Sequence[Rule]) -> Iterator[bool]:
+    """Whether a half is replayed in a window, for all halves and phases."""
+    phases: tuple[Literal["steady"], Literal["cooldown"]] = ("steady", "cooldown")
+    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in phases)

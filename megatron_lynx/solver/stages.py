@@ -1,0 +1,227 @@
+"""What a job makes of its stages: what their layers keep, replay and offload, and how long each takes.
+
+    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.)
+       0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
+                      ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
+
+Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without. A share is no candidate where
+host memory, divided by the devices of a node, does not hold it. Copies and messages take turns (`cost.step`), and devices that
+share a link to the host share its rate, so that a copy is as long as the profile's `host` link says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+from typing import TYPE_CHECKING
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.in_flight import chunks_in_flight
+from megatron_lynx.cost.layer import LayerShape, replayed_items
+from megatron_lynx.cost.stage import StageSeconds, stage_seconds
+from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
+from megatron_lynx.cost.step import exposed_copies_s
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.items import ITEMS_OF, Half
+from megatron_lynx.solver import baselines
+from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
+from megatron_lynx.solver.heuristic import solve
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
+from megatron_lynx.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from megatron_lynx.profiler.profile import Profile
+
+NOTHING_FITS = "no plan fits the budget"
+
+ATTENTION: Half = "attention"
+MLP: Half = "mlp"
+
+STEPS = 20
+"""A share is sought in twentieths."""
+
+SECOND_DIGITS = 12
+"""Seconds that agree to a picosecond are equal."""
+
+
+@dataclass(frozen=True)
+class StageAnswer:
+    """One stage. Seconds of one micro-batch through all its chunks, but for `exposed_copies_s`."""
+
+    stage: int
+    chunks: tuple[Solved, ...]
+    in_flight: int
+    """Chunks between their forward and their backward, at most."""
+    offload_ratio: float
+    stock: StageSeconds
+    """Without replays."""
+    exposed_copies_s: float
+    """Of a whole step."""
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(chunk.exposed_s for chunk in self.chunks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What all its layers hold at most, all chunks in flight. No less than what a simulation finds."""
+        return max(chunk.peak_bytes for chunk in self.chunks)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What the largest chunk keeps of one micro-batch (C)."""
+        return max(chunk.resident_bytes for chunk in self.chunks)
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned, of one rank."""
+        return ceil(self.offload_ratio * max(0, self.in_flight - 2) * self.chunk_bytes)
+
+    def offloaded_bytes(self, chunk: int) -> int:
+        """Of one micro-batch of a chunk."""
+        return int(self.offload_ratio * self.chunks[chunk].resident_bytes)
+
+    def seconds(self, microbatches: int) -> float:
+        """Of one micro-batch, with its part of the copies."""
+        return self.stock.both_s + self.exposed_s + self.exposed_copies_s / microbatches
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a job. What they share is priced once."""
+
+    job: Job
+    profile: Profile
+    excluded: frozenset[tuple[int, float]] = field(default_factory=frozenset)
+    """(stage, share): not to be offloaded."""
+
+    def answer(self, stage: int) -> StageAnswer:
+        """The best there is. Raises `Infeasible` where nothing fits."""
+        budget_bytes = layers_budget_bytes(self.job, stage)
+        best: StageAnswer | None = None
+        problems = [_lagging(stage)]
+        for ratio in self._ratios(stage):
+            try:
+                candidate = self._offloading(stage, ratio, budget_bytes)
+            except Infeasible as error:
+                problems = self._shortage(stage, error)
+                continue
+            if too_small := self._host_shortage(candidate):
+                problems = [too_small]
+                continue
+            if best is None or self._late_s(candidate) < self._late_s(best):
+                best = candidate
+            if self._late_s(best) == 0:
+                break
+        if best is None:
+            raise Infeasible(NOTHING_FITS, problems)
+        return best
+
+    def least(self, stage: int) -> StageAnswer:
+        """The answer that holds least, whatever the budget."""
+        return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
+
+    def _ratios(self, stage: int) -> list[float]:
+        asked = self.job.offload_ratio
+        if asked == 0 or chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED:
+            return [0.0]
+        ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
+        return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
+
+    def _offloading(self, stage: int, ratio: float, budget_bytes: int | None) -> StageAnswer:
+        count = chunks_in_flight(self.job, stage)
+        held = count - (count - CHUNKS_NOT_OFFLOADED) * ratio if ratio else count
+        by_layers: dict[int, Solved] = {}
+        for layers in self.job.chunk_layers(stage):
+            if layers not in by_layers:
+                problem = replace(self._problems.of(stage, layers), in_flight=held, budget_bytes=budget_bytes)
+                by_layers[layers] = _solved(self.job, problem)
+        chunks = tuple(by_layers[layers] for layers in self.job.chunk_layers(stage))
+        stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
+        answer = StageAnswer(stage, chunks, count, ratio, stock, 0.0)
+        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer))
+
+    def _exposed_copies_s(self, answer: StageAnswer) -> float:
+        copy_s = self.profile.link_s("host", ceil(answer.offload_ratio * answer.chunk_bytes))
+        if copy_s == 0:
+            return 0.0
+        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.exposed_s)
+        return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
+
+    def _late_s(self, answer: StageAnswer) -> float:
+        return round(self.job.microbatches * answer.exposed_s + answer.exposed_copies_s, SECOND_DIGITS)
+
+    def _host_shortage(self, answer: StageAnswer) -> Problem | None:
+        node = self.job.cluster.node
+        if node is None or answer.host_bytes * (devices := min(node.gpus, self.job.gpus)) <= node.host_memory_gib * GIB:
+            return None
+        found = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
+        return Problem(f"host memory of a node, stage {answer.stage}", found, f"at most {node.host_memory_gib:g} GiB")
+
+    def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
+        """What the device lacks, if it is what binds; else what the solver says."""
+        beside, budget_bytes = beside_layers(self.job, stage), self.job.memory_budget_bytes
+        least = self.least(stage)
+        missing = beside.total + least.peak_bytes - budget_bytes
+        if not bounded_by_device(self.job) or missing <= 0:
+            return list(error.problems)
+        layers = f"its layers {format_bytes(least.peak_bytes)} with {_least_in_words(self.job, least)}"
+        parts = sorted(((size, name) for name, size in beside.named.items() if size and name != "total"), reverse=True)
+        others = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts)
+        found = f"at least {format_bytes(beside.total + least.peak_bytes)}: {layers}, {others}"
+        return [
+            Problem(
+                f"memory of a device, stage {stage}",
+                found,
+                f"at most {format_bytes(budget_bytes)}",
+                f"{format_bytes(missing)} are missing",
+            )
+        ]
+
+    @cached_property
+    def _problems(self) -> StageProblems:
+        return StageProblems(self.job, self.profile)
+
+    @cached_property
+    def _shape(self) -> LayerShape:
+        return LayerShape.of(self.job)
+
+
+def _solved(job: Job, problem: StageProblem) -> Solved:
+    """What a policy makes of layers. Stock's replay on demand, as stock does."""
+    if job.policy == "planned":
+        return solve(problem)
+    answer = _replaying(job, problem)
+    if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
+        raise infeasible(problem, answer)
+    return answer
+
+
+def _replaying(job: Job, problem: StageProblem) -> Solved:
+    if job.policy == "none":
+        return baselines.keep_all(problem)
+    if job.policy == "full":
+        return baselines.on_demand(baselines.replay_all(problem))
+    items = replayed_items(job.policy)
+    attention, mlp, last_mlp = (
+        choices.replaying(*(item for item in items if item in ITEMS_OF[half]))
+        for choices, half in ((problem.attention, ATTENTION), (problem.mlp, MLP), (problem.last_mlp, MLP))
+    )
+    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
+    return Solved((*below, LayerChoice(attention, last_mlp)), problem.in_flight)
+
+
+def _least_in_words(job: Job, least: StageAnswer) -> str:
+    replayed = "everything replayable replayed" if job.policy == "planned" else f"policy {job.policy}"
+    offloaded = f", {least.offload_ratio:.0%} offloaded" if least.offload_ratio else ""
+    return f"{replayed}{offloaded}, {least.in_flight} in flight"
+
+
+def _lagging(stage: int) -> Problem:
+    todo = "make the passes longer than the copies: a larger micro-batch, or more layers on the stage"
+    return Problem(
+        f"offload_ratio, stage {stage}", "copies that lag behind, so that what they copy is held longer than fits", "", todo
+    )
