@@ -85,10 +85,10 @@ class Parcel:
             out.wait(self._out)
             self._original = None
 
-    def fetch(self) -> int:
-        """Start the copy back, if there is one to start; its bytes."""
+    def fetch(self) -> None:
+        """Start the copy back, if there is one to start."""
         if self._out is None or self._block is None:
-            return 0
+            return
         block, self._block = self._block, None
         sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
         fresh = self._fresh(sent)
@@ -97,7 +97,6 @@ class Parcel:
             self._rest = None
         self._back = block.last = self._copier.start(fresh[:sent], block.tensor[:sent], self._owner, (self._out,))
         self._returned = fresh
-        return sent
 
     def bytes_here(self) -> Tensor:
         """The storage on the device, as bytes; what comes behind this comes behind its copy back."""
@@ -235,7 +234,6 @@ class Offloader:
         self.policies = dict(policies)
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
-        self.bytes_out = self.bytes_back = 0
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._pools = {
             chunk: HostPool(self._where[chunk], device, limit_bytes, policy.sets) for chunk, policy in policies.items()
@@ -270,7 +268,6 @@ class Offloader:
         for parcel in self._still_leaving():
             parcel.release(self.out)
         chosen = shipment.chosen(outputs)
-        total = sum(size for _, size in chosen)
         try:
             blocks = shipment.pool.lend([size for _, size in chosen])
             for (parcel, size), block in zip(chosen, blocks, strict=True):
@@ -278,20 +275,18 @@ class Offloader:
         except OffloadError:
             raise
         except Exception as error:
-            raise failed("offload", shipment.owner, total, error) from error
+            raise failed("offload", shipment.owner, sum(size for _, size in chosen), error) from error
         self._leaving = [weakref.ref(parcel) for parcel, _ in chosen]
-        self.bytes_out += total
 
     def fetch(self, shipment: Shipment | None) -> None:
         """Its backward comes soon, or now. A second call does nothing."""
         if shipment is not None:
             for parcel in reversed(list(shipment.parcels())):
-                self.bytes_back += parcel.fetch()  # [3]
+                parcel.fetch()  # [3]
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes that went out, and back, since this was last asked."""
-        bytes_out, bytes_back, self.bytes_out, self.bytes_back = self.bytes_out, self.bytes_back, 0, 0
-        return bytes_out, bytes_back
+        return self.out.take_bytes(), self.back.take_bytes()
 
     def take_waited_s(self) -> float:
         """Seconds for which compute waited for copies, either way, since this was last asked."""

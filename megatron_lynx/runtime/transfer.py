@@ -66,6 +66,7 @@ class Copier(ABC):
     def __init__(self, direction: Direction, trace: Trace) -> None:
         self.direction = direction
         self._trace = trace
+        self._bytes = 0
 
     @abstractmethod
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
@@ -82,6 +83,11 @@ class Copier(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Drop what has not begun, wait for what has."""
+
+    def take_bytes(self) -> int:
+        """Bytes of the copies that were started since this was last asked."""
+        taken, self._bytes = self._bytes, 0
+        return taken
 
     @abstractmethod
     def take_waited_s(self) -> float:
@@ -145,6 +151,7 @@ class StreamCopier(Copier):
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         self._under_way = [copy for copy in self._under_way if not copy.done]
         copy = _StreamCopy(self.direction, owner, target, source)
+        self._bytes += copy.bytes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # [1]
         for before in after:
             if isinstance(before, _StreamCopy):
@@ -249,6 +256,7 @@ class ThreadCopier(Copier):
             self._thread.start()
         self._under_way = [copy for copy in self._under_way if not copy.done]
         copy = _ThreadCopy(self.direction, owner, target, source, after)
+        self._bytes += copy.bytes
         self._under_way.append(copy)
         self._asked.put((copy, self.move, self._trace))  # [1] by now everything computed so far exists
         return copy

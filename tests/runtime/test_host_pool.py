@@ -1,0 +1,98 @@
+"""Blocks of exact sizes, lent again and again."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.host_pool import ALIGNMENT, HostPool, available_bytes
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.transfer import Owner, ThreadCopier
+
+CPU = torch.device("cpu")
+
+
+def pool(*, limit_bytes: int = 10**6, sets: int = 1) -> HostPool:
+    return HostPool("stage 1", CPU, limit_bytes, sets)
+
+
+def test_blocks_have_the_sizes_asked_for_and_do_not_overlap() -> None:
+    """Nothing is rounded up to powers of two, as PyTorch's own page-locked allocator does; blocks begin at multiples of 256."""
+    lender, sizes = pool(sets=2), [3000, 100, 5000]
+    blocks = lender.lend(sizes)
+    for number, block in enumerate(blocks):
+        block.tensor.fill_(number)
+    assert [block.tensor.nbytes for block in blocks] == sizes
+    assert [set(block.tensor.tolist()) for block in blocks] == [{0}, {1}, {2}]
+    assert lender.bytes == 2 * sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def test_best_fit() -> None:
+    lender = pool()
+    lender.lend([4096, 1024, 2048])
+    assert [block.tensor.nbytes for block in lender.lend([900, 2000])] == [1024, 2048]
+
+
+def test_what_is_given_back_is_lent_again() -> None:
+    lender = pool(sets=2)
+    addresses = set()
+    for _ in range(50):
+        blocks = [*lender.lend([512, 1024]), *lender.lend([512, 1024])]
+        addresses |= {block.tensor.data_ptr() for block in blocks}
+        blocks.clear()
+    assert lender.bytes == 2 * (512 + 1024)
+    assert len(addresses) == 4
+
+
+def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
+    lender, copier = pool(), ThreadCopier("reload", Trace())
+    (block,) = lender.lend([64])
+    copy = block.last = copier.start(torch.empty(64, dtype=torch.uint8), block.tensor, Owner("stage 1", 0))
+    del block
+    assert lender.lend([64])[0].last is copy
+    copier.close()
+
+
+def test_other_sizes_make_another_slab_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lender = pool(sets=2)
+    with caplog.at_level(logging.WARNING):
+        old = lender.lend([1024, 512])
+        lender.lend([512, 256])
+        assert caplog.messages == [], "smaller ones fit into what is there"
+        lender.lend([2048, 512])
+    assert lender.bytes == 2 * (2048 + 512)
+    assert "stage 1: activations have other sizes than before" in caplog.text
+    assert "3.00 KiB before, 5.00 KiB now" in caplog.text
+    old[0].tensor.fill_(1)  # lent, so still there
+    old.clear()
+    assert [block.tensor.nbytes for block in lender.lend([1024, 512])] == [2048, 512], "old blocks are not lent again"
+
+
+def test_one_more_micro_batch_makes_room_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lender = pool(sets=1)
+    with caplog.at_level(logging.WARNING):
+        lent = [lender.lend([1024]), lender.lend([1024])]
+    assert lender.bytes == 2 * 1024
+    assert "one more micro-batch on the host than before" in caplog.text
+    del lent
+
+
+def test_too_little_memory_is_refused_with_both_numbers() -> None:
+    lender = pool(limit_bytes=5000, sets=2)
+    with pytest.raises(OffloadError) as refused:
+        lender.lend([1024, 2048])
+    (problem,) = refused.value.problems
+    assert problem.where == "stage 1: host memory for offloaded activations"
+    assert "5000 bytes" in problem.found
+    assert "6144 bytes" in problem.needed
+    assert lender.bytes == 0
+
+
+def test_the_operating_system_says_what_is_available() -> None:
+    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_bytes() <= physical_bytes
+    assert available_bytes(ranks_on_host=1000) <= physical_bytes // 1000

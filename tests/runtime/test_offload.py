@@ -1,0 +1,201 @@
+"""Parcels: what goes, when its original goes, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.offload import Hosted, Offloader, OffloadPolicy, Shipment, on_device, sets_on_host
+from megatron_lynx.runtime.turns import Turn, Turns
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def offloader(size_bytes: int, *, smallest: int = 1, lasting: tuple[Tensor, ...] = (), sets: int = 1) -> Iterator[Offloader]:
+    made = Offloader(
+        {0: OffloadPolicy(size_bytes, smallest, 1, sets)}, device=CPU, limit_bytes=10**7, lasting=lambda chunk: lasting
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def stowed(shipment: Shipment, *tensors: Tensor) -> list[Hosted]:
+    handles = [shipment.stow(tensor) for tensor in tensors]
+    assert all(isinstance(handle, Hosted) for handle in handles)
+    return handles  # type: ignore[return-value]
+
+
+def there_and_back(made: Offloader, shipment: Shipment) -> None:
+    made.depart(shipment, None)
+    made.out.drain()
+    made.settle()
+    assert not any(parcel.leaving for parcel in shipment.parcels())
+    made.fetch(shipment)
+
+
+def test_views_come_back_with_shape_stride_and_offset() -> None:
+    with offloader(10**6) as made:
+        shipment = made.open(0, 0)
+        base = torch.randn(6, 8, 4)
+        views = [base, base[2:, :, 1], base.transpose(0, 2), base.view(torch.int32), base[5, 7].expand(3, 4)]
+        expected = [view.clone() for view in views]
+        shapes = [(view.size(), view.stride(), view.storage_offset(), view.dtype) for view in views]
+        handles = stowed(shipment, *views)
+        del base, views
+        there_and_back(made, shipment)
+        assert made.take_bytes() == (6 * 8 * 4 * 4,) * 2, "tensors that alias move once"
+        returned = [handle.tensor() for handle in handles]
+        assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
+        assert [(one.size(), one.stride(), one.storage_offset(), one.dtype) for one in returned] == shapes
+        assert len({one.untyped_storage().data_ptr() for one in returned}) == 1
+
+
+def test_bytes_are_counted_not_tensors() -> None:
+    """What was made first goes first; the tensor at the edge is split; the rest stays where it is."""
+    with offloader(1000) as made:
+        shipment = made.open(0, 0)
+        tensors = [torch.randn(150) for _ in range(3)]
+        expected = [tensor.clone() for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        handles = stowed(shipment, *tensors)
+        assert shipment.full
+        del tensors
+        there_and_back(made, shipment)
+        assert made.take_bytes() == (1000, 1000)
+        assert made.host_bytes == 768 + 512, "600 and 400 bytes in blocks that begin at multiples of 256"
+        returned = [handle.tensor() for handle in handles]
+        assert all(torch.equal(one, other) for one, other in zip(returned, expected, strict=True))
+        assert returned[2].data_ptr() == addresses[2]
+
+
+def test_what_stays() -> None:
+    parameter, mask = torch.nn.Parameter(torch.randn(64, 64)), torch.ones(64, 64)
+    with offloader(10**6, smallest=1024, lasting=(parameter,)) as made:
+        shipment = made.open(0, 0)
+        shipment.leave([mask])
+        staying: list[Tensor] = [
+            parameter.detach().t(),
+            mask[3:],
+            torch.randn(255),
+            torch.randn(64, 64).to_sparse(),
+            torch.view_as_complex(torch.randn(64, 64, 2)).conj(),
+        ]
+        assert not any(isinstance(shipment.stow(tensor), Hosted) for tensor in staying)
+        assert isinstance(shipment.stow(torch.randn(256)), Hosted)
+        assert shipment.stow_all({"weight": (parameter, 3)})["weight"][0] is parameter
+
+
+def test_the_output_of_the_stage_stays() -> None:
+    """Megatron frees its data behind autograd's back."""
+    with offloader(10**6) as made:
+        shipment = made.open(0, 0)
+        output, other = torch.randn(64), torch.randn(64)
+        handles = stowed(shipment, output, other)
+        made.depart(shipment, (output.view(8, 8),))
+        assert made.take_bytes()[0] == 256
+        assert handles[0].tensor().data_ptr() == output.data_ptr()
+
+
+def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> None:
+    with offloader(10**6, sets=3) as made:
+        may_go = threading.Event()
+        moved: list[int] = []
+
+        def held_up(target: Tensor, source: Tensor) -> None:
+            may_go.wait()
+            target.copy_(source)
+            moved.append(int(target[0]))
+
+        made.out.move = held_up  # type: ignore[attr-defined]
+        shipments, handles = [], []
+        for number in range(2):
+            shipments.append(made.open(number, 0))
+            handles += stowed(shipments[-1], torch.full((256,), number, dtype=torch.uint8))
+            if number == 0:
+                made.depart(shipments[0], None)
+        (first,) = shipments[0].parcels()
+        made.settle()
+        assert first.leaving, "its copy has not ended"
+        threading.Timer(0.02, may_go.set).start()
+        made.depart(shipments[1], None)
+        assert not first.leaving
+        assert moved[0] == 0
+        assert made.take_waited_s() > 0
+        assert [int(handle.tensor()[0]) for handle in handles] == [0, 1]
+
+
+def test_parcels_are_fetched_last_one_first_and_once() -> None:
+    with offloader(10**6) as made:
+        shipment = made.open(0, 0)
+        handles = stowed(shipment, *(torch.full((256,), number, dtype=torch.uint8) for number in range(4)))
+        made.depart(shipment, None)
+        order: list[int] = []
+
+        def noted(target: Tensor, source: Tensor) -> None:
+            target.copy_(source)
+            order.append(int(target[0]))
+
+        made.back.move = noted  # type: ignore[attr-defined]
+        made.fetch(shipment)
+        made.fetch(shipment)
+        made.back.drain()
+        assert order == [3, 2, 1, 0]
+        assert made.take_bytes() == (1024, 1024)
+        assert [int(handle.tensor()[0]) for handle in handles] == [0, 1, 2, 3]
+
+
+def test_what_was_not_fetched_is_fetched_on_demand() -> None:
+    with offloader(10**6) as made:
+        shipment = made.open(0, 0)
+        (handle,) = stowed(shipment, torch.arange(64.0, requires_grad=True).detach().requires_grad_())
+        made.depart(shipment, None)
+        again = on_device(((handle,), {}))[0][0]
+        assert again.requires_grad
+        assert torch.equal(again.detach(), torch.arange(64.0))
+        assert torch.equal(handle.tensor(), torch.arange(64.0)), "it can be asked for again"
+        assert made.take_bytes() == (256, 256)
+
+
+def test_when_the_graph_goes_everything_goes() -> None:
+    """A graph that is dropped without backward takes its parcels along, and their blocks are lent again."""
+    with offloader(10**6) as made:
+        for number in range(5):
+            shipment = made.open(number, 0)
+            handles = stowed(shipment, torch.randn(256))
+            made.depart(shipment, None)
+            del handles
+            assert list(shipment.parcels()) == []
+        assert made.host_bytes == 1024
+
+
+def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
+    with pytest.raises(OffloadError, match="too little memory") as refused:
+        Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit_bytes=1200)
+    assert "1200 bytes" in refused.value.problems[0].found
+    assert "1300 bytes" in refused.value.problems[0].needed
+
+
+def one_f_one_b(warmup: int, microbatches: int) -> Turns:
+    warmup = min(warmup, microbatches)
+    turns: list[Any] = [Turn("F", i, 0, "warmup") for i in range(warmup)]
+    for i in range(warmup, microbatches):
+        turns += [Turn("F", i, 0, "steady"), Turn("B", i - warmup, 0, "steady")]
+    return Turns([*turns, *(Turn("B", i, 0, "cooldown") for i in range(microbatches - warmup, microbatches))])
+
+
+@pytest.mark.parametrize(
+    ("warmup", "microbatches", "prefetch", "sets"),
+    [(0, 8, 1, 0), (1, 8, 1, 1), (3, 8, 1, 3), (3, 8, 2, 3), (3, 2, 1, 2), (7, 8, 1, 7)],
+)
+def test_micro_batches_on_the_host_at_once(warmup: int, microbatches: int, prefetch: int, sets: int) -> None:
+    assert sets_on_host(one_f_one_b(warmup, microbatches), 0, prefetch) == sets

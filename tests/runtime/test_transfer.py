@@ -1,0 +1,128 @@
+"""Copies come behind what they are told to follow, and say what went wrong."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.transfer import Copier, Owner, ThreadCopier
+
+OWNER = Owner("stage 1, chunk 0", 7)
+
+
+@pytest.fixture
+def copiers() -> Iterator[tuple[ThreadCopier, ThreadCopier]]:
+    both = ThreadCopier("offload", Trace()), ThreadCopier("reload", Trace())
+    yield both
+    for copier in both:
+        copier.close()
+
+
+def filled(value: int) -> Tensor:
+    return torch.full((4096,), value, dtype=torch.uint8)
+
+
+def test_a_reload_comes_behind_its_own_way_out(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
+    out, back = copiers
+    timeline: list[str] = []
+    may_leave = threading.Event()
+
+    def slowly(target: Tensor, source: Tensor) -> None:
+        timeline.append("out begins")
+        may_leave.wait()
+        target.copy_(source)
+        timeline.append("out ends")
+
+    def noted(target: Tensor, source: Tensor) -> None:
+        timeline.append("back begins")
+        target.copy_(source)
+
+    out.move, back.move = slowly, noted
+    host, returned = filled(0), filled(0)
+    leaving = out.start(host, filled(3), OWNER)
+    coming = back.start(returned, host, OWNER, after=(leaving, None))
+    time.sleep(0.02)  # the reload has every chance to begin too early
+    assert not coming.done
+    may_leave.set()
+    back.wait(coming)
+    assert timeline == ["out begins", "out ends", "back begins"]
+    assert torch.equal(returned, filled(3))
+    assert back.take_waited_s() > 0 == back.take_waited_s()
+
+
+def test_an_error_names_stage_micro_batch_and_bytes(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
+    out, back = copiers
+
+    def breaking(target: Tensor, source: Tensor) -> None:
+        raise MemoryError("no pages left")
+
+    out.move = breaking
+    leaving = out.start(filled(0), filled(3), OWNER)
+    coming = back.start(filled(0), filled(0), OWNER, after=(leaving,))
+    for copier, copy, words in ((out, leaving, "to the host"), (back, coming, "back from the host")):
+        with pytest.raises(OffloadError, match=words) as raised:
+            copier.wait(copy)
+        assert raised.value.problems[0].where == "stage 1, chunk 0, micro-batch 7 of this run, 4096 bytes"
+        assert "MemoryError: no pages left" in raised.value.problems[0].found
+    out.move = Tensor.copy_
+    out.wait(out.start(filled(0), filled(3), OWNER))
+
+
+def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
+    out, _ = copiers
+    begun, may_go = threading.Event(), threading.Event()
+    targets: list[Tensor] = []
+
+    def held_up(target: Tensor, source: Tensor) -> None:
+        begun.set()
+        may_go.wait()
+        target.copy_(source)
+        targets.append(target)
+
+    out.move = held_up
+    hosts = [filled(0), filled(0)]
+    first, second = (out.start(host, filled(3), OWNER) for host in hosts)
+    begun.wait()
+    threading.Timer(0.02, may_go.set).start()
+    out.cancel()
+    assert first.done
+    assert second.done
+    assert first.error is None
+    assert second.error is not None
+    assert torch.equal(hosts[0], filled(3))
+    assert torch.equal(hosts[1], filled(0))
+
+
+def test_no_thread_outlives_its_copier() -> None:
+    def threads() -> int:
+        return sum(thread.name == "lynx-offload" for thread in threading.enumerate())
+
+    before = threads()
+    closed, forgotten = ThreadCopier("offload", Trace()), ThreadCopier("offload", Trace())
+    for copier in (closed, forgotten):
+        copier.wait(copier.start(filled(0), filled(1), OWNER))
+    assert threads() == before + 2
+    closed.close()
+    assert threads() == before + 1
+    del copier, forgotten
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threads() == before
+
+
+def test_both_directions_are_copiers() -> None:
+    from megatron_lynx.runtime.transfer import copiers_for
+
+    out, back = copiers_for(torch.device("cpu"), Trace())
+    assert isinstance(out, Copier)
+    assert (out.direction, back.direction) == ("offload", "reload")
