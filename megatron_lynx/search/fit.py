@@ -1,0 +1,89 @@
+"""Whether a job fits its devices, and with how much of its activations on the host.
+
+parameters, gradients, optimizer and the rest         too much: no policy and no micro-batch size of this layout fits
++ activations, nothing offloaded                      fits: nothing is offloaded
++ activations, everything offloaded that may be       too much: does not fit
+else                                                  the smallest share that fits, if the node's host has room for it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, memory_of_stages
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.solver.offload import smallest_ratio
+from megatron_lynx.units import GIB, format_bytes
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What is too much: a stage on its device, or what a node's devices offload on its host."""
+
+    job: Job
+    stage: int
+    memory: StageMemory
+    """Of the stage, with as much offloaded as may be."""
+    found: float
+    limit: float
+    host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        return self.found - self.limit
+
+    @property
+    def most(self) -> str:
+        """The part that takes most."""
+        name = max((field.name for field in fields(self.memory)), key=lambda part: getattr(self.memory, part))
+        return f"{name} {format_bytes(getattr(self.memory, name))}"
+
+
+@dataclass(frozen=True)
+class Fits:
+    """How a job fits."""
+
+    offload_ratio: float
+    memory: StageMemory
+    """Of the fullest stage."""
+
+
+def fit(job: Job, offload: bool) -> Fits | Excess:
+    """`offload`: whether activations may go to the host. `job.policy` is not `planned`, of which only a plan knows."""
+    budget = job.memory_budget_bytes
+    stage, kept = fullest(job, 0.0)
+    if kept.total <= budget:
+        return Fits(0.0, kept)
+    if not offload:
+        return Excess(job, stage, kept, kept.total, budget)
+    stage, least = fullest(job, 1.0)
+    if least.total > budget:
+        return Excess(job, stage, least, least.total, budget)
+    try:
+        ratio = smallest_ratio(job)
+    except Infeasible:
+        return _host_excess(job, stage, least)
+    return Fits(ratio, fullest(job, ratio)[1])
+
+
+def fullest(job: Job, ratio: float) -> tuple[int, StageMemory]:
+    """The stage that holds most, and what."""
+    stages = memory_of_stages(job, ratio)
+    stage = max(range(len(stages)), key=lambda number: stages[number].total)
+    return stage, stages[stage]
+
+
+def always_bytes(job: Job) -> int:
+    """What the fullest stage holds before there is any activation: the same for all policies and micro-batch sizes."""
+    return max(memory.parameters + memory.gradients + memory.optimizer + memory.rest for memory in memory_of_stages(job))
+
+
+def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
+    """With all the host memory that there might be, the job would fit."""
+    node = job.cluster.node
+    assert node is not None, "who offloads says where to"
+    roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})
+    ratio = smallest_ratio(job.model_copy(update={"cluster": roomy}))
+    needed = min(node.gpus, job.gpus) * max(host_bytes(job, each, ratio) for each in range(job.parallel.pipeline))
+    return Excess(job, stage, least, needed, node.host_memory_gib * GIB, host=True)

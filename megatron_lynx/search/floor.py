@@ -1,0 +1,86 @@
+"""Seconds that a step takes at least, from the seconds of one layer: all of `cost.step` but copies to the host.
+
+    one (tensor, context, sequence parallelism, micro-batch)  ──profile──>  LayerCost
+    times many (pipeline, chunks, data)                       ──floor────>  Spent      a few additions each
+
+The search asks for tens of thousands of these, and prices in full only those whose floor could still win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.step import replaying_stage_s
+from megatron_lynx.items import HALVES
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.search.spent import Spent
+
+STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
+"""Policies whose seconds need no plan."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One micro-batch, forward and backward, on one rank."""
+
+    profile: Profile
+    layer_s: float
+    collectives_s: float
+    """Of the layer's seconds, those in which it waits for tensor-parallel ranks."""
+    replay_s: Mapping[Policy, float]
+    embedding_s: float
+    head_s: float
+    message_s: float
+    """One message between stages."""
+
+    @classmethod
+    def of(cls, job: Job) -> LayerCost:
+        """Of the job's layers, however they are spread over stages."""
+        profile, shape = analytic_profile(job), LayerShape.of(job)
+        embedding_s, head_s = (block.forward_s + block.backward_s for block in (profile.embedding, profile.head))
+        whole = {policy: _whole_model_s(job, profile, shape, policy) for policy in STOCK}
+        layer_s = (whole["none"] - embedding_s - head_s) / job.model.layers
+        return cls(
+            profile=profile,
+            layer_s=layer_s,
+            collectives_s=sum(
+                sum(window_lengths_s(profile, passing, half, shape.gathered_bytes))
+                for passing in ("fwd", "bwd")
+                for half in HALVES
+            ),
+            replay_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
+            embedding_s=embedding_s,
+            head_s=head_s,
+            message_s=profile.link_s("p2p", shape.input_bytes),
+        )
+
+    def floor(self, job: Job) -> Spent:
+        """A step under the job's policy, without copies, gradients and optimizer. All stages have as many layers."""
+        pipeline, microbatches = job.parallel.pipeline, job.microbatches
+        layers, replay_s = job.model.layers // pipeline, self.replay_s[job.policy]
+        largest_end_s, other_end_s = max(self.embedding_s, self.head_s), min(self.embedding_s, self.head_s)
+        slowest_end_s = largest_end_s if pipeline > 1 else largest_end_s + other_end_s
+        others_s = (pipeline - 1) * layers * (self.layer_s + replay_s) + (other_end_s if pipeline > 1 else 0.0)
+        collectives_s = microbatches * layers * self.collectives_s
+        return Spent(
+            compute_s=microbatches * (layers * self.layer_s + slowest_end_s) - collectives_s,
+            replay_s=microbatches * layers * replay_s,
+            communication_s=collectives_s + 2 * (pipeline - 1) * self.message_s,
+            bubble_s=others_s / job.chunks,
+        )
+
+
+def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:
+    """All layers on one stage."""
+    flat = job.model_copy(update={"parallel": _flat(job.parallel), "policy": policy})
+    return replaying_stage_s(flat, profile, 0, shape.gathered_bytes).both_s
+
+
+def _flat(parallel: Parallel) -> Parallel:
+    return parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})

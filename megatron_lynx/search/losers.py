@@ -1,0 +1,83 @@
+"""Why the others lost, in families: how many, and the best of each beside the winner.
+
+cannot run     the runtime does not do what this policy needs here        planned alone
+state          parameters, gradients and optimizer alone do not fit
+activations    everything that may be offloaded is, and it does not fit
+host memory    the host has no room for what must be offloaded
+slower         by what it spends most on beyond the winner: compute, replay, communication, bubble, copies
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.search.candidate import in_words, sizes
+from megatron_lynx.search.spent import Spent
+from megatron_lynx.units import format_bytes, format_seconds
+
+OF_BYTES = ("state", "activations", "host memory")
+REASONS = ("cannot run", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """One family, by its best example: the fastest of those that are slower, of the others the one that lacks least.
+
+    `found` and `limit`: seconds of that part of its step and of the winner's, or bytes and the budget. 0 for what cannot run.
+    """
+
+    reason: str
+    count: int
+    example: str
+    found: float
+    limit: float
+    unit: Literal["bytes", "seconds"]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def numbers(self) -> str:
+        if self.reason == "cannot run":
+            return ""
+        if self.unit == "bytes":
+            return f"{format_bytes(self.found)}, at most {format_bytes(self.limit)}"
+        return f"{format_seconds(self.found)}, the best spends {format_seconds(self.limit)}"
+
+
+@dataclass
+class Losers:
+    """Counts while the search goes on."""
+
+    _counts: Counter[str] = field(default_factory=Counter)
+    _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)
+
+    def add(self, reason: str, job: Job, found: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
+        """`rank`: the least is the family's example (`found`, if there is none); the first of equals stays."""
+        self._counts[reason] += count
+        rank = found if rank is None else rank
+        if reason not in self._best or rank < self._best[reason][0]:
+            self._best[reason] = rank, job, found, limit
+
+    def slower(self, job: Job, spent: Spent, winner: Spent) -> None:
+        reason, found, least = most_beyond(spent, winner)
+        self.add(reason, job, found, least, rank=spent.total_s)
+
+    def families(self) -> tuple[Lost, ...]:
+        return tuple(self._family(reason) for reason in REASONS if reason in self._counts)
+
+    def _family(self, reason: str) -> Lost:
+        _, job, found, limit = self._best[reason]
+        example = sizes(job) if reason == "state" else in_words(job)
+        return Lost(reason, self._counts[reason], example, found, limit, "bytes" if reason in OF_BYTES else "seconds")
+
+
+def most_beyond(spent: Spent, winner: Spent) -> tuple[str, float, float]:
+    """The part with the most seconds beyond the winner's, and both numbers."""
+    found, least = vars(spent), vars(winner)
+    name = max(found, key=lambda part: found[part] - least[part])
+    return name.removesuffix("_s"), found[name], least[name]

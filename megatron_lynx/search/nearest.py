@@ -1,0 +1,97 @@
+"""When nothing fits: what lacks least, and the smallest changes that would help.
+
+closest      of all layouts and policies, the stage that is least over its budget
+then one line for each change that alone is enough: other policies, offloading, a larger budget, more devices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.search.candidate import in_words
+from megatron_lynx.search.fit import Excess, Fits, always_bytes, fit
+from megatron_lynx.search.space import Space
+from megatron_lynx.units import GIB, format_bytes
+
+TIMES_AS_MANY = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Multiples of the devices that are tried."""
+
+STATES_TRIED = 32
+"""Layouts that are looked at where no state fits: those with the smallest."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was searched."""
+
+    space: Space
+    policies: Sequence[Policy]
+    offload: bool
+
+
+def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
+    """`excesses`: what the search found of candidates whose state fits. `known`: all policies there are."""
+    closest = min(excesses or _of_small_states(asked), key=lambda excess: excess.bytes)
+    devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
+    headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
+    return Infeasible(headline, [_binding(closest, asked.offload), *_changes(asked, closest, known)])
+
+
+def _of_small_states(asked: Asked) -> list[Excess]:
+    jobs = _by_state(asked.space)[:STATES_TRIED]
+    tried = (fit(_under(job, policy), asked.offload) for job in jobs for policy in asked.policies)
+    return [found for found in tried if isinstance(found, Excess)]
+
+
+def _binding(closest: Excess, offload: bool) -> Problem:
+    limit = f"at most {format_bytes(closest.limit)}"
+    if closest.host:
+        return Problem("host memory of a node", f"{format_bytes(closest.found)} to be offloaded", limit)
+    offloaded = ", with all activations offloaded that may be" if offload else ""
+    found = f"{format_bytes(closest.found)}, most of it {closest.most}{offloaded}"
+    return Problem(f"stage {closest.stage}", found, limit, f"{format_bytes(closest.bytes)} too much")
+
+
+def _changes(asked: Asked, closest: Excess, known: Sequence[Policy]) -> Iterator[Problem]:
+    others = tuple(policy for policy in known if policy not in asked.policies)
+    if others and (found := first_that_fits(replace(asked, policies=others))) is not None:
+        yield Problem("--policies", ", ".join(asked.policies), found[0].policy, _then(*found))
+    if not asked.offload and (found := first_that_fits(replace(asked, offload=True))) is not None:
+        yield Problem("--no-offload", "no offloading", f"offload ratio {found[1].offload_ratio:g}", _then(*found))
+    if not closest.host and closest.found < closest.job.cluster.memory_gib * GIB:
+        needed = f"{closest.found / GIB:.2f}"
+        yield Problem("budget.memory_gib", f"{closest.limit / GIB:.2f}", needed, f"then {in_words(closest.job)} fits")
+    for times in TIMES_AS_MANY:
+        more = replace(asked, space=replace(asked.space, gpus=times * asked.space.gpus))
+        if (found := first_that_fits(more)) is not None:
+            yield Problem("--gpus", str(asked.space.gpus), str(more.space.gpus), _then(*found))
+            return
+
+
+def _then(job: Job, fits: Fits) -> str:
+    offloaded = f", offload ratio {fits.offload_ratio:g}" if fits.offload_ratio else ""
+    return f"then {in_words(job)} fits{offloaded}: {format_bytes(fits.memory.total)}"
+
+
+def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
+    """The first, by the bytes of its state; with its smallest micro-batch. It need not be the fastest."""
+    for job in _by_state(asked.space):
+        if always_bytes(job) > job.memory_budget_bytes:
+            return None
+        for own in (_under(job, policy) for policy in asked.policies):
+            if isinstance(fits := fit(own, asked.offload), Fits):
+                return own, fits
+    return None
+
+
+def _by_state(space: Space) -> list[Job]:
+    """One job for each layout, least state first."""
+    jobs: Iterable[Job] = (next(space.on(parallel)) for parallel in space.layouts())
+    return sorted(jobs, key=always_bytes)
+
+
+def _under(job: Job, policy: Policy) -> Job:
+    return job.model_copy(update={"policy": policy})

@@ -1,0 +1,35 @@
+"""What a search answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.losers import Lost
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """`candidates`: the fastest first, each the best of its layout. `losers`: all others, in families."""
+
+    job: Job
+    gpus: int
+    candidates: tuple[Candidate, ...]
+    considered: int
+    """Layouts times micro-batch sizes times policies."""
+    losers: tuple[Lost, ...]
+    seconds: float
+    """That the search took."""
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "gpus": self.gpus,
+            "budget_bytes": self.job.memory_budget_bytes,
+            "candidates": [candidate.as_json for candidate in self.candidates],
+            "considered": self.considered,
+            "losers": [lost.as_json for lost in self.losers],
+            "seconds": self.seconds,
+        }

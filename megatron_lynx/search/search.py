@@ -1,0 +1,102 @@
+"""Which layouts of a job are the fastest on so many devices.
+
+job, gpus ──Space──> every layout ──BestFirst──> the fastest that fit, and why the others lost ──> Ranking
+                                        └── none: the closest, and what would help ──> Infeasible
+
+Of the job count its model, its cluster, its batch, its memory budget, and `parallel.distributed_optimizer` where it is stated.
+The rest of its layout, its micro-batch size, policy and offload ratio are what is looked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterator, Sequence
+
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.profiler.analytic import Roofline
+from megatron_lynx.search.best_first import BestFirst, Watch
+from megatron_lynx.search.floor import STOCK
+from megatron_lynx.search.nearest import Asked, nothing_fits
+from megatron_lynx.search.ranking import Ranking
+from megatron_lynx.search.space import Space
+
+POLICIES: tuple[Policy, ...] = STOCK
+
+MOST_GPUS = 2**20
+MOST_SEQUENCES = 2**32
+"""Of a batch. Numbers beyond these are slips of the pen, and would take long to divide."""
+
+NEIGHBOURS = 4096
+"""How far numbers of devices are looked for that do divide."""
+
+
+def search(
+    job: Job,
+    gpus: int,
+    *,
+    top: int = 10,
+    policies: Sequence[str] = POLICIES,
+    offload: bool = True,
+    across_nodes: bool = False,
+    watch: Watch | None = None,
+) -> Ranking:
+    """The `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
+
+    `across_nodes`: whether tensor-parallel groups may span nodes. Raises `ConfigError` for a request that makes no sense or that
+    nothing divides, and `Infeasible` (what binds on which stage, and the changes that would help) where nothing fits.
+    """
+    began_s = time.perf_counter()
+    space = Space(job, gpus, across_nodes)
+    asked = Asked(space, _checked(space, top, policies), offload)
+    running = BestFirst(space, asked.policies, top, offload, watch)
+    candidates = tuple(running.run())
+    if not candidates:
+        raise nothing_fits(asked, running.excesses, POLICIES)
+    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), time.perf_counter() - began_s)
+
+
+def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
+    """The policies, each once. Raises `ConfigError` with everything that is wrong with the request."""
+    problems = [*_of_numbers(space, top), *_of_names(policies)]
+    activation_mib = space.job.budget.activation_mib
+    if activation_mib is not None:
+        needed = "none: a search goes by budget.memory_gib"
+        problems.append(Problem("job: budget.activation_mib", f"{activation_mib:g}", needed))
+    if problems:
+        raise ConfigError("this search makes no sense", problems)
+    Roofline.of(space.job)
+    if next(space.layouts(), None) is None:
+        raise ConfigError(f"nothing divides {space.gpus} devices", [_what_divides(space)])
+    return tuple(policy for policy in POLICIES if policy in policies)
+
+
+def _of_numbers(space: Space, top: int) -> Iterator[Problem]:
+    if not 1 <= space.gpus <= MOST_GPUS:
+        yield Problem("--gpus", str(space.gpus), f"1 to {MOST_GPUS}")
+    if top < 1:
+        yield Problem("--top", str(top), "at least 1")
+    if space.job.batch.global_ > MOST_SEQUENCES:
+        yield Problem("job: batch.global", str(space.job.batch.global_), f"at most {MOST_SEQUENCES}")
+
+
+def _of_names(policies: Sequence[str]) -> Iterator[Problem]:
+    if not policies:
+        yield Problem("--policies", "none", f"some of {', '.join(POLICIES)}")
+    for policy in policies:
+        if policy not in POLICIES:
+            close = difflib.get_close_matches(policy, POLICIES, n=1)
+            todo = f"did you mean {close[0]}?" if close else ""
+            yield Problem("--policies", repr(policy), f"one of {', '.join(POLICIES)}", todo)
+
+
+def _what_divides(space: Space) -> Problem:
+    """tensor x context x pipeline x data must be the number of devices; each factor divides something of the job."""
+    model, batch = space.job.model, space.job.batch.global_
+    near = sorted(range(max(1, space.gpus - NEIGHBOURS), space.gpus + NEIGHBOURS + 1), key=lambda gpus: abs(gpus - space.gpus))
+    some = (gpus for gpus in near if next(Space(space.job, gpus, space.across_nodes).layouts(), None) is not None)
+    found = sorted(gpus for gpus, _ in zip(some, range(4), strict=False))
+    needed = f"tensor x context x pipeline x data, where data divides the batch ({batch}), pipeline the layers ({model.layers})"
+    todo = f"the nearest that do: {', '.join(map(str, found))}" if found else ""
+    return Problem("--gpus", str(space.gpus), f"{needed}, tensor the heads ({model.heads}) and context the sequence", todo)

@@ -1,0 +1,64 @@
+"""A stock policy's step, simulated: its schedule with the passes of every chunk and their copies to the host.
+
+micro-batches   0 ... 2p ... 3p ............................ m        from 2p on every further p take as long as the last p:
+                simulated │ simulated │ as often as needed            so the time of m follows from those of two shorter steps
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
+from megatron_lynx.cost.step import replaying_stage_s
+from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.simulator.copies import HostCopy
+from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
+from megatron_lynx.simulator.simulate import simulate
+
+NO_BLOCK = BlockProfile()
+
+
+def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
+    """Seconds of forwards and backwards of a whole step, without gradients and optimizer."""
+    pipeline, microbatches = job.parallel.pipeline, job.microbatches
+    chunks = [_chunks(job, profile, stage, offload_ratio) for stage in range(pipeline)]
+    message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
+    if microbatches <= 3 * pipeline:
+        return _step_s(job, chunks, microbatches, message_s)
+    whole, rest = divmod(microbatches - 2 * pipeline, pipeline)
+    short_s, longer_s = (_step_s(job, chunks, count * pipeline + rest, message_s) for count in (2, 3))
+    return short_s + whole * (longer_s - short_s)
+
+
+def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> float:
+    pipeline = job.parallel.pipeline
+    schedule = interleaved(pipeline, microbatches, job.chunks) if job.chunks > 1 else one_f_one_b(pipeline, microbatches)
+    return simulate(schedule, chunks, message_s).step_s
+
+
+def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
+    """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
+    whole = replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes)
+    first = profile.embedding if stage == 0 else NO_BLOCK
+    last = profile.head if stage == job.parallel.pipeline - 1 else NO_BLOCK
+    forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks
+    backward_s = (whole.backward_s - first.backward_s - last.backward_s) / job.chunks
+    forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks
+    forwards[0], backwards[0] = forwards[0] + first.forward_s, backwards[0] + first.backward_s
+    forwards[-1], backwards[-1] = forwards[-1] + last.forward_s, backwards[-1] + last.backward_s
+    copy = _copy(job, stage, ratio)
+    return [replace(plain_passes(*seconds), copy=copy) for seconds in zip(forwards, backwards, strict=True)]
+
+
+def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
+    """What one chunk offloads of one micro-batch."""
+    pcie = job.cluster.pcie
+    if pcie is None or ratio == 0 or not offloads(job, stage):
+        return None
+    size = ratio * chunk_bytes(job, stage)
+    seconds = pcie.latency_us * 1e-6 + size * pcie.gpus_per_link / pcie.byte_per_s
+    return HostCopy(seconds, seconds, round(size))

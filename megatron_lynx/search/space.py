@@ -1,0 +1,107 @@
+"""Every way to spread a job over devices that Megatron accepts, one job each, made as it is asked for.
+
+    gpus = tensor x context x pipeline x data
+
+    tensor     divides heads, key/value groups, FFN and vocabulary; within a node, unless told otherwise
+    context    cuts each sequence into two slices for every rank; needs fused attention
+    pipeline   divides the layers
+    chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
+    data       what is left; it divides the batch
+    micro      divides a replica's share of the batch
+
+Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it.
+A stage has as many layers as every other one: who wants to move some begins with one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_lynx.config.job import Batch, Job
+from megatron_lynx.config.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of `job` on `gpus` devices. Of the job count its model, its cluster, its batch and its budget; and
+    `parallel.distributed_optimizer` where it is stated, which is on otherwise."""
+
+    job: Job
+    gpus: int
+    across_nodes: bool = False
+    """Whether a tensor-parallel group may span nodes."""
+
+    def __iter__(self) -> Iterator[Job]:
+        """Jobs that keep everything; valid as they stand."""
+        for parallel in self.layouts():
+            yield from self.on(parallel)
+
+    def layouts(self) -> Iterator[Parallel]:
+        """Each has a micro-batch size that goes with it."""
+        for tensor in self._tensors():
+            for context in self._contexts(tensor):
+                for pipeline in self._pipelines(tensor * context):
+                    yield from self._chunked(tensor, context, pipeline)
+
+    def on(self, parallel: Parallel) -> Iterator[Job]:
+        """The jobs of one layout, by micro-batch size."""
+        share = self._share(parallel.ranks)
+        stated = {"gpus": self.gpus, "parallel": parallel, "policy": "none", "offload_ratio": 0.0}
+        for micro in divisors(share):
+            if parallel.layers_per_chunk is None or share // micro % parallel.pipeline == 0:
+                batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
+                yield self.job.model_copy(update={**stated, "batch": batch})
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        stated = self.job.parallel
+        return stated.distributed_optimizer if "distributed_optimizer" in stated.model_fields_set else True
+
+    def _share(self, ranks: int) -> int:
+        """A replica's part of the batch, in sequences."""
+        return self.job.batch.global_ // (self.gpus // ranks)
+
+    def _tensors(self) -> Iterator[int]:
+        model, node = self.job.model, self.job.cluster.node
+        most = self.gpus if self.across_nodes or node is None else node.gpus
+        cut = (model.heads, model.kv_groups, model.ffn, model.vocab)
+        return (tensor for tensor in divisors(self.gpus) if tensor <= most and not any(size % tensor for size in cut))
+
+    def _contexts(self, tensor: int) -> Iterator[int]:
+        seq, fused = self.job.model.seq, self.job.model.attention == "flash"
+        sizes = divisors(self.gpus // tensor)
+        return (context for context in sizes if context == 1 or (fused and seq % (2 * context) == 0))
+
+    def _pipelines(self, others: int) -> Iterator[int]:
+        layers, batch = self.job.model.layers, self.job.batch.global_
+        for pipeline in divisors(self.gpus // others):
+            if layers % pipeline == 0 and batch % (self.gpus // (others * pipeline)) == 0:
+                yield pipeline
+
+    def _chunked(self, tensor: int, context: int, pipeline: int) -> Iterator[Parallel]:
+        own = self.job.model.layers // pipeline
+        interleaves = pipeline > 1 and self._share(tensor * context * pipeline) % pipeline == 0
+        for chunks in divisors(own) if interleaves else (1,):
+            for sequence_parallel in self._sequence_parallel(tensor, context):
+                yield Parallel.model_construct(
+                    tensor=tensor,
+                    context=context,
+                    pipeline=pipeline,
+                    layers_per_chunk=None if chunks == 1 else own // chunks,
+                    partition=None,
+                    sequence_parallel=sequence_parallel,
+                    distributed_optimizer=self.distributed_optimizer,
+                )
+
+    def _sequence_parallel(self, tensor: int, context: int) -> tuple[bool, ...]:
+        slices = tensor * (1 if context == 1 else 2 * context)
+        return (False, True) if tensor > 1 and self.job.model.seq % slices == 0 else (False,)
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return tuple(sorted({*small, *(number // each for each in small)}))
