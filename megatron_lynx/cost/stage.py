@@ -1,7 +1,7 @@
 """Seconds of a stage's passes and of a whole step.
 
-stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once
-stage 1     F B F B F B F B                 + the messages on the way down and up
+stage 0   F F F B F B F B B B        step = (m - 1) x the slowest stage's F+B  +  the F+B of every stage once,
+stage 1     F B F B F B F B                 each with the messages that it exchanges with its neighbours
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
 
 
 def step_s(stages: Sequence[StageSeconds], microbatches: int, p2p_s: float) -> float:
-    """One step of 1F1B, without the optimizer."""
-    slowest = max(stage.both_s for stage in stages)
-    return (microbatches - 1) * slowest + sum(stage.both_s for stage in stages) + 2 * (len(stages) - 1) * p2p_s
+    """One step of 1F1B, without the optimizer: messages hold up both sides, so each stage pays one for each neighbour."""
+    paces = [stage.both_s + p2p_s * ((number > 0) + (number < len(stages) - 1)) for number, stage in enumerate(stages)]
+    return (microbatches - 1) * max(paces) + sum(paces)

@@ -1,6 +1,6 @@
 """Seconds of one optimizer step of a whole job, as its policy and offload ratio are stated.
 
-m x slowest stage   +   one micro-batch on all other stages / v chunks   +   messages down and up
+m x slowest stage   +   one micro-batch on all other stages / v chunks   +   messages, of which chunks hide all but the first
 +   copies to and from the host that nothing hides   +   gradients, optimizer, parameters
 
 stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on the own share, all-gather of parameters
@@ -17,7 +17,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import kept_bytes, replayed_items
 from megatron_lynx.cost.parameters import GRADIENT_BYTES, OPTIMIZER_BYTES, stage_parameters
-from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers
+from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.profile import Profile
@@ -53,10 +53,17 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     return StepSeconds(
         pipeline_s=job.microbatches * slowest,
         bubble_s=others / job.chunks,
-        messages_s=2 * (pipeline - 1) * message_s,
+        messages_s=_messages_s(job, stages, message_s),
         copies_s=_copies_s(job, stages, offload_ratio, message_s),
         update_s=_update_s(job),
     )
+
+
+def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> float:
+    """With several chunks messages overlap with passes, but for one micro-batch's; without, they hold up both sides."""
+    if job.chunks > 1:
+        return 2 * (len(stages) - 1) * message_s
+    return step_s(stages, job.microbatches, message_s) - step_s(stages, job.microbatches, 0.0)
 
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
@@ -110,11 +117,20 @@ def _update_s(job: Job) -> float:
     sharers = job.parallel.context * job.replicas
     owned = count / sharers if job.parallel.distributed_optimizer else count
     hbm = job.cluster.hbm
-    state = 2 * OPTIMIZER_BYTES[job.model.dtype] + 2 * GRADIENT_BYTES + job.model.element_bytes
-    adam_s = 0.0 if hbm is None else (owned * state + 2 * count * GRADIENT_BYTES) / hbm.byte_per_s  # gradients are cleared, too
+    adam_s = (
+        0.0
+        if hbm is None
+        else (owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * GRADIENT_BYTES) / hbm.byte_per_s
+    )
     moved = (sharers - 1) / sharers * count
     gathered = job.model.element_bytes if job.parallel.distributed_optimizer else GRADIENT_BYTES
     return adam_s + moved * (GRADIENT_BYTES + gathered) / _replica_byte_per_s(job, sharers)
+
+
+def _stepped_bytes(job: Job) -> int:
+    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1), Adam's state, twice, and
+    the parameter, from an fp32 copy or in place. Beside these, gradients are cleared, and averaged in place if shared."""
+    return 4 * GRADIENT_BYTES + 2 * OPTIMIZER_BYTES[job.model.dtype] + 4 + job.model.element_bytes
 
 
 def _replica_byte_per_s(job: Job, sharers: int) -> float:

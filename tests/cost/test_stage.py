@@ -68,10 +68,10 @@ def test_a_gather_in_time_costs_nothing_and_one_on_demand_what_stock_had_hidden(
 
 
 def test_a_step_of_two_stages():
-    """The slowest stage paces all micro-batches but the first; the first passes both stages, down and up."""
+    """The slowest stage paces all micro-batches but the first; each brings an exchange, for which both sides wait."""
     stages = [StageSeconds(1.0, 2.0), StageSeconds(1.5, 2.5)]
     assert step_s(stages, microbatches=1, p2p_s=0.25) == 3.0 + 4.0 + 2 * 0.25
-    assert step_s(stages, microbatches=4, p2p_s=0.25) == 3 * 4.0 + 3.0 + 4.0 + 2 * 0.25
+    assert step_s(stages, microbatches=4, p2p_s=0.25) == 3 * (4.0 + 0.25) + 3.0 + 4.0 + 2 * 0.25
     assert step_s(stages[:1], microbatches=4, p2p_s=0.25) == 12.0
 
 

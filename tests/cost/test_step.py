@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.stage import of_every_stage, step_s
+from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import _fewest_in_a_node, replaying_stage_s, step_seconds
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.simulator.passes import plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -90,6 +91,16 @@ def test_stages_are_alike_with_as_many_layers_and_the_same_end():
     asked = []
     assert of_every_stage(job, lambda stage: asked.append(stage) or stage) == [0, 1, 2, 2, 2, 5]
     assert asked == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.1])
+@pytest.mark.parametrize("pipeline", [2, 3, 8])
+def test_blocking_messages_are_paid_for_by_every_micro_batch(pipeline, slower):
+    """As they are simulated, to one message in a step."""
+    stages = [StageSeconds(1.0, 2.0)] * (pipeline - 1) + [StageSeconds(slower, 2 * slower)]
+    passes = [[plain_passes(stage.forward_s, stage.backward_s)] for stage in stages]
+    simulated = simulate(one_f_one_b(pipeline, 32), passes, p2p_s=0.1).step_s
+    assert step_s(stages, 32, 0.1) == pytest.approx(simulated, abs=0.1001)
 
 
 @pytest.mark.parametrize("microbatches", [16, 32])
