@@ -314,20 +314,26 @@ class Engine:
         return [WindowedWork(work, window) for work in works]
 
     def gathered_input(self) -> Tensor | None:
-        """The buffer that a gather of the present site's input would fill, if it was filled already."""
+        """The buffer that a gather of the present site's input would fill, if its gather was started already."""
+        gathering = self._gathering
+        return gathering[0] if gathering is not None else None
+
+    def served(self, output: Tensor) -> Any:
+        """The `Work` that gathers into `output`, if a frame has started it. It keeps its ordinal, so that windows keep their
+        names."""
+        gathering = self._gathering
+        if gathering is None or storage_of(gathering[0]) != storage_of(output):
+            return None
+        if self._scope is None:
+            self.ledger.ordinal += 1
+        return gathering[1]
+
+    @property
+    def _gathering(self) -> tuple[Tensor, Any] | None:
         frame = self._scope.frame if isinstance(self._scope, Replayer) and self._scope.in_gather_site else None
         if self._scope is None:
             frame = self.ledger.entered
-        return frame.gathering[0] if frame is not None and frame.gathering is not None else None
-
-    def serves(self, output: Tensor) -> bool:
-        """Whether a gather into `output` is already done. It keeps its ordinal, so that windows keep their names."""
-        buffer = self.gathered_input()
-        if buffer is None or storage_of(buffer) != storage_of(output):
-            return False
-        if self._scope is None:
-            self.ledger.ordinal += 1
-        return True
+        return frame.gathering if frame is not None else None
 
     def _place(self) -> tuple[Place | None, MicroBatch | None, Phase]:
         """Where the collective issued now stands, and whose replays it hides."""

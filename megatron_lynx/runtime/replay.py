@@ -135,7 +135,6 @@ class Replayer:
         if name != self.frame.policy.gather_site or self.frame.gathering is None:
             yield
             return
-        self.frame.gathering[1].wait()
         self.in_gather_site = True
         try:
             yield

@@ -72,13 +72,3 @@ class WindowedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-class Done:
-    """The `Work` of something that needed no communication."""
-
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True

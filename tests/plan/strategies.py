@@ -1,8 +1,9 @@
-"""Random valid plans: `@given(plans())`, or `@given(plans(model=..., parallel=..., batch=..., even=True))` for a given run."""
+"""Random valid plans: `@given(plans())`, or `@given(plans(model=..., parallel=..., batch=..., partition=...))` for a run."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from megatron_lynx.plan.plan import (
     Provenance,
     Rule,
     Stage,
+    Whole,
 )
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, collectives_of
 
@@ -34,14 +36,17 @@ def plans(
     model: ModelFacts | None = None,
     parallel: ParallelFacts | None = None,
     batch: BatchFacts | None = None,
-    even: bool = False,
+    partition: tuple[int, ...] | None = None,
+    whole: bool = False,
 ) -> Plan:
-    """A valid plan; with `even`, every stage owns the same number of layers, as Megatron splits them by default."""
+    """A valid plan. `partition`: layers of each virtual stage. With `whole`, some micro-batches may keep everything."""
     parallel = parallel or draw(layouts())
-    model = model or draw(models(parallel.pipeline, even))
+    model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
-    owned = draw(splits(model.layers, parallel.pipeline, even))
+    owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
     stages = [draw(stages_of(number, layers, parallel)) for number, layers in enumerate(owned)]
+    if whole:
+        stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
     return Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
 
@@ -53,32 +58,36 @@ def layouts(draw: st.DrawFn) -> ParallelFacts:
 
 
 @st.composite
-def models(draw: st.DrawFn, stages: int, even: bool) -> ModelFacts:
-    layers = stages * draw(st.integers(1, 3)) if even else draw(st.integers(stages, 3 * stages + 2))
+def models(draw: st.DrawFn, stages: int) -> ModelFacts:
+    layers = draw(st.integers(stages, 3 * stages + 2))
     return ModelFacts(layers=layers, hidden=64, ffn=256, heads=8, kv_groups=draw(st.sampled_from([1, 4, 8])), seq=32)
 
 
 @st.composite
-def splits(draw: st.DrawFn, layers: int, parts: int, even: bool = False, first: int = 1) -> list[LayerRange]:
+def splits(draw: st.DrawFn, layers: int, parts: int, first: int = 1) -> list[LayerRange]:
     """`layers` layers from number `first` on, cut into `parts` ranges."""
-    if even:
-        cuts = {layers // parts * part for part in range(1, parts)}
-    else:
-        inner = st.integers(1, layers - 1) if layers > 1 else st.nothing()
-        cuts = draw(st.sets(inner, min_size=parts - 1, max_size=parts - 1))
-    bounds = [0, *sorted(cuts), layers]
-    return [LayerRange(first=first + low, last=first + high - 1) for low, high in pairwise(bounds)]
+    inner = st.integers(1, layers - 1) if layers > 1 else st.nothing()
+    cuts = draw(st.sets(inner, min_size=parts - 1, max_size=parts - 1))
+    return cut([high - low for low, high in pairwise([0, *sorted(cuts), layers])], first)
+
+
+def cut(counts: Sequence[int], first: int = 1) -> list[LayerRange]:
+    """So many layers each, from number `first` on."""
+    ends = list(accumulate(counts, initial=first - 1))
+    return [LayerRange(first=low + 1, last=high) for low, high in pairwise(ends)]
 
 
 @st.composite
 def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: ParallelFacts) -> Stage:
-    last = number == parallel.pipeline - 1
+    """`number`: of the virtual stage."""
+    last = number == parallel.pipeline * parallel.chunks - 1
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
         st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
     )
     kept = [draw(kept_items(span)) for span in ranges]
-    stage = Stage(stage=number, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
+    chunk, at = divmod(number, parallel.pipeline)
+    stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.items import COLUMN_PARALLEL
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.schedule.windows import ON_DEMAND
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.schedule.windows import ON_DEMAND, Collective
 
 
 @dataclass
@@ -31,20 +35,24 @@ def lets_go(job: Job, stage: Stage, layer: int, half: str) -> bool:
     return any(saving.get(item, True) for item in replayed)
 
 
-def expected(job: Job, plan: Plan, stage_number: int) -> Expected:
-    stage = plan.stages[stage_number]
-    warmup = min(job.parallel.pipeline - 1 - stage_number, job.microbatches)
-    backwards = {"steady": job.microbatches - warmup, "cooldown": warmup}
+def schedule_of(job: Job, group_size: int | None = None) -> Schedule:
+    pipeline, microbatches = job.parallel.pipeline, job.microbatches
+    return one_f_one_b(pipeline, microbatches) if job.chunks == 1 else interleaved(pipeline, microbatches, job.chunks, group_size)
+
+
+def expected(job: Job, plan: Plan, stage: int, group_size: int | None = None) -> Expected:
+    """Backward by backward, in the order of the schedule."""
     result = Expected(0, 0, 0)
-    for layer, half in frames_of(stage):
-        if not lets_go(job, stage, layer, half):
+    for action, phase in schedule_of(job, group_size).phases(stage):
+        entry = plan.chunks_of(stage)[action.chunk]
+        if action.kind == "F" or (entry.whole is not None and action.micro_batch in entry.whole):
             continue
-        result.replayed += job.microbatches
-        gathers = (
-            plan.parallel.sequence_parallel
-            and {"attention": "linear_qkv", "mlp": "linear_fc1"}[half] in stage.rule_for(layer).replay
-        )
-        result.gathered += job.microbatches * gathers
-        for phase, count in backwards.items():
-            result.hidden += count * (window_of(stage, (layer, half), phase) != ON_DEMAND)  # type: ignore[arg-type]
+        for layer, half in frames_of(entry):
+            if not lets_go(job, entry, layer, half):
+                continue
+            window = window_of(entry, (layer, half), "cooldown" if phase == "cooldown" else "steady")
+            missed = phase == "warmup" and isinstance(window, Collective) and window.passing == "fwd"
+            result.replayed += 1
+            result.hidden += window != ON_DEMAND and not missed
+            result.gathered += plan.parallel.sequence_parallel and COLUMN_PARALLEL[half] in entry.rule_for(layer).replay
     return result

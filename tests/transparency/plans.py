@@ -18,15 +18,24 @@ def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
     return tuple(item for item in REPLAYABLE if item not in kept)
 
 
-def plan_for(job: Job, replays: Callable[[int], Iterable[str]], *, windows: bool = True, ahead_depth: int = 1) -> Plan:
+def plan_for(
+    job: Job,
+    replays: Callable[[int], Iterable[str]],
+    *,
+    windows: bool = True,
+    ahead_depth: int = 1,
+    whole: dict[str, int] | None = None,
+) -> Plan:
     """One rule per layer: `replays(layer)` are its replayed items."""
-    stages = [_stage(job, stage, replays, windows, ahead_depth) for stage in range(job.parallel.pipeline)]
+    places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
+    stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
+    layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "sequence_parallel")}
     return Plan.model_validate(
         {
             "version": 1,
             "model": {name: getattr(model, name) for name in ("layers", "hidden", "ffn", "heads", "kv_groups", "seq")},
-            "parallel": {name: getattr(parallel, name) for name in ("tensor", "pipeline", "sequence_parallel")},
+            "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,
             "provenance": {"made_by": "a test"},
@@ -34,8 +43,11 @@ def plan_for(job: Job, replays: Callable[[int], Iterable[str]], *, windows: bool
     )
 
 
-def _stage(job: Job, stage: int, replays: Callable[[int], Iterable[str]], windows: bool, ahead_depth: int) -> dict[str, Any]:
-    layers = job.layers_of(stage)
+def _stage(
+    job: Job, place: tuple[int, int], replays: Callable[[int], Iterable[str]], windows: bool, ahead_depth: int
+) -> dict[str, Any]:
+    """`place`: stage and chunk."""
+    layers = job.layers_of(*place)
     rules = []
     for layer in layers:
         replayed = set(replays(layer))
@@ -43,37 +55,40 @@ def _stage(job: Job, stage: int, replays: Callable[[int], Iterable[str]], window
         rule["replay"] = [item for item in ITEMS if item in replayed]
         halves = [half for half in HALVES if replayed & set(ITEMS_OF[half])]
         if windows:
-            rule["windows"] = {half: _window(job, stage, layer, half, replayed) for half in halves}
+            rule["windows"] = {half: _window(job, place, layer, half, replayed) for half in halves}
         if job.parallel.sequence_parallel:
             gathers = [half for half in halves if COLUMN_PARALLEL[half] in replayed]
-            rule["gather"] = {half: _gather(job, stage, layer, half) if windows else "on_demand" for half in gathers}
+            rule["gather"] = {half: _gather(job, place, layer, half) if windows else "on_demand" for half in gathers}
         rules.append(rule)
-    return {"stage": stage, "layers": f"{layers[0]}-{layers[-1]}", "ahead_depth": ahead_depth if windows else 0, "rules": rules}
+    depth = ahead_depth if windows else 0
+    entry = {"stage": place[0], "chunk": place[1], "layers": f"{layers[0]}-{layers[-1]}"}
+    return {**entry, "ahead_depth": depth, "rules": rules}
 
 
-def _window(job: Job, stage: int, layer: int, half: Half, replayed: set[str]) -> Any:
+def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
     if job.parallel.tensor == 1:
-        return _first_window(job, stage, layer, half, replayed)
+        return _first_window(job, place, layer, half, replayed)
     last = "2" if job.parallel.sequence_parallel else "0"
     if half == "attention":
         return f"bwd.mlp.{last}"
-    if layer < job.layers_of(stage)[-1]:
+    if layer < job.layers_of(*place)[-1]:
         return f"bwd.attention.{last}+1"
-    return _first_window(job, stage, layer, half, replayed)
+    return _first_window(job, place, layer, half, replayed)
 
 
-def _first_window(job: Job, stage: int, layer: int, half: Half, replayed: set[str]) -> Any:
+def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
     needs_gather = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replayed
-    if needs_gather or layer < job.layers_of(stage)[-1] or half == "attention":
+    if needs_gather or layer < job.layers_of(*place)[-1] or half == "attention":
         return "on_demand"
-    if stage == job.parallel.pipeline - 1:
+    if place == (job.parallel.pipeline - 1, job.chunks - 1):
         return "bwd.mlp.0" if job.parallel.sequence_parallel and "mlp_bda" not in replayed else "on_demand"
-    steady = "fwd.mlp.0" if job.parallel.tensor > 1 else "pipe.recv_backward"
+    in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
+    steady = "fwd.mlp.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"
     return {"steady": steady, "cooldown": "pipe.recv_backward"}
 
 
-def _gather(job: Job, stage: int, layer: int, half: Half) -> str:
+def _gather(job: Job, place: tuple[int, int], layer: int, half: Half) -> str:
     if half == "attention":
         return "bwd.mlp.0"
-    return "bwd.attention.0+1" if layer < job.layers_of(stage)[-1] else "on_demand"
+    return "bwd.attention.0+1" if layer < job.layers_of(*place)[-1] else "on_demand"

@@ -21,6 +21,8 @@ from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
 
+TURNS = {"pipeline": 2, "microbatches": 4, "partition": (1, 2, 2, 1)}
+"""Two chunks on each of two stages, not all alike."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "TP2": {"tensor": 2},
@@ -28,6 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"pipeline": 2, "microbatches": 4},
     "TP2xPP2": {"tensor": 2, "pipeline": 2, "microbatches": 4},
     "TP2xPP2+SP": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4},
+    "PP2 with 3+1 layers": {"pipeline": 2, "microbatches": 4, "partition": (3, 1)},
+    "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
+    "TP2xPP2xVPP2+SP": {"tensor": 2, "sequence_parallel": True, "layers": 6, **TURNS},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
@@ -42,10 +47,10 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
             assert outcome.differing == [], f"rank {rank}, plan {plan.model_dump_json()}"
             assert outcome.planned.frames_left == 0
             for counts in outcome.planned.counts:
-                needed = expected(job, plan, stage)
+                needed = expected(job, plan, stage, (trial or Trial()).model.get("microbatch_group_size_per_vp_stage"))
                 found = (counts.recorded, counts.replayed, counts.hidden, counts.gathered)
                 assert found == (needed.replayed, needed.replayed, needed.hidden, needed.gathered), plan.model_dump_json()
-                assert counts.live_ahead <= plan.stages[stage].ahead_depth
+                assert counts.live_ahead <= max(entry.ahead_depth for entry in plan.chunks_of(stage))
     return results
 
 
@@ -60,6 +65,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
         plan_for(job, lambda layer: everything),
         plan_for(job, lambda layer: [item for item in everything if (item in ITEMS_OF["attention"]) == bool(layer % 2)]),
         plan_for(job, lambda layer: ["input_layernorm", "pre_mlp_layernorm", "activation"]),
+        plan_for(job, lambda layer: everything, whole={"of_every": 2, "first": 1}),
     ]
     if job.parallel.sequence_parallel:
         with_gemms = replayable(job, gather=True)
@@ -74,9 +80,10 @@ def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     model, parallel = job.model, job.parallel
     of_this_job = plans(
         model=ModelFacts(**{name: getattr(model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(**{name: getattr(parallel, name) for name in ParallelFacts.model_fields}),
+        parallel=ParallelFacts(chunks=job.chunks, **parallel.model_dump(include=ParallelFacts.model_fields.keys())),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        even=True,
+        partition=job.partition,
+        whole=True,
     )
 
     @settings(

@@ -57,6 +57,16 @@ def test_gathered_once_for_replay_and_weight_gradient(pool_of: Pools, windows: b
         assert planned.counts[0].gathered == 2 * job.model.layers * job.microbatches
 
 
+def test_an_input_gathered_for_the_weight_gradient_alone(pool_of: Pools) -> None:
+    """Story: linear_fc1 alone, from a kept norm's output, is replayed before its GEMM runs. The gather was started, nobody waited
+    for it, and the weight gradient was computed from whatever the buffer held."""
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True)
+    plan = plan_for(job, lambda layer: ["linear_fc1"], windows=False)
+    for outcomes in pool_of(2).run(compare_with_stock, job, [plan], Trial(steps=1)):
+        assert outcomes[0].differing == []
+        assert outcomes[0].planned.counts[0].gathered == job.model.layers * job.microbatches
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_nothing_notices_that_what_was_let_go_is_gone(pool_of: Pools, sequence_parallel: bool) -> None:
     """Canaries: freed activations are overwritten with NaN between forward and backward."""

@@ -6,7 +6,7 @@ Why                   each of them is a stretch in which compute waits for the t
 Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
 Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data
-                      parallel). A gather whose result a frame already holds is served without communication.
+                      parallel). A gather that a frame has started already is not started again, only waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.window import Done
 
 
 def claims(engine: Engine, group: Any) -> Iterator[Claim]:
@@ -40,9 +39,10 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
         @wraps(original)
         def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if engine.in_half and engine.serves(output):
-                return Done() if kwargs.get("async_op") else None
-            return windowed(output, *args, **kwargs)
+            work = engine.served(output) if engine.in_half else None
+            if work is None:
+                return windowed(output, *args, **kwargs)
+            return work if kwargs.get("async_op") else _waited(work)
 
         return gather
 
