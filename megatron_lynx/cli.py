@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 WIDTH_OF_FILES = 180
 """Columns of a table that goes to a file or a pipe, where nobody says how wide the page is."""
+
+PATIENCE_S = 2.0
+"""Before a progress bar."""
 
 
 class ErrorBoundary(TyperGroup):
@@ -232,6 +235,36 @@ def estimate(
     if not answer.fits:
         typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def search(
+    job_file: JobName,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
+    top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show.")] = 10,
+    policies: Annotated[
+        str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
+    ] = True,
+    across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest layouts of a job: its own layout, micro-batch size, policy, offload ratio and devices are not looked at."""
+    from megatron_lynx.search import POLICIES
+    from megatron_lynx.search import search as searched
+    from megatron_lynx.search.table import table
+
+    asked = POLICIES if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    job = _job(job_file)
+    with _counted("candidates") as watch:
+        ranking = searched(job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, watch=watch)
+    if as_json:
+        _print_json(ranking.as_json)
+    else:
+        _print(table(ranking))
+        typer.echo(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
 
 
 @app.command()
@@ -433,6 +466,33 @@ def _announced(what: str) -> Iterator[None]:
         task = progress.add_task(what, total=None)
         yield
         progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def _counted(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr for what takes longer than people wait gladly; none where nobody is looking."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress, began_s = Progress(*columns, console=console, transient=True), time.monotonic()
+    task = progress.add_task(what)
+
+    def watch(done: int, total: int) -> None:
+        if not progress.live.is_started and time.monotonic() - began_s > PATIENCE_S:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield watch
+    finally:
+        progress.stop()
 
 
 def _quieten_megatron() -> None:
