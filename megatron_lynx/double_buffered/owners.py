@@ -1,0 +1,35 @@
+"""Every tensor of Megatron's that looks into the weights' memory, and has to follow when the current version moves.
+
+parameter.data                          all of them
+the flat buffer and its buckets         of DDP with the distributed optimizer, which gathers updated weights into them
+a rank's shards of the buckets          as DDP remembers them between gathers
+a rank's shards of the parameters       as the distributed optimizer holds them: fp32 ones it updates in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+SHARDS = ("shard_float16_groups", "shard_fp32_groups")
+"""Of Megatron's distributed optimizer: groups of views into the flat buffer."""
+
+
+def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    """Those tensors, and some that look elsewhere. Gathered anew each time: DDP makes some of them when it first needs them."""
+    found = [*chunk.parameters(), *_of_ddp(chunk)]
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
+    return (tensor for tensor in found if tensor is not None)
+
+
+def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
+    if not hasattr(chunk, "bucket_groups"):
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        yield buffer.param_data
+        yield from (bucket.param_data for bucket in buffer.buckets)
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        yield from (shard for shards in group.cached_param_buffer_shard_list for shard in shards or ())

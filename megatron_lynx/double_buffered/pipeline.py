@@ -1,0 +1,105 @@
+"""PipeDream-2BW on one rank: what takes the place of Megatron's schedule, and what goes around the optimizer's step.
+
+    pipeline = DoubleBuffered(chunk, optimizer, ...)
+    for every batch:
+        clear gradients                                       as Megatron's `train_step` does
+        pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
+        pipeline.update()                                     the optimizer's step, on the buffer that is retired
+
+The batch that `drains` starts no forwards of the next one. Nothing is in flight behind its update: only then may weights be
+evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted anew from there, so that going on and
+resuming from what was saved are the same: a checkpoint holds one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_lynx.double_buffered.interpreter import Interpreter
+from megatron_lynx.double_buffered.owners import owners
+from megatron_lynx.double_buffered.versions import TwoVersions
+from megatron_lynx.schedule import one_f_one_b
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.double_buffered import batch_order, check, version_of
+
+
+class DoubleBuffered:
+    """One stage of a pipeline that trains without flushes.
+
+    Args:
+        chunk: this rank's model, wrapped or not.
+        optimizer: what `update` steps: Megatron's, or one of torch's.
+        pipeline, stage: how many stages there are, and which one this is.
+        microbatches: of one batch, at least as many as there are stages.
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a micro-batch.
+
+    Raises:
+        ConfigError: fewer micro-batches than stages.
+    """
+
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        optimizer: Any,
+        *,
+        pipeline: int,
+        stage: int,
+        microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        check(pipeline, microbatches)
+        self.optimizer = optimizer
+        self.versions = TwoVersions(chunk.parameters(), lambda: owners(chunk, optimizer))
+        self._pipeline, self._stage, self._microbatches = pipeline, stage, microbatches
+        self._interpreter = Interpreter(
+            chunk,
+            microbatches=microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            before=lambda action: self.versions.show(version_of(action.micro_batch, microbatches)),
+        )
+        self._batch = 0
+        self._drains = True
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches of the next batch that had their forward, but no backward yet."""
+        return len(self._interpreter.in_flight)
+
+    def forward_backward(self, forward_step_func: Callable[..., Any], batches: Any, *, drains: bool = False) -> list[Any]:
+        """All backwards of one batch; its gradient is then reduced, and the parameters are the newest version.
+
+        Args:
+            forward_step_func: as Megatron's schedules take it.
+            batches: an iterator that goes on from call to call, for forwards run ahead of their batch.
+            drains: whether the pipeline is to be empty afterwards.
+
+        Returns:
+            What the loss function reported, by micro-batch of this batch: on the last stage, elsewhere nothing.
+        """
+        steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, drains=drains)
+        actions = [step for step in steps if isinstance(step, Action)]
+        losses = self._interpreter.run(actions, forward_step_func, batches, None if drains else self._next_forward())
+        self.versions.show(self.versions.newest)
+        self._drains = drains
+        return losses
+
+    def update(self) -> Any:
+        """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns."""
+        with self.versions.update():
+            result = self.optimizer.step()
+        self._batch += 1
+        if self._drains:
+            self.versions.start_anew()
+            self._batch = 0
+        return result
+
+    def _next_forward(self) -> Action:
+        """The first one that this batch leaves to the next."""
+        ahead = one_f_one_b.warmup(self._pipeline, self._stage)
+        return Action((self._batch + 1) * self._microbatches + ahead, "F")
