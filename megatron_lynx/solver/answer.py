@@ -36,11 +36,38 @@ class LayerChoice:
 
 
 @dataclass(frozen=True)
+class WholeMicroBatches:
+    """Of every `of_every` micro-batches the first `count` keep everything and replay nothing (Korthikanti et al., appendix C)."""
+
+    count: int
+    of_every: int
+    resident_bytes: int
+    """Of one of them."""
+    peak_bytes: int
+    """The most that one of them holds."""
+
+    @property
+    def replaying_share(self) -> float:
+        return 1 - self.count / self.of_every
+
+
+@dataclass(frozen=True)
 class Solved:
-    """A stage's layers, first to last. Seconds and bytes of one micro-batch; `peak_bytes` of all in flight."""
+    """A stage's layers, first to last. Seconds of one micro-batch, the mean where some are whole; bytes of one that is not.
+
+    `peak_bytes` is that of all in flight.
+    """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
+    gap: float | None = None
+    """No answer exposes less by more than this part of what this one does; 0 for a proven optimum, None where nobody knows."""
+    whole: WholeMicroBatches | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Whether no answer to the problem is faster."""
+        return self.gap == 0
 
     @property
     def halves(self) -> Iterator[Option]:
@@ -53,11 +80,11 @@ class Solved:
 
     @cached_property
     def exposed_s(self) -> float:
-        return sum(half.exposed_s for half in self.halves)
+        return self._replaying_share * sum(half.exposed_s for half in self.halves)
 
     @cached_property
     def hidden_s(self) -> float:
-        return sum(half.hidden_s for half in self.halves)
+        return self._replaying_share * sum(half.hidden_s for half in self.halves)
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -71,11 +98,22 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        return peak_bytes(self.backward_order, self.in_flight)
+        """While a micro-batch that replays goes backward, or one that is whole: so many of either are there beside it."""
+        if self.whole is None:
+            return peak_bytes(self.backward_order, self.in_flight)
+        count, others = self.whole.count, self.whole.of_every - self.whole.count
+        replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others)
+        whole = (count - 1) * self.whole.resident_bytes + self.whole.peak_bytes + others * self.resident_bytes
+        return max(replaying, whole)
 
     @cached_property
     def flops(self) -> int:
+        """Of the micro-batches that replay."""
         return sum(half.flops for half in self.halves)
+
+    @property
+    def _replaying_share(self) -> float:
+        return 1.0 if self.whole is None else self.whole.replaying_share
 
 
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:

@@ -1,0 +1,121 @@
+"""The exact solver: every half of every layer has its own subset and seat, and nothing is faster (Lynx's OPT, our formulation).
+
+    first halves that backward reaches, one by one          1 ──> 2 ──> 4 ──> ... ──> all
+                                                            │     │
+    integer programme without the needs of the others ──> bound: no answer is faster
+      └── its choice, the others in the best order we know ──> answer, if it keeps within the budget
+                                                            the best answer is no slower than the best bound: proven
+
+Backward holds most near its beginning, so a few halves suffice, and of identical layers no two are told apart without need. With
+all halves nothing is left out. The heuristic's answer is where the search begins, and what is returned where nothing is faster;
+else the first one that was found. HiGHS is deterministic as long as time does not run out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.solver import heuristic
+from megatron_lynx.solver.answer import Solved, infeasible
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.programme import Goal, Programme
+from megatron_lynx.units import format_bytes
+
+SAME = 1e-6
+"""Answers that differ by less than this part are equally good: HiGHS counts in floats."""
+
+SAME_S, SAME_BYTES = 1e-9, 1.0
+"""And those that differ by less than this."""
+
+
+def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
+    """The fastest answer: `proven`, or its `gap` says what part of its seconds a faster one could save at most.
+
+    Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Raises
+    `Infeasible` where nothing fits, or nothing was found in time.
+    """
+    deadline = time.monotonic() + time_limit_s
+    if problem.budget_bytes is None:
+        seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
+        problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
+    search = _Search(problem, "time", _by_heuristic(problem))
+    search.go(deadline)
+    if search.answer is None:
+        raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)
+    return replace(search.answer, gap=search.gap)
+
+
+def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
+    """The answer that holds least, whatever it exposes."""
+    search = _Search(problem, "memory", heuristic.least_memory(problem))
+    search.go(time.monotonic() + time_limit_s)
+    assert search.answer is not None
+    return search.answer
+
+
+@dataclass
+class _Search:
+    """The best answer so far, and what none is better than (seconds or bytes)."""
+
+    problem: StageProblem
+    goal: Goal
+    answer: Solved | None
+    bound: float = 0.0
+    hopeless: bool = False
+
+    def go(self, deadline: float) -> None:
+        for explicit in _rounds(2 * self.problem.layers):
+            found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic())
+            self.hopeless = not found.possible
+            self.bound = max(self.bound, found.bound)
+            if found.answer is not None and self._better(found.answer):
+                self.answer = found.answer
+            if self.hopeless or self.gap == 0 or time.monotonic() >= deadline:
+                return
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the answer's cost by which another one could be better; None where there is no answer."""
+        if self.answer is None:
+            return None
+        cost = self._cost(self.answer)
+        same = cost - self.bound <= max(SAME * cost, SAME_S if self.goal == "time" else SAME_BYTES)
+        return 0.0 if same else (cost - self.bound) / cost
+
+    def _better(self, answer: Solved) -> bool:
+        budget_bytes = self.problem.budget_bytes
+        if self.goal == "time" and budget_bytes is not None and answer.peak_bytes > budget_bytes:
+            return False
+        if self.answer is None:
+            return True
+        gained = self._cost(self.answer) - self._cost(answer)
+        return gained > (SAME_S if self.goal == "time" else 0)
+
+    def _cost(self, answer: Solved) -> float:
+        return answer.exposed_s if self.goal == "time" else answer.peak_bytes
+
+
+def _rounds(halves: int) -> Iterator[int]:
+    """How many halves are chosen one by one."""
+    explicit = 1
+    while explicit < halves:
+        yield explicit
+        explicit *= 2
+    yield halves
+
+
+def _by_heuristic(problem: StageProblem) -> Solved | None:
+    try:
+        return heuristic.solve(problem)
+    except Infeasible:
+        return None
+
+
+def _not_found(problem: StageProblem, time_limit_s: float) -> Infeasible:
+    found = f"nothing was found that fits {format_bytes(problem.budget_bytes or 0)}, nor that nothing does"
+    return Infeasible(
+        "no plan was found", [Problem(f"stage {problem.stage}", f"{found} ({time_limit_s:g} s)", "", "allow more time")]
+    )

@@ -1,0 +1,158 @@
+"""The integer programme of the exact solver, for HiGHS (scipy).
+
+    backward order     mlp(n)  attention(n)  mlp(n-1) | attention(n-1) ... mlp(1)  attention(1)
+                       these are chosen one by one    | of these only how many choose each option
+
+    x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
+    while the backward of each half on the left begins [A], and when it ends [B] (`cost.memory`):
+        (in flight - 1) x resident  +  held behind it  +  what it needs itself  <=  budget
+
+Either the exposed seconds are least and the budget is given, or the budget itself is least. What the halves on the right need
+themselves is left out, so no answer is better than the programme's optimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
+
+Goal = Literal["time", "memory"]
+
+LARGEST = 1e6
+"""Bytes are counted in units of which the most that is held has so many: then HiGHS tells a byte from what it tolerates."""
+
+PRECISION = 1e3
+"""Seconds are counted in units of which the slowest option exposes so many."""
+
+HOPELESS = 1e6
+"""Options that expose so many times the least are as bad as each other."""
+
+IMPOSSIBLE = 2
+"""`status` of scipy's `milp`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What HiGHS says. Seconds or bytes, as the goal is."""
+
+    possible: bool
+    bound: float
+    """No answer to the problem is better."""
+    answer: Solved | None
+    """Halves that are not chosen one by one are in the order in which least is held; that may still be too much."""
+
+
+@dataclass(frozen=True)
+class Programme:
+    """`explicit` halves are chosen one by one, from the first that backward reaches."""
+
+    problem: StageProblem
+    explicit: int
+
+    def solved(self, goal: Goal, time_limit_s: float) -> Found:
+        costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
+        rows, one = self._needs / self._byte_unit, self._one_option_each
+        budget = 0.0 if goal == "memory" else min((self.problem.budget_bytes or 0) / self._byte_unit, 2 * LARGEST)
+        least = goal == "memory"  # one more column: the budget itself
+        result = milp(
+            np.append(costs / unit, float(least)),
+            constraints=[
+                LinearConstraint(np.column_stack([rows, np.full(len(rows), -float(least))]), -np.inf, budget),
+                LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
+            ],
+            integrality=np.append(np.ones(self._width), 0),
+            bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
+            options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": 0.0},
+        )
+        bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
+        answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))
+        return Found(result.status != IMPOSSIBLE, max(0.0, bound) * unit, answer)
+
+    def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
+        """Of halves that were only counted, those that need least on top of what they hold come first."""
+        parts = np.split(chosen, np.cumsum(self._widths)[:-1])
+        options = [
+            [option for option, count in zip(group, part, strict=True) for _ in range(count)]
+            for group, part in zip(self._groups, parts, strict=True)
+        ]
+        attention, mlp = (sorted(group, key=_needed) for group in options[self.explicit :])
+        backward = [option for (option,) in options[: self.explicit]]
+        while attention or mlp:
+            backward.append((attention if len(backward) % 2 else mlp).pop(0))
+        forward = backward[::-1]
+        return Solved(tuple(map(LayerChoice, forward[::2], forward[1::2])), self.problem.in_flight)
+
+    @cached_property
+    def _groups(self) -> list[Choices]:
+        """The options of each half on the left, then of the attention and of the MLP halves on the right."""
+        attention, mlp = self.problem.attention.unbeaten, self.problem.mlp.unbeaten
+        first = [attention if number % 2 else mlp for number in range(self.explicit)]
+        return [self.problem.last_mlp.unbeaten, *first[1:], attention, mlp]
+
+    @cached_property
+    def _sizes(self) -> Floats:
+        """How many halves each group stands for."""
+        layers = self.problem.layers
+        right = (layers - self.explicit // 2, layers - (self.explicit + 1) // 2)
+        return np.array([*[1] * self.explicit, *right], dtype=float)
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        return [len(group) for group in self._groups]
+
+    @property
+    def _width(self) -> int:
+        return sum(self._widths)
+
+    @cached_property
+    def _columns(self) -> Columns:
+        """All groups, side by side."""
+        return Columns(*(np.concatenate(column) for column in zip(*(group.columns for group in self._groups), strict=True)))
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        seconds = self._columns.exposed_s
+        return np.minimum(seconds, HOPELESS * max(seconds[seconds > 0], default=1.0))
+
+    @property
+    def _second_unit(self) -> float:
+        """HiGHS stops where it is within a millionth of the least."""
+        return float(self._seconds.max()) / PRECISION or 1.0
+
+    @cached_property
+    def _byte_unit(self) -> float:
+        columns = self._columns
+        most = (columns.whole + columns.tail + columns.ahead).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        return max(1.0, float(most) / LARGEST)
+
+    @cached_property
+    def _needs(self) -> Floats:
+        """A row for [A] and one for [B] of each half on the left."""
+        columns, ends = self._columns, np.cumsum(self._widths)
+        starts = ends - self._widths
+        rows = []
+        for half in range(self.explicit):
+            behind = (self.problem.in_flight - 1) * columns.resident
+            behind[ends[half] :] += columns.held[ends[half] :]
+            begins, over = behind.copy(), behind
+            begins[starts[half] : ends[half]] += columns.whole[starts[half] : ends[half]]
+            over[starts[half] : ends[half]] += columns.tail[starts[half] : ends[half]]
+            if half + 1 < self.explicit:
+                over[starts[half + 1] : ends[half + 1]] += columns.ahead[starts[half + 1] : ends[half + 1]]
+            rows += [begins, over]
+        return np.array(rows)
+
+    @cached_property
+    def _one_option_each(self) -> Floats:
+        return np.repeat(np.eye(len(self._groups)), self._widths, axis=1)
+
+
+def _needed(option: Option) -> tuple[int, int]:
+    return option.memory.whole - option.memory.held, option.memory.ahead
