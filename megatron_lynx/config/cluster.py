@@ -34,6 +34,8 @@ class Matmul(_Part):
     """Size at which half of that is reached: the smaller a GEMM, the more of it is filling and draining. 0: no such loss."""
     attention_efficiency: float = Field(gt=0, le=1)
     """Achieved share of the peak in fused attention, of the FLOPs that a causal mask leaves."""
+    beside_collective: float = Field(default=0.0, ge=0, lt=1)
+    """Share of its rate that a GEMM loses to a collective that runs beside it."""
 
     def peak_flop_per_s(self, dtype: Literal["fp32", "bf16"]) -> float:
         return 1e12 * (self.bf16_tflop_per_s if dtype == "bf16" else self.fp32_tflop_per_s)

@@ -8,6 +8,7 @@
     bytes of each item   `_traffic`       what its kernels read and write, each tensor once
     links                a ring: of n ranks each sends (n - 1)/n of a gathered tensor, twice that in an all-reduce
 
+A GEMM beside a collective loses a share of its rate, so what stock Megatron hides behind linears is not free.
 Tensor-parallel groups talk over NVLink if a node holds them and has it, over its PCIe links if not, and else over their NICs.
 Context-parallel ranks pass keys and values around a ring while they work on those they have: a turn lasts as long as the slower.
 """
@@ -20,7 +21,7 @@ from typing import Literal
 from megatron_lynx.config.cluster import Cluster, Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF, Half
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
@@ -44,6 +45,7 @@ def analytic_profile(job: Job) -> Profile:
         links=_links(job, shape),
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
+        interference=1 / (1 - roof.matmul.beside_collective),
     )
 
 
@@ -63,6 +65,8 @@ class Roofline:
     dtype: Literal["fp32", "bf16"]
     ring: Link
     """Between context-parallel ranks."""
+    beside_s: tuple[float, float]
+    """Collectives that stock Megatron runs beside the dgrad, and beside the wgrad of a column-parallel linear."""
 
     @classmethod
     def of(cls, job: Job) -> Roofline:
@@ -72,7 +76,7 @@ class Roofline:
             problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
             raise ConfigError("seconds cannot be estimated for this cluster", problems)
         ring = link_among(job.cluster, job.parallel.tensor * job.parallel.context)
-        return cls(matmul, hbm, job.model.dtype, ring)
+        return cls(matmul, hbm, job.model.dtype, ring, _beside_s(job))
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
@@ -80,6 +84,11 @@ class Roofline:
     def attention_s(self, flops: float, moved_bytes: float) -> float:
         """In fused kernels."""
         return self._seconds(self.matmul.attention_s(flops, self.dtype), moved_bytes)
+
+    def slowed_s(self, alone_s: float, collective_s: float) -> float:
+        """Of a GEMM beside a collective, which may outlast it."""
+        lost = self.matmul.beside_collective
+        return min(alone_s + lost * collective_s, alone_s / (1 - lost))
 
     def _seconds(self, compute_s: float, moved_bytes: float) -> float:
         return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
@@ -117,14 +126,16 @@ def _linear(shape: LayerShape, item: str, flops: int, roof: Roofline) -> ItemPro
     }
     tensors, weight = shape.tokens * (hidden + width[item]), hidden * width[item]
     once_s = roof.seconds(flops, element * (tensors + weight))
-    wgrad_s = roof.seconds(flops, element * tensors + 2 * FP32_BYTES * weight)
+    dgrad_s, wgrad_s = once_s, roof.seconds(flops, element * tensors + 2 * FP32_BYTES * weight)
+    if item in COLUMN_PARALLEL.values():
+        dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
     return ItemProfile(
         forward_s=once_s,
-        backward_s=once_s + wgrad_s,
+        backward_s=dgrad_s + wgrad_s,
         saved_bytes=0,
         output_bytes=_output(shape, item),
         flops=flops,
-        dgrad_s=once_s,
+        dgrad_s=dgrad_s,
         wgrad_s=wgrad_s,
     )
 
@@ -219,6 +230,15 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
         for kind, (link, share) in kinds.items()
         for each in (1, size)
     )
+
+
+def _beside_s(job: Job) -> tuple[float, float]:
+    """The input gathered again beside the dgrad, under sequence parallelism; its gradient reduced beside the wgrad."""
+    tensor = job.parallel.tensor
+    if tensor == 1:
+        return 0.0, 0.0
+    link, sent = link_among(job.cluster, tensor), (tensor - 1) / tensor * LayerShape.of(job).gathered_bytes
+    return (link.seconds(sent), link.seconds(sent)) if job.parallel.sequence_parallel else (0.0, link.seconds(2 * sent))
 
 
 def link_among(cluster: Cluster, ranks: int) -> Link:

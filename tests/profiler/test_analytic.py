@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
-from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.analytic import Roofline, analytic_profile
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -19,13 +19,34 @@ def gpt_22b(**layout):
 
 def test_a_gemm_takes_its_flops_over_the_rate_that_its_size_reaches():
     job = catalogued_job("gpt-530b", "a100-80g", gpus=8, batch=4, parallel={"tensor": 8}, policy="none")
-    item = analytic_profile(job).mlp.items["linear_fc1"]
+    item = analytic_profile(job).mlp.items["linear_fc2"]
     rows, inner, width = 2048, 20480, 4 * 20480 // 8
     size, matmul = (rows * inner * width) ** (1 / 3), job.cluster.matmul
     reached = matmul.efficiency * size / (size + matmul.half_size)
     expected = 2 * rows * inner * width / (reached * 312e12)
     assert item.forward_s == pytest.approx(expected + job.cluster.hbm.latency_us * 1e-6)
     assert item.backward_s == item.dgrad_s + item.wgrad_s == pytest.approx(2 * item.forward_s)
+
+
+@pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True}])
+def test_what_stock_hides_behind_a_linear_slows_it_by_a_share(layout):
+    """The gradient's reduction beside the wgrad; under sequence parallelism the input's gather beside the dgrad as well."""
+    job = gpt_22b(**layout)
+    alone = job.cluster.model_copy(update={"matmul": job.cluster.matmul.model_copy(update={"beside_collective": 0.0})})
+    profile, free = analytic_profile(job), analytic_profile(job.model_copy(update={"cluster": alone}))
+    size, kinds = LayerShape.of(job).gathered_bytes, ("all_gather", "reduce_scatter") if layout else (None, "all_reduce")
+    beside_s = [profile.link_s(kind, size) if kind else 0.0 for kind in kinds]
+    slowed, plain = profile.attention.items["linear_qkv"], free.attention.items["linear_qkv"]
+    assert [slowed.dgrad_s - plain.dgrad_s, slowed.wgrad_s - plain.wgrad_s] == pytest.approx([0.33 * each for each in beside_s])
+    assert slowed.backward_s == slowed.dgrad_s + slowed.wgrad_s
+    assert profile.attention.items["linear_proj"] == free.attention.items["linear_proj"]
+    assert profile.interference == pytest.approx(1 / 0.67)
+
+
+def test_a_gemm_is_slowed_no_longer_than_it_runs():
+    roof = Roofline.of(gpt_22b())
+    assert roof.slowed_s(1.0, 100.0) == pytest.approx(1 / 0.67)
+    assert roof.slowed_s(1.0, 0.0) == 1.0
 
 
 def test_a_norm_takes_its_bytes_over_the_achieved_bandwidth():
