@@ -77,13 +77,13 @@ class Parcel:
         """Let the original go if its copy is over."""
         if self._out is not None and self._out.done:
             out.check(self._out)
-            self._original = None
+            self._let_go()
 
     def release(self, out: Copier) -> None:
         """Let the original go, behind its copy."""
         if self._out is not None and self._original is not None:
             out.wait(self._out)
-            self._original = None
+            self._let_go()
 
     def fetch(self) -> None:
         """Start the copy back, if there is one to start."""
@@ -107,9 +107,14 @@ class Parcel:
             self.fetch()
         if self._back is not None:
             self._copier.wait(self._back)
-            self._back = self._original = None
+            self._back = None
+            self._let_go()
         assert self._returned is not None
         return self._returned
+
+    def _let_go(self) -> None:
+        """Its copy to the host is over, on the device's timeline too."""
+        self._original = None
 
     def _fresh(self, sent: int) -> Tensor:
         try:

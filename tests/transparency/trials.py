@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from tests.transparency.tampering import tampered_copies
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Trial:
     """Whether what was let go is overwritten with NaN before backward."""
     backward_thread: bool = False
     """Whether backward runs in a second thread, as it does on CUDA."""
+    tampered: bool = False
+    """Whether every copy is late by a random time, and everything that nobody may read any more is overwritten."""
     compared: str = "everything"
     """Or `weights`: with the distributed optimizer a rank's own shard of gradients is reduced, the rest is not."""
 
@@ -49,9 +52,12 @@ class Seen:
     flops: int = 0
     collectives: list[str] = field(default_factory=list)
     overwritten: int = 0
+    copies: list[tuple[str, int]] = field(default_factory=list)
+    """Beginnings and ends of copies, each with the address of its host memory, in the order in which they came."""
     live_bytes: list[int] = field(default_factory=list)
     """Bytes of all tensors alive after each step."""
     frames_left: int = 0
+    """And parcels, and blocks of host memory that are lent."""
 
 
 @dataclass
@@ -88,6 +94,8 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
         if trial.backward_thread:
             stack.enter_context(_backward_in_a_second_thread())
+        if trial.tampered and installation is not None and installation.engine.offloader is not None:
+            stack.enter_context(tampered_copies(installation.engine.offloader, seen))
         if trial.canaries and plan is not None:
             stack.enter_context(_canaries(seen))
         for step in range(trial.steps):
@@ -97,7 +105,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
             seen.tensors.clear()
         for name, parameter in training.parameters().items():
             seen.tensors[f"weight {name}"] = parameter.detach().clone()
-    seen.frames_left = sum(type(thing).__name__ == "Frame" for thing in gc.get_objects())
+    seen.frames_left = sum(type(thing).__name__ in ("Frame", "Parcel", "Block") for thing in gc.get_objects())
     return seen
 
 
