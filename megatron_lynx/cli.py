@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +59,14 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", s
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the job; without one, it is measured.")
+]
+LayersOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="Measured layers. Without: the cluster's figures, or, where it has none, measured here.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
 
@@ -115,28 +123,23 @@ def profile(
 def plan(
     job_file: JobName,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
-    profile_file: ProfileOption = None,
+    profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan for a job."""
+    """The best plan for a job, and the flags that its launch needs."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
-    from megatron_lynx.planner import make_plan
-    from megatron_lynx.profiler.profile import load_profile
+    from megatron_lynx.planner import decide
+    from megatron_lynx.planner.summary import summary
 
     job = _job(job_file)
     _make_folder(output.parent)
-    if profile_file is not None:
-        costs = load_profile(profile_file)
-    else:
-        with _place(job) as place:
-            costs = _measured(job, place)
-    made = make_plan(job, costs)
-    save_plan(made, output)
+    decision = decide(job, _costs(job, profile_file))
+    save_plan(decision.plan, output)
     if as_json:
-        _print_json(_plan_summary(made, output))
+        _print_json({"plan": os.fspath(output), **summary(decision)})
     else:
-        _print(explanation(made))
+        _print(explanation(decision.plan))
         typer.echo(f"wrote {output}")
 
 
@@ -150,8 +153,12 @@ def _finite(figure: float | None) -> float | None:
 def simulate(
     plan_file: PlanFile,
     profile_file: Annotated[
-        Path, typer.Option("--profile", metavar="PROFILE", help="A profile of the plan's job.", show_default=False)
-    ],
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the plan's job.", show_default=False)
+    ] = None,
+    job_file: Annotated[
+        str | None,
+        typer.Option("--job", metavar="JOB", help="The plan's job: its cluster's figures are taken where there is no profile."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="PNG", help="Write a picture: stages over time, memory below.")
     ] = None,
@@ -164,14 +171,13 @@ def simulate(
 ) -> None:
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
     from megatron_lynx.plan import load_plan
-    from megatron_lynx.profiler.profile import load_profile
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
     for path in (plot, trace):
         if path is not None:
             _make_folder(path.parent)
-    simulation = rehearse(load_plan(plan_file), load_profile(profile_file))
+    simulation = rehearse(load_plan(plan_file), _figures(profile_file, job_file))
     written = _write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         _print_json(figures.as_json(simulation))
@@ -197,13 +203,14 @@ def compare(
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
     from megatron_lynx.compare.table import rows_of
+    from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
     job = _job(job_file)
     _make_folder(output)
     with _place(job) as place:
         made = _plan_for(job, place, plan_file, profile_file, output)
-        comparison = run(job, made, place, _announced, rounds=rounds, warmups=warmups)
+        comparison = run(partitioned_as(job, made), made, place, _announced, rounds=rounds, warmups=warmups)
     written = _write_comparison(comparison, output)
     if as_json:
         _print_json(rows_as_json(rows_of(comparison.measurement)))
@@ -221,13 +228,17 @@ def estimate(
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
+    offload_ratio: Annotated[
+        str | None, typer.Option("--offload-ratio", metavar="RATIO", help="Instead of the job's: in [0, 1], or auto.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and time of a job under the policy and the offload ratio it states. Searches nothing, measures nothing."""
+    """Memory and time of a job under the policy and the offload ratio it states. Measures nothing."""
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
-    answer = estimated(_job(job_file), None if profile_file is None else load_profile(profile_file))
+    changes = {} if offload_ratio is None else {"offload_ratio": _number_or_word(offload_ratio)}
+    answer = estimated(_job(job_file, changes), None if profile_file is None else load_profile(profile_file))
     if as_json:
         _print_json(answer.as_json)
     else:
@@ -307,10 +318,47 @@ def main() -> None:
     app(prog_name="megatron-lynx")
 
 
-def _job(name: str) -> Job:
+def _job(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.config import load_job
 
-    return load_job(name)
+    return load_job(name, changes)
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _costs(job: Job, profile_file: Path | None) -> Profile:
+    """Seconds and bytes of a job's layers and links. A described cluster gives the links, whoever measured the layers."""
+    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+    from megatron_lynx.profiler.profile import load_profile
+
+    described = job.cluster.matmul is not None
+    if profile_file is not None:
+        given = load_profile(profile_file)
+        return on_cluster(given, job) if described else given
+    if described:
+        typer.echo(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
+        return analytic_profile(job)
+    with _place(job) as place:
+        return _measured(job, place)
+
+
+def _figures(profile_file: Path | None, job_file: str | None) -> Profile:
+    """As `_costs`, for a plan: nothing is measured, and a profile needs no job."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.profiler.profile import load_profile
+
+    job = None if job_file is None else _job(job_file)
+    if job is not None and (job.cluster.matmul is not None or profile_file is not None):
+        return _costs(job, profile_file)
+    if profile_file is not None:
+        return load_profile(profile_file)
+    needed = "a profile of the plan's job, or --job, whose cluster has figures"
+    raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
 
 
 @contextmanager
@@ -373,19 +421,6 @@ def _write_simulation(
 
         write_trace(timeline, trace, "stage", memory)
     return [path for path in (plot, trace) if path is not None]
-
-
-def _plan_summary(made: Plan, path: Path) -> dict[str, Any]:
-    stages = [
-        {
-            "stage": stage.stage,
-            "layers": str(stage.layers),
-            "ahead_depth": stage.ahead_depth,
-            "predicted": stage.predicted.model_dump(mode="json"),
-        }
-        for stage in made.stages
-    ]
-    return {"plan": os.fspath(path), "stages": stages}
 
 
 def _profile_in_words(measured: Profile, path: Path) -> str:

@@ -1,6 +1,7 @@
 """What a job costs as it is stated: its policy and its offload ratio, nothing searched.
 
 job ──smallest_ratio, where auto──> offload ratio ──stage_memory──> every stage's bytes ──> fits, or what is too much
+ ├──where policy is planned─> a plan, rehearsed: its bytes and its step
  └──a measured profile, or an analytic one where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
 """
 
@@ -14,7 +15,7 @@ from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.stage_memory import StageMemory, memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, step_seconds
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import check_profile
+from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.offload import shortages, smallest_ratio
@@ -68,13 +69,11 @@ class Estimate:
 def estimate(job: Job, profile: Profile | None = None) -> Estimate:
     """With a measured `profile` of the job's layers, the cluster's description gives the links alone.
 
-    Raises `ConfigError` for a policy that only a plan gives a meaning, and for a profile of another shape. A job that does not
-    fit is an answer, not an error.
+    Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
+    figures. A job that does not fit is an answer, not an error.
     """
     if job.policy == "planned":
-        needed = "none, selective, balanced or full"
-        todo = "what a plan decides is predicted by `megatron-lynx plan`"
-        raise ConfigError("this job cannot be estimated", [Problem("job: policy", "planned", needed, todo)])
+        return _planned(job, profile)
     ratio, missing = _ratio(job)
     return Estimate(
         job=job,
@@ -87,11 +86,50 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
 
 
 def _step(job: Job, profile: Profile | None, ratio: float) -> StepSeconds | None:
+    costs = _costs(job, profile)
+    return None if costs is None else step_seconds(job, costs, ratio)
+
+
+def _costs(job: Job, profile: Profile | None) -> Profile | None:
     if profile is not None:
         check_profile(job, profile)
     if job.cluster.matmul is None:
-        return None if profile is None else step_seconds(job, profile, ratio)
-    return step_seconds(job, analytic_profile(job) if profile is None else on_cluster(profile, job), ratio)
+        return profile
+    return analytic_profile(job) if profile is None else on_cluster(profile, job)
+
+
+def _planned(job: Job, profile: Profile | None) -> Estimate:
+    costs = _costs(job, profile)
+    if costs is None:
+        needed = "figures of the cluster, or a profile"
+        todo = "what a plan decides depends on seconds: megatron-lynx profile"
+        raise ConfigError("this job cannot be estimated", [Problem("job: policy", "planned", needed, todo)])
+    try:
+        decision = decide(job, costs)
+    except Infeasible as error:
+        return Estimate(
+            job,
+            1.0 if job.offload_ratio == "auto" else job.offload_ratio,
+            least_memory(job, costs),
+            job.memory_budget_bytes,
+            error.problems,
+            None,
+        )
+    ratio = max(stage.offload_ratio for stage in decision.stages)
+    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), _simulated(decision, costs))
+
+
+def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
+    """The parts of a rehearsed step, by its busiest stage; messages between stages are in its bubble."""
+    simulation, stages = decision.simulation, range(decision.job.parallel.pipeline)
+    busiest = max(stages, key=simulation.busy_s)
+    return StepSeconds(
+        pipeline_s=simulation.busy_s(busiest),
+        bubble_s=simulation.bubble_s(busiest),
+        messages_s=0.0,
+        copies_s=simulation.exposed_copy_s(busiest),
+        update_s=step_seconds(decision.job.model_copy(update={"policy": "none"}), costs).update_s,
+    )
 
 
 def _ratio(job: Job) -> tuple[float, tuple[Problem, ...]]:

@@ -9,9 +9,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_lynx.cli import app
+from megatron_lynx.config.job import Budget
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
 from megatron_lynx.items import HALVES
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ItemProfile, save_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -63,9 +65,18 @@ def test_a_stated_ratio_is_taken_as_stated() -> None:
     assert not estimate(catalogued_job(policy="none", seq=8192)).fits
 
 
-def test_the_planned_policy_has_no_estimate() -> None:
-    with pytest.raises(ConfigError, match="policy: found planned"):
-        estimate(catalogued_job(policy="planned"))
+def test_the_planned_policy_is_estimated_as_its_plan() -> None:
+    job = catalogued_job(policy="planned", budget={"memory_gib": 40})
+    plan, answer = make_plan(job, analytic_profile(job)), estimate(job)
+    assert answer.fits
+    assert [memory.total for memory in answer.stages] == [stage.predicted.memory_bytes for stage in plan.stages[:8]]
+    assert max(memory.total for memory in answer.stages) <= answer.budget_bytes
+    assert answer.step.total_s - answer.step.update_s == pytest.approx(plan.stages[0].predicted.step_s)
+    tight = job.model_copy(update={"budget": Budget(memory_gib=10)})
+    assert not estimate(tight).fits
+    assert estimate(tight).stages[0].total > estimate(tight).budget_bytes
+    with pytest.raises(ConfigError, match="policy: found planned, needed figures"):
+        estimate(tiny_job())
 
 
 @pytest.mark.parametrize("budget", ["{memory_gib: 0}", "{memory_gib: -1}", "{memory_gib: .nan}", "{memory_gib: 1e400}"])

@@ -9,27 +9,35 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.items import HALVES, ITEMS_OF, Half
+from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan, Predicted, Rule, Stage
 from megatron_lynx.units import format_bytes, format_seconds
 
+NEW_LINE = "\n"
+
 
 def explanation(plan: Plan) -> RenderableType:
-    """One table per stage, between what the plan is for and what is expected of it."""
-    return Group(*_heading(plan), *(part for stage in plan.stages for part in (_table(stage), _expected(stage.predicted))))
+    """What the plan is for and how to launch it, then for each stage, or chunk, a table and what is expected."""
+    chunked = plan.parallel.chunks > 1
+    stages = (part for stage in plan.stages for part in (_table(stage, chunked), _beside(stage), _expected(stage.predicted)))
+    return Group(*_heading(plan), *(part for part in stages if part is not None))
 
 
 def _heading(plan: Plan) -> Iterator[Text]:
     model, layout, batch = plan.model, plan.parallel, plan.batch
     widths = f"hidden {model.hidden}, ffn {model.ffn}, heads {model.heads} ({model.kv_groups} for K and V)"
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
+    chunks = f", {layout.chunks} chunks on each stage (interleaved)" if layout.chunks > 1 else ""
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
-    yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{sequence}")
+    yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
-    yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}\n")
+    yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
+    yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
 
 
-def _table(stage: Stage) -> Table:
-    title = f"stage {stage.stage}: layers {stage.layers}, ahead depth {stage.ahead_depth} (layer halves)"
+def _table(stage: Stage, chunked: bool) -> Table:
+    place = f"stage {stage.stage}, chunk {stage.chunk}" if chunked else f"stage {stage.stage}"
+    title = f"{place}: layers {stage.layers}, ahead depth {stage.ahead_depth} (layer halves)"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     for column in ("layers", "half", "kept", "replayed", "window"):
         table.add_column(column)
@@ -53,6 +61,18 @@ def _window(rule: Rule, half: Half) -> Text:
     return Text(f"{text}\ninput gathered {gather}" if gather else text)
 
 
+def _beside(stage: Stage) -> Text | None:
+    """What is said of whole micro-batches, not of layers."""
+    lines = []
+    if (offload := stage.offload) is not None:
+        coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"
+        rest = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay, the copy comes back during {coming_back}"
+        lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
+    if (whole := stage.whole) is not None:
+        lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
+    return Text("\n".join(lines)) if lines else None
+
+
 def _expected(predicted: Predicted) -> Text:
     if predicted == Predicted():
         return Text("predicted: nothing is stated\n")
@@ -62,4 +82,9 @@ def _expected(predicted: Predicted) -> Text:
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",
     ]
+    if predicted.host_bytes:
+        facts.append(f"pinned on the host {format_bytes(predicted.host_bytes)}")
+        facts.append(f"waiting for copies {format_seconds(predicted.exposed_copy_s)}")
+    if predicted.memory_bytes:
+        facts.append(f"whole device {format_bytes(predicted.memory_bytes)}")
     return Text(f"predicted: {'; '.join(facts)}\n")

@@ -8,7 +8,18 @@ checks.py        what a plan cannot do, and profiles of something else
 """
 
 from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.decision import Decision, decide, make_plan
+from megatron_lynx.planner.decision import Decision, decide, least_memory, make_plan
+from megatron_lynx.planner.partitioning import partitioned_as
 from megatron_lynx.planner.uniform import REPLAYABLE, uniform_plan
 
-__all__ = ["REPLAYABLE", "Decision", "check_plannable", "check_profile", "decide", "make_plan", "uniform_plan"]
+__all__ = [
+    "REPLAYABLE",
+    "Decision",
+    "check_plannable",
+    "check_profile",
+    "decide",
+    "least_memory",
+    "make_plan",
+    "partitioned_as",
+    "uniform_plan",
+]

@@ -62,6 +62,12 @@ def decide(job: Job, profile: Profile) -> Decision:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile)]) from None
 
 
+def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
+    """What every stage holds with everything replayed and offloaded that can be, whether it fits or not."""
+    stages = Stages(job, profile)
+    return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
+
+
 def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
     """Copies may lag behind what the solver counts on: what then is too much in the rehearsal is tried no more."""
     stages = Stages(parted, profile)

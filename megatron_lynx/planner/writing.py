@@ -31,7 +31,7 @@ from megatron_lynx.plan.ranges import joined
 from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import Option
+from megatron_lynx.solver.problem import SECOND_DIGITS, Option
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.solver.stages import StageAnswer
 from megatron_lynx.version import __version__
@@ -50,8 +50,8 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     for entry in plan.stages:
         memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
         found = {
-            "step_s": simulation.step_s,
-            "exposed_copy_s": simulation.exposed_copy_s(entry.stage),
+            "step_s": round(simulation.step_s, SECOND_DIGITS),
+            "exposed_copy_s": round(simulation.exposed_copy_s(entry.stage), SECOND_DIGITS),
             "memory_bytes": memory.total,
         }
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
@@ -133,8 +133,8 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
     return Predicted(
-        hidden_replay_s=solved.hidden_s * job.microbatches,
-        exposed_replay_s=solved.exposed_s * job.microbatches,
+        hidden_replay_s=round(solved.hidden_s * job.microbatches, SECOND_DIGITS),
+        exposed_replay_s=round(solved.exposed_s * job.microbatches, SECOND_DIGITS),
         resident_activation_bytes=solved.resident_bytes,
         ahead_bytes=solved.ahead_bytes,
         replayed_flops=solved.flops,

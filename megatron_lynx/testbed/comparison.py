@@ -77,7 +77,7 @@ def check_plan(job: Job, plan: Plan) -> None:
     found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": {name: getattr(job.model, name) for name in found["model"]},
-        "parallel": {name: getattr(job.parallel, name) for name in found["parallel"]},
+        "parallel": {name: getattr(job if name == "chunks" else job.parallel, name) for name in found["parallel"]},
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
     problems = [
