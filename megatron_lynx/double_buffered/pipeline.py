@@ -6,9 +6,9 @@
         pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
         pipeline.update()                                     the optimizer's step, on the buffer that is retired
 
-The batch that `drains` starts no forwards of the next one. Nothing is in flight behind its update: only then may weights be
-evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted anew from there, so that going on and
-resuming from what was saved are the same: a checkpoint holds one version.
+A batch that `drains` starts no forwards of the next one. Nothing is in flight behind its update: only then may weights be
+evaluated, saved or changed, and the next batch fills the pipeline again. Versions are counted anew from there, so that going
+on and resuming from what was saved are the same: a checkpoint holds one version.
 """
 
 from __future__ import annotations

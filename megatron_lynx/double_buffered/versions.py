@@ -1,13 +1,14 @@
 """Two versions of the weights, in two buffers that take turns.
 
-    buffer 0   W(0) ─────────────────────────────┐ copy    W(2) ────────┐ copy            read   by what is in flight and newer
-    buffer 1            W(1) = copy of W(0), ────┴─ W(1) ───────────────┴─ W(3)           owned  by optimizer, DDP and main weights
-                             then stepped                                                        (the newest version's buffer)
-               batch 0 | U0      batch 1         | U1      batch 2      | U2
+                 start      U0              U1              U2                    Uj the update that batch j makes
+    buffer 0     W(0)       W(0)            copied, W(2)    W(2)
+    buffer 1     free       copied, W(1)    W(1)            copied, W(3)
+    batch reads  0: W(0)    1: W(0)         2: W(1)         3: W(2)               the older one
+    owned        W(0)       W(1)            W(2)            W(3)                  the newer one: by the optimizer and DDP
 
-At update j the buffer of version j - 1 is retired: nobody reads it any more. It is filled with version j, all who own the weights
-are pointed at it, and the optimizer steps there, in place as ever. Version j itself stays where it is: micro-batches in flight find
-in backward the memory that they read in forward, be it through the parameter or through a view of it that autograd saved.
+At update j the buffer of version j - 1 is retired: nobody reads it any more. It is filled with version j, all who own the
+weights are pointed at it, and the optimizer steps there, in place as ever. Version j itself stays where it is: micro-batches
+in flight find in backward the memory that they read in forward, through the parameter or through a view that autograd saved.
 
 A parameter stays the same object with the same gradient buffer throughout; only `parameter.data` is pointed elsewhere.
 """

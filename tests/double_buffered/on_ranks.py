@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_lynx.config.job import Job
 
-from ..testbed.on_ranks import Run, same
+from ..testbed.on_ranks import Run
 
 
 def stock_and_interpreted(rank: int, job: Job, how: dict[str, Any], setting: dict[str, Any]) -> tuple[Run, Run]:
@@ -66,55 +68,95 @@ def weights(training: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in training.parameters().items()}
 
 
-def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int) -> tuple[Run, Run]:
-    """Some batches under the independent reference, and without flushes."""
+@dataclass
+class Trained(Run):
+    """A run, and what the optimizer's step returned."""
+
+    steps: list[Any] = field(default_factory=list)
+
+
+def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> tuple[Trained, Trained]:
+    """Some batches under the independent reference, and without flushes.
+
+    `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite.
+    """
     from megatron_lynx.testbed.training import initialise
 
     initialise(job)
     return reference(job, how, batches), double_buffered(job, how, batches)
 
 
-def reference(job: Job, how: dict[str, Any], batches: int) -> Run:
+def reference(job: Job, how: dict[str, Any], batches: int) -> Trained:
     """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j)."""
     from megatron_lynx.testbed.training import run_schedule, seed_random_numbers, synthetic_batches
 
     training = build(job, how)
     seed_random_numbers(7)
-    run, versions = Run(), [weights(training)]
+    run, versions = Trained(), [weights(training)]
     for batch in range(batches):
         load(training, versions[max(batch - 1, 0)])
         clear_gradients(training)
-        run.losses += run_schedule(training.chunks, job, synthetic_batches(job, batch))
+        text = synthetic_batches(job, batch)
+        run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
         run.gradients.append(training.gradients())
         load(training, versions[batch])
-        training.optimizer.step()
+        run.steps.append(training.optimizer.step())
         versions.append(weights(training))
     run.parameters = versions[1:]
     return run
 
 
-def double_buffered(job: Job, how: dict[str, Any], batches: int) -> Run:
-    from megatron_lynx.testbed.training import forward_step, seed_random_numbers, synthetic_batches
+def double_buffered(job: Job, how: dict[str, Any], batches: int) -> Trained:
+    from megatron_lynx.testbed.training import seed_random_numbers, synthetic_batches
 
     training = build(job, how)
     pipeline = without_flushes(job, training)
     seed_random_numbers(7)
-    run = Run()
+    run = Trained()
     text = (micro_batch for batch in range(batches) for micro_batch in synthetic_batches(job, batch))
     for batch in range(batches):
         clear_gradients(training)
-        run.losses += pipeline.forward_backward(forward_step, text, drains=batch == batches - 1)
+        run.losses += pipeline.forward_backward(forward_step_of(how, job), text, drains=batch == batches - 1)
         run.gradients.append(training.gradients())
-        pipeline.update()
+        run.steps.append(pipeline.update())
         run.parameters.append(weights(training))
     return run
 
 
 def build(job: Job, how: dict[str, Any]) -> Any:
+    """A model being trained, by an optimizer of Megatron's that testbed's Training does not offer if `how` has one."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    return Training(job, build_model(job), **how)
+    settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt"}}
+    training = Training(job, build_model(job), **settings)
+    if fields := how.get("optimizer_config"):
+        config = get_model_config(training.chunks[0])
+        given = {"lr": 0.1, "bf16": job.model.dtype == "bf16", "params_dtype": config.params_dtype, **fields}
+        sharded = job.parallel.distributed_optimizer
+        training.optimizer = get_megatron_optimizer(OptimizerConfig(**given, use_distributed_optimizer=sharded), training.chunks)
+        config.grad_scale_func = training.optimizer.scale_loss
+    return training
+
+
+def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
+    """Megatron's `forward_step_func`; the losses of the spoilt batch are infinite."""
+    from megatron_lynx.testbed.training import forward_step, mean_loss, synthetic_batches
+
+    if "spoilt" not in how:
+        return forward_step
+    spoilt = [batch.tokens for batch in synthetic_batches(job, how["spoilt"])]
+
+    def spoiling(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+        infinite = any(torch.equal(batch.tokens, tokens) for tokens in spoilt)
+        return output, (lambda losses: mean_loss(losses * float("inf"))) if infinite else mean_loss
+
+    return spoiling
 
 
 def without_flushes(job: Job, training: Any) -> Any:

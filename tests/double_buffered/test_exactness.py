@@ -1,4 +1,7 @@
-"""Weights after every update equal the version rule's, to the bit: against stock's flushing schedule with W(j-1) loaded by hand."""
+"""Losses, gradients and weights of every update equal those of the version rule, to the bit.
+
+The reference is stock's flushing schedule in the same layout: W(j-1) is loaded by hand for batch j, and its update made to W(j).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pytest
 
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..testbed.on_ranks import same
 from . import on_ranks
 
 MEGATRON = {"ddp": True, "optimizer": "megatron"}
@@ -13,18 +17,48 @@ LAYOUTS = [
     ({"microbatches": 2}, {}),
     ({"pipeline": 2, "microbatches": 2}, {}),
     ({"pipeline": 2, "microbatches": 3}, MEGATRON),
-    ({"pipeline": 2, "microbatches": 3, "distributed_optimizer": True}, MEGATRON),
     ({"pipeline": 2, "microbatches": 2, "dtype": "bf16"}, MEGATRON),
-    ({"pipeline": 4, "microbatches": 4}, MEGATRON),
+    ({"pipeline": 2, "microbatches": 3, "distributed_optimizer": True}, MEGATRON),
+    ({"pipeline": 4, "microbatches": 4}, MEGATRON | {"overlap_grad_reduce": True}),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, MEGATRON),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, MEGATRON),
 ]
+BATCHES = 4
 
 
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS, ids=str)
 def test_the_version_rule_to_the_bit(pool_of, layout, how):
-    job = tiny_job("gpt", **layout)
-    for rank, (expected, run) in enumerate(pool_of(job.gpus).run(on_ranks.trained_twice, job, how, 4)):
-        assert on_ranks.same(expected.losses, run.losses), f"rank {rank}"
-        for batch in range(4):
-            assert on_ranks.same(expected.parameters[batch], run.parameters[batch]), f"rank {rank}, batch {batch}"
+    compare(pool_of, tiny_job("gpt", **layout), how)
+
+
+def test_clipping_with_momentum(pool_of):
+    """The norm is that of the whole batch on all stages, and larger than what is allowed."""
+    how = {"ddp": True, "optimizer": None, "optimizer_config": {"optimizer": "sgd", "sgd_momentum": 0.9, "clip_grad": 0.05}}
+    for run in compare(pool_of, tiny_job("gpt", pipeline=2, microbatches=3), how):
+        assert all(norm > 0.05 for _, norm, _ in run.steps)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_a_batch_that_overflows_is_skipped(pool_of, distributed_optimizer):
+    """Then W(j+1) is W(j), and the gradient that batch j + 1 took at W(j-1) is applied to it."""
+    job = tiny_job("gpt", pipeline=2, microbatches=2, dtype="bf16", distributed_optimizer=distributed_optimizer)
+    how = {"ddp": True, "optimizer": None, "optimizer_config": {"optimizer": "adam", "loss_scale": 1024.0}, "spoilt": 1}
+    for run in compare(pool_of, job, how):
+        assert [success for success, *_ in run.steps] == [True, False, True, True]
+        assert same(run.parameters[0], run.parameters[1])
+
+
+def compare(pool_of, job, how):
+    """What was trained without flushes, by rank."""
+    runs = []
+    for rank, (expected, run) in enumerate(pool_of(job.gpus).run(on_ranks.trained_twice, job, how, BATCHES)):
+        assert same(expected.losses, run.losses), f"rank {rank}"
+        for batch in range(BATCHES):
+            place = f"rank {rank}, batch {batch}"
+            if batch != how.get("spoilt") and not (job.replicas > 1 and job.parallel.distributed_optimizer):
+                assert same(expected.gradients[batch], run.gradients[batch]), place
+            assert same(expected.parameters[batch], run.parameters[batch]), place
+        assert str(expected.steps) == str(run.steps)
+        assert not same(run.parameters[-1], run.parameters[-2])
+        runs.append(run)
+    return runs
