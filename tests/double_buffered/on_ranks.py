@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,47 +82,45 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
 
     `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite.
     """
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.training import initialise, seed_random_numbers
 
     initialise(job)
-    return reference(job, how, batches), double_buffered(job, how, batches)
+    runs = Trained(), Trained()
+    for train, run in zip((reference, double_buffered), runs, strict=True):
+        training = build(job, how)
+        seed_random_numbers(7)
+        train(job, how, training, range(batches), run)
+    return runs
 
 
-def reference(job: Job, how: dict[str, Any], batches: int) -> Trained:
+def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained) -> None:
     """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j)."""
-    from megatron_lynx.testbed.training import run_schedule, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
-    training = build(job, how)
-    seed_random_numbers(7)
-    run, versions = Trained(), [weights(training)]
-    for batch in range(batches):
-        load(training, versions[max(batch - 1, 0)])
+    versions = [weights(training)]
+    for index, batch in enumerate(batches):
+        load(training, versions[max(index - 1, 0)])
         clear_gradients(training)
         text = synthetic_batches(job, batch)
         run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
         run.gradients.append(training.gradients())
-        load(training, versions[batch])
+        load(training, versions[index])
         run.steps.append(training.optimizer.step())
         versions.append(weights(training))
-    run.parameters = versions[1:]
-    return run
+    run.parameters += versions[1:]
 
 
-def double_buffered(job: Job, how: dict[str, Any], batches: int) -> Trained:
-    from megatron_lynx.testbed.training import seed_random_numbers, synthetic_batches
+def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
+    from megatron_lynx.testbed.training import synthetic_batches
 
-    training = build(job, how)
-    pipeline = without_flushes(job, training)
-    seed_random_numbers(7)
-    run = Trained()
-    text = (micro_batch for batch in range(batches) for micro_batch in synthetic_batches(job, batch))
-    for batch in range(batches):
+    pipeline = pipeline or without_flushes(job, training)
+    text = (micro_batch for batch in batches for micro_batch in synthetic_batches(job, batch))
+    for batch in batches:
         clear_gradients(training)
-        run.losses += pipeline.forward_backward(forward_step_of(how, job), text, drains=batch == batches - 1)
+        run.losses += pipeline.forward_backward(forward_step_of(how, job), text, drains=batch == batches[-1])
         run.gradients.append(training.gradients())
         run.steps.append(pipeline.update())
         run.parameters.append(weights(training))
-    return run
 
 
 def build(job: Job, how: dict[str, Any]) -> Any:
@@ -178,3 +178,76 @@ def without_flushes(job: Job, training: Any) -> Any:
 def load(training: Any, weights: dict[str, torch.Tensor]) -> None:
     for name, parameter in training.parameters().items():
         parameter.data.copy_(weights[name])
+
+
+def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Trained]:
+    """Twice three batches with an evaluation between: the reference, without flushes, and the second half from what was saved."""
+    from megatron_lynx.testbed.training import initialise, seed_random_numbers, synthetic_batches
+
+    initialise(job)
+    runs = [Trained() for _ in range(3)]
+    for run, train in zip(runs, (reference, double_buffered), strict=False):
+        training = build(job, how)
+        extra = {"pipeline": without_flushes(job, training)} if train is double_buffered else {}
+        seed_random_numbers(7)
+        train(job, how, training, range(3), run, **extra)
+        run.evaluation = training.evaluate(synthetic_batches(job, 9))
+        saved = deepcopy((training.chunks[0].state_dict(), training.optimizer.state_dict()))
+        seed_random_numbers(8)
+        train(job, how, training, range(3, 6), run, **extra)
+    training = build(job, how)
+    training.chunks[0].load_state_dict(saved[0])
+    training.optimizer.load_state_dict(saved[1])
+    seed_random_numbers(8)
+    double_buffered(job, how, training, range(3, 6), runs[2])
+    return runs
+
+
+def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> dict[str, Any]:
+    """Some batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_lynx.testbed.training import initialise, seed_random_numbers
+
+    initialise(job)
+    run = Trained()
+    training = build(job, how)
+    pipeline = without_flushes(job, training)
+    versions, backward_step, backwards = pipeline.versions, schedules.backward_step, 0
+
+    def spoil() -> None:
+        for memory in versions.retired():
+            memory.view(torch.float32).fill_(float("nan"))
+
+    def backward(*args: Any) -> Any:
+        nonlocal backwards
+        backwards += 1
+        if backwards == 2 * job.microbatches:
+            spoil()
+        return backward_step(*args)
+
+    refill = versions.refill
+    versions.refill = lambda *buffers: (spoil(), refill(*buffers))
+    schedules.backward_step = backward if too_early else backward_step
+    try:
+        seed_random_numbers(7)
+        double_buffered(job, how, training, range(4), run, pipeline)
+    finally:
+        schedules.backward_step = backward_step
+    return {
+        "run": run,
+        "retired": len(looking_into_retired(versions)),
+        "parameters": sum(parameter.nbytes for parameter in training.parameters().values()),
+        "extra": versions.extra_bytes,
+    }
+
+
+def looking_into_retired(versions: Any) -> list[torch.Tensor]:
+    """Tensors anywhere in this process that share memory with the retired buffer, other than the buffer's own."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in versions.retired()}
+    own = {id(view) for views in versions._views for view in views}
+    return [
+        thing
+        for thing in gc.get_objects()
+        if isinstance(thing, torch.Tensor) and id(thing) not in own and thing.untyped_storage().data_ptr() in memory
+    ]

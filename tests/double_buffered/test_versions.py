@@ -1,0 +1,46 @@
+"""The second version: nobody reads it once retired (R10), nothing else is kept, and it starts anew where the pipeline drained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..testbed.on_ranks import same
+from . import on_ranks
+
+ADAM = {"ddp": True, "optimizer": "megatron"}
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_nobody_reads_the_retired_buffer(pool_of, distributed_optimizer):
+    """Filled with NaN right before it is filled again: no bit differs. One backward earlier: everything is lost."""
+    job = tiny_job("gpt", pipeline=2, microbatches=3, distributed_optimizer=distributed_optimizer)
+    undisturbed = pool_of(2).run(on_ranks.trained_twice, job, ADAM)
+    for (_, expected), seen in zip(undisturbed, pool_of(2).run(on_ranks.spoilt_memory, job, ADAM, False), strict=True):
+        assert same(vars(expected)["parameters"], seen["run"].parameters)
+        assert same(expected.losses, seen["run"].losses)
+    for seen in pool_of(2).run(on_ranks.spoilt_memory, job, ADAM, True):
+        assert any(torch.isnan(weights).any() for weights in seen["run"].parameters[1].values())
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_all_who_owned_the_weights_have_moved(pool_of, distributed_optimizer):
+    """No tensor in the process looks into the retired buffer, and the second version is as large as the first."""
+    job = tiny_job("gpt", pipeline=2, microbatches=3, distributed_optimizer=distributed_optimizer)
+    for seen in pool_of(2).run(on_ranks.spoilt_memory, job, ADAM, False):
+        assert seen["retired"] == 0
+        assert seen["extra"] >= seen["parameters"] if distributed_optimizer else seen["extra"] == seen["parameters"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_stopping_evaluating_and_resuming(pool_of, dtype):
+    """Going on behind a drain, and resuming from what was saved there, are the same: versions are counted anew."""
+    job = tiny_job("gpt", pipeline=2, microbatches=3, dtype=dtype)
+    for expected, run, resumed in pool_of(2).run(on_ranks.stopped_and_resumed, job, ADAM):
+        assert same(expected.losses, run.losses)
+        assert same(expected.evaluation, run.evaluation)
+        assert same(expected.parameters, run.parameters)
+        assert same(resumed.parameters, run.parameters[3:])
+        assert same(resumed.losses, run.losses[len(run.losses) // 2 :])
