@@ -183,7 +183,7 @@ class Frame:
     def give_up_inputs(self) -> None:
         """The replay is over; nothing will run from the inputs again."""
         self.replayed = True
-        self.inputs = None
+        self.inputs = self.random = None
         self.memos.clear()
         self.views.clear()
 

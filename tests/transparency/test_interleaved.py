@@ -1,0 +1,85 @@
+"""Interleaved schedules: every way in which Megatron exchanges gradients, windows of other chunks, and micro-batches kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.cost.on_ranks import count
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.test_every_bit import checked
+from tests.transparency.test_order import replays_seen
+from tests.transparency.trials import Trial
+
+Pools = Callable[[int], RankPool]
+
+ONE_CALL = {"overlap_p2p_comm": False}
+FLUSHED = {"overlap_p2p_comm_warmup_flush": True}
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "all of stage 0 is warm-up": (2, {}),
+    "one call for both directions": (4, ONE_CALL),
+    "one batched call for both directions": (4, {**ONE_CALL, "batch_p2p_comm": True}),
+    "received ahead in warm-up and cool-down": (4, FLUSHED),
+    "groups of three, received ahead": (6, {**FLUSHED, "microbatch_group_size_per_vp_stage": 3}),
+    "groups of four and of two, received ahead": (6, {**FLUSHED, "microbatch_group_size_per_vp_stage": 4}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
+    """Each backward but those of the last virtual stage hides its first frame behind the wait for its gradient."""
+    microbatches, fields = VARIANTS[variant]
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches)
+    plan = plan_for(job, lambda layer: replayable(job))
+    outcomes = checked(pool_of, job, [plan], Trial(model=fields))
+    assert [rank[0].planned.counts[0].hidden for rank in outcomes] == [2 * microbatches, microbatches]
+
+
+def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
+    """In groups of four, gradients reach the last stage two backwards early, and in cool-down nothing is waited for right before
+    each backward. Such windows are refused; what is left is transparent."""
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4)
+    raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+    raw["stages"][1]["rules"][0]["windows"]["mlp"]["cooldown"] = "on_demand"
+    checked(pool_of, job, [Plan.model_validate(raw)], Trial(model={"microbatch_group_size_per_vp_stage": 4}))
+
+
+def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
+    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide replays of chunk 1, and the other way about: a window is known by where
+    its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
+    job = tiny_job("llama", tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
+    raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
+    first_frames = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
+    raw["stages"][0]["rules"][0]["windows"]["mlp"] = first_frames
+    raw["stages"][2]["rules"][0]["windows"]["mlp"] = first_frames  # layer 4
+    raw["stages"][2]["ahead_depth"] = 2
+    timelines = replays_seen(pool_of, job, Plan.model_validate(raw))
+    assert [replay for replay in timelines[0] if not replay[3].startswith("bwd")] == [
+        *((i, *at) for i in (0, 1) for at in ((4, "mlp", "fwd.attention.0@1"), (5, "mlp", "pipe.recv_backward"))),
+        *((i, 1, "mlp", "fwd.attention.0@4") for i in (0, 1)),
+        *((i, layer, "mlp", "pipe.recv_backward") for i in (2, 3) for layer in (5, 4)),
+        *((i, 1, "mlp", "pipe.recv_backward") for i in (2, 3)),
+    ]
+    assert timelines[0] == timelines[1]
+    assert timelines[2] == timelines[3]
+
+
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+def test_a_whole_micro_batch_keeps_all(pool_of: Pools, like: Any) -> None:
+    """Of the two micro-batches that stage 0 holds one is whole. Stage 1 holds one: when that is whole, as much as stock. Random
+    states are no activations."""
+    job = tiny_job(like, pipeline=2, microbatches=4)
+    everything, one_of_two = lambda layer: replayable(job), {"of_every": 2, "first": 1}
+    candidates = [None, plan_for(job, everything), plan_for(job, everything, whole=one_of_two)]
+    first, second = pool_of(2).run(count, job, candidates)
+    slack_bytes = 3 * first[0].state_bytes
+    stock, replayed, mixed = (counted.resident_bytes for counted in first)
+    assert stock - replayed > 10 * slack_bytes
+    assert abs(mixed - (stock + replayed) / 2) <= slack_bytes
+    assert abs(second[2].resident_bytes - second[0].resident_bytes) <= slack_bytes
+    assert [counted.frames for counted in first] == [0, 2 * 2 * 4, 2 * 2 * 2]
