@@ -63,29 +63,30 @@ class StageMemory:
 
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
     """A stage under `job.policy` (not `planned`, of which only a plan knows), offloading this share of each chunk's bytes."""
-    return memory_of_stages(job, offload_ratio)[stage]
+    return _stage(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
-    """Every stage, as `stage_memory` has it."""
-    shape, last = LayerShape.of(job), job.parallel.pipeline - 1
-    layer, states = kept_bytes(shape, job.policy), of_every_stage(job, lambda stage: _states(job, stage))
-    recomputed, rest = _recomputed(shape, job.policy), REST_BYTES[job.cluster.device]
-    stages = []
-    for stage, in_flight in enumerate(chunks_in_flight_by_stage(job)):
-        size = max(job.chunk_layers(stage)) * layer
-        stages.append(
-            StageMemory(
-                *states[stage],
-                *_layers(size, in_flight, offload_ratio, stage == last),
-                embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
-                head=head_bytes(shape) if stage == last else 0,
-                logits=logits_bytes(shape) if stage == last else 0,
-                recomputed=recomputed,
-                rest=rest,
-            )
-        )
-    return tuple(stages)
+    """Every stage, as `stage_memory` has it, in less time."""
+    shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
+    in_flight = chunks_in_flight_by_stage(job)
+    return tuple(
+        _stage(job, stage, shape, states[stage], in_flight[stage], offload_ratio) for stage in range(job.parallel.pipeline)
+    )
+
+
+def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int], in_flight: int, ratio: float) -> StageMemory:
+    """`states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
+    last, size = stage == job.parallel.pipeline - 1, max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
+    return StageMemory(
+        *states,
+        *_layers(size, in_flight, ratio, last),
+        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
+        head=head_bytes(shape) if last else 0,
+        logits=logits_bytes(shape) if last else 0,
+        recomputed=_recomputed(shape, job.policy),
+        rest=REST_BYTES[job.cluster.device],
+    )
 
 
 def _states(job: Job, stage: int) -> tuple[int, int, int]:

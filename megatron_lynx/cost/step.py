@@ -55,7 +55,7 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
         bubble_s=others / job.chunks,
         messages_s=_messages_s(job, stages, message_s),
         copies_s=_copies_s(job, stages, offload_ratio, message_s),
-        update_s=_update_s(job),
+        update_s=update_s(job),
     )
 
 
@@ -110,18 +110,17 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     return ends * late + pairs * max(0.0, copy_s - forward_s - backward_s)
 
 
-def _update_s(job: Job) -> float:
-    """Of the stage with most parameters: gradients over the ranks that hold the same; then norm, clipping and Adam on the own
-    share; then parameters."""
+def update_s(job: Job) -> float:
+    """Once in a step, whatever the policy, of the stage with most parameters.
+
+    Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
+    """
     count = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).total))
     sharers = job.parallel.context * job.replicas
     owned = count / sharers if job.parallel.distributed_optimizer else count
     hbm = job.cluster.hbm
-    adam_s = (
-        0.0
-        if hbm is None
-        else (owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * GRADIENT_BYTES) / hbm.byte_per_s
-    )
+    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * GRADIENT_BYTES
+    adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
     moved = (sharers - 1) / sharers * count
     gathered = job.model.element_bytes if job.parallel.distributed_optimizer else GRADIENT_BYTES
     return adam_s + moved * (GRADIENT_BYTES + gathered) / _replica_byte_per_s(job, sharers)

@@ -20,12 +20,19 @@ STEPS = 1000
 
 def smallest_ratio(job: Job) -> float:
     """Raises `Infeasible`, saying for every stage by how much, where not even offloading everything fits."""
-    if problems := shortages(job, 1.0) if shortages(job, 0.0) else ():
+    if _fits(job, 0.0):
+        return 0.0
+    if problems := shortages(job, 1.0):
         raise Infeasible("no share of offloaded activations makes this job fit", problems)
-    ratio = bisect_left(range(STEPS), True, key=lambda steps: not shortages(job, steps / STEPS)) / STEPS
+    ratio = bisect_left(range(STEPS), True, key=lambda steps: _fits(job, steps / STEPS)) / STEPS
     if problem := _host_shortage(job, ratio):
         raise Infeasible("the activations that must be offloaded do not fit into host memory", [problem])
     return ratio
+
+
+def _fits(job: Job, ratio: float) -> bool:
+    budget = job.memory_budget_bytes
+    return all(memory.total <= budget for memory in memory_of_stages(job, ratio))
 
 
 def shortages(job: Job, ratio: float) -> list[Problem]:
