@@ -10,7 +10,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..transparency.plans import plan_for, replayable
 from . import steps_on_ranks
 
-LAYOUTS = [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "microbatches": 3}]
+LAYOUTS = [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}]
 
 
 def replaying(job):
@@ -42,7 +42,7 @@ def test_evaluation_records_nothing(pool_of, layout):
     for seen in stock_and_planned(pool_of, job, steps_on_ranks.evaluates):
         assert (seen["differing"], seen["busy"], seen["frames"]) == ([], False, 0)
         # The one step's frames: forward only with gradients on records too, as stock saves then, and lets it all go.
-        assert seen["counts"].replayed == 2 * len(job.layers_of(0)) * job.microbatches
+        assert seen["counts"].replayed == 2 * job.layers_on(0) * job.microbatches
 
 
 @pytest.mark.parametrize("trains", [steps_on_ranks.with_user_hooks, steps_on_ranks.with_nvtx])
