@@ -1,4 +1,4 @@
-"""Interleaved schedules: every way in which Megatron exchanges gradients, windows of other chunks, and micro-batches kept whole."""
+"""Interleaved schedules: every way of exchanging gradients, windows of other chunks. And micro-batches kept whole."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
 
 
 def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
-    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide replays of chunk 1, and the other way about: a window is known by where
-    its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
+    """Stage 0 has layers 1 and 4-5. Forwards of chunk 0 hide replays of chunk 1, and the other way about: a window is known by
+    where its layer stands in its chunk. Cool-down: one micro-batch ahead, while its gradient is awaited."""
     job = tiny_job("llama", tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
     raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
     first_frames = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
