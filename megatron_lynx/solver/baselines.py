@@ -1,37 +1,79 @@
-"""Answers nobody has to search for, to compare with: keep everything, replay everything, and any answer without its windows."""
+"""Answers nobody has to search for, to compare with.
+
+none        everything kept
+selective   the core attention again, on demand (stock: `--recompute-granularity selective`, where attention is unfused)
+balanced    norms and the activation again, on demand: no GEMM, no attention (Yuan et al., ATC '24)
+full        everything that can be replayed, on demand
+block       the same in the stage's first layers only (stock: `--recompute-method block`)
+
+They are what *our* runtime makes of these policies. It never runs a row-parallel GEMM and its reduction again, and keeps the
+input of both halves of a layer, so its `full` is faster than stock's and holds more. Code between sites on the way to what is replayed
+runs again, so `selective` replays the rotary embedding with the core attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_lynx.config.job import Policy
+from megatron_lynx.cost.layer import replayed_items
+from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Option, StageProblem
+from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Option, StageProblem
+
+
+def of_policy(problem: StageProblem, policy: Policy) -> Solved:
+    """Every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
+    if policy == "full":
+        return on_demand(replay_all(problem))
+    items = replayed_items(policy)
+    return _everywhere(problem, *(_replaying(options, half, items) for options, half in _halves(problem)))
+
+
+def block(problem: StageProblem, count: int) -> Solved:
+    """`full` in the first `count` layers of the stage, `none` in the others."""
+    full, kept = on_demand(replay_all(problem)), keep_all(problem)
+    return replace(kept, layers=full.layers[:count] + kept.layers[count:])
 
 
 def keep_all(problem: StageProblem) -> Solved:
     """No recomputation."""
-    return _everywhere(problem, lambda options: min(options, key=lambda option: len(option.replay)))
+    return of_policy(problem, "none")
 
 
 def replay_all(problem: StageProblem) -> Solved:
-    """Everything replayable replayed, each half in its window. It exposes no less than the solver's answer of equal memory."""
-    return _everywhere(problem, lambda options: max(options, key=lambda option: len(option.replay)))
+    """Everything replayable replayed, each half in the window of its backward that hides most of it."""
+    last_mlp = min(_most_replayed(problem.last_mlp), key=lambda option: option.exposed_s)
+    first = (_most_replayed(options.best_seated)[0] for options in (problem.attention, problem.mlp))
+    return _everywhere(problem, *first, last_mlp)
 
 
 def on_demand(solved: Solved) -> Solved:
     """The same kept sets, every replay exposed."""
     layers = [LayerChoice(_exposed(layer.attention), _exposed(layer.mlp)) for layer in solved.layers]
-    return replace(solved, layers=tuple(layers))
+    return replace(solved, layers=tuple(layers), gap=None)
 
 
 def _exposed(option: Option) -> Option:
     seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
-    return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=replace(option.memory, ahead=0))
+    memory = replace(option.memory, ahead=0, early=0)
+    return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=memory)
 
 
-def _everywhere(problem: StageProblem, choose: Callable[[Sequence[Option]], Option]) -> Solved:
-    usual = LayerChoice(choose(problem.attention), choose(problem.mlp))
-    last = LayerChoice(usual.attention, choose(problem.last_mlp))
-    return Solved((usual,) * (problem.layers - 1) + (last,), problem.in_flight)
+def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
+    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
+    return Solved((*below, LayerChoice(attention, last_mlp)), problem.in_flight)
+
+
+def _halves(problem: StageProblem) -> tuple[tuple[Choices, Half], tuple[Choices, Half], tuple[Choices, Half]]:
+    return (problem.attention, "attention"), (problem.mlp, "mlp"), (problem.last_mlp, "mlp")
+
+
+def _replaying(options: Choices, half: Half, items: tuple[str, ...]) -> Option:
+    return options.replaying(*(item for item in items if item in ITEMS_OF[half]))
+
+
+def _most_replayed(options: Choices) -> list[Option]:
+    most = max(len(option.replay) for option in options)
+    return [option for option in options if len(option.replay) == most]

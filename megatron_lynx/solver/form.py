@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import SECOND_DIGITS, Columns, Floats, Numbers, StageProblem
+from megatron_lynx.solver.problem import SECOND_DIGITS, Columns, Floats, Numbers, StageProblem, unbeaten
 
 
 @dataclass(frozen=True)
@@ -45,65 +46,64 @@ class Form:
         """How many kinds of last MLP halves there are."""
         return len(self.problem.last_mlp.unbeaten)
 
-    def answer(self, usual: int, faster: int, last: int, count: int) -> Solved:
-        """`count` layers of `faster` above those of `usual`, spelt out."""
-        end = LayerChoice(self._layer(faster).attention, self.problem.last_mlp.unbeaten[last])
-        below_last = (self._layer(usual),) * (self.below_last - count) + (self._layer(faster),) * count
-        return Solved((*below_last, end), self.problem.in_flight)
+    def answer(self, below: int, above: int, last: int, count: int) -> Solved:
+        """Spelt out, with `count` layers of `above` (k)."""
+        end = LayerChoice(self._layer(above).attention, self.problem.last_mlp.unbeaten[last])
+        lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
+        return Solved((*lower, end), self.problem.in_flight)
 
-    def exposed_s(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
-        ends_s = self.attention.exposed_s[faster] + self.last.exposed_s[last]
-        seconds = (self.below_last - count) * self.layer_s[usual] + count * self.layer_s[faster] + ends_s
+    def exposed_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
+        ends_s = self.attention.exposed_s[above] + self.last.exposed_s[last]
+        seconds = (self.below_last - count) * self.layer_s[below] + count * self.layer_s[above] + ends_s
         return np.round(seconds, SECOND_DIGITS)
 
-    def resident_bytes(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
-        ends = self.attention.resident[faster] + self.last.resident[last]
-        return ends + (self.below_last - count) * self.layer_resident[usual] + count * self.layer_resident[faster]
+    def resident_bytes(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
+        ends = self.attention.resident[above] + self.last.resident[last]
+        return ends + (self.below_last - count) * self.layer_resident[below] + count * self.layer_resident[above]
 
-    def peak_bytes(self, usual: Numbers, faster: Numbers, last: Numbers, count: Floats) -> Floats:
-        held_below = (self.below_last - count) * self.layer_held[usual]
-        top = self.top(faster, last) + count * self.layer_held[faster] + held_below
-        middle = np.where(count < self.below_last, self.middle(usual, faster, self.below_last - count) + held_below, 0)
-        others = self._others * self.resident_bytes(usual, faster, last, count)
+    def peak_bytes(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
+        held_below = (self.below_last - count) * self.layer_held[below]
+        top = self.top(above, last) + count * self.layer_held[above] + held_below
+        middle = np.where(count < self.below_last, self.middle(below, above, self.below_last - count) + held_below, 0)
+        others = self._others * self.resident_bytes(below, above, last, count)
         return np.ceil(others) + np.maximum(top, middle)
 
-    def top(self, faster: Numbers, last: Numbers) -> Floats:
-        end, behind = self.last, self.attention.held[faster]
-        first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[faster])
-        return np.maximum(first, self._below_end[faster])
+    def top(self, above: Numbers, last: Numbers) -> Floats:
+        end, behind = self.last, self.attention.held[above]
+        first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[above])
+        return np.maximum(first, self._below_end[above])
 
-    def middle(self, usual: Numbers, faster: Numbers, usual_count: Floats) -> Floats:
-        following = self.mlp.ahead[usual]
-        single = np.maximum(self.attention.tail[faster] + following, self._hump[usual])
-        several = self.attention.tail[usual] + following - self.layer_held[usual]
+    def middle(self, below: Numbers, above: Numbers, usual_count: Floats) -> Floats:
+        following = self.mlp.ahead[below]
+        single = np.maximum(self.attention.tail[above] + following, self._hump[below])
+        several = self.attention.tail[below] + following - self.layer_held[below]
         return np.maximum(single, np.where(usual_count > 1, several, single))
 
-    def most(self, usual: Numbers, faster: Numbers, last: Numbers, budget_bytes: float) -> Floats:
-        """The most layers of `faster` for which both lines stay within the budget, with two of `usual` left; 0 if none."""
+    def count(self, below: Numbers, above: Numbers, last: Numbers, budget_bytes: float) -> Floats:
+        """The best k for which both lines stay within the budget, with two of `below` left; 0 if there is none."""
         end = self._others * self.last.resident[last]
-        ends = end + self.top(faster, last), end + self.middle(usual, faster, np.array(2.0))
-        return self._most(usual, faster, ends, budget_bytes, self.below_last - 2)
+        ends = end + self.top(above, last), end + self.middle(below, above, np.array(2.0))
+        return self._count(below, above, ends, budget_bytes, self.below_last - 2)
 
-    def room(self, usual: Numbers, faster: Numbers, budget_bytes: float) -> Floats:
-        """No more layers of `faster` than this fit, whatever the last MLP half is, with one of `usual` left; 0 if none."""
-        end = self._others * self.last.resident
-        ends = self._least_top[faster], end.min() + self.middle(usual, faster, np.array(1.0))
-        return self._most(usual, faster, ends, budget_bytes, self.below_last - 1)
+    def count_at_best(self, below: Numbers, above: Numbers, budget_bytes: float) -> Floats:
+        """No better k than this fits, whatever the last MLP half is, with one of `below` left; 0 if there is none."""
+        ends = self._least_top[above], (self._others * self.last.resident).min() + self.middle(below, above, np.array(1.0))
+        return self._count(below, above, ends, budget_bytes, self.below_last - 1)
 
-    def _most(self, usual: Numbers, faster: Numbers, ends: tuple[Floats, Floats], budget_bytes: float, limit: int) -> Floats:
-        """From both lines' parts that depend on the last MLP half."""
-        below = self.below_last * (self._others * self.layer_resident[usual] + self.layer_held[usual])
-        none = below + self._others * self.attention.resident[faster]
-        step = self._others * (self.layer_resident[faster] - self.layer_resident[usual]) - self.layer_held[usual]
+    def _count(self, below: Numbers, above: Numbers, ends: tuple[Floats, Floats], budget_bytes: float, limit: int) -> Floats:
+        """The most layers of `above` where they are faster, else the fewest. `ends`: what of both lines depends on Z."""
+        held = self._others * self.layer_resident + self.layer_held
+        none = self.below_last * held[below] + self._others * self.attention.resident[above]
+        step = self._others * self.layer_resident[above] - held[below]
         least, most = np.ones_like(none), np.full_like(none, limit)
-        for end, slope in zip(ends, (step + self.layer_held[faster], step), strict=True):
+        for end, slope in zip(ends, (step + self.layer_held[above], step), strict=True):
             room = budget_bytes - (none + end)
             with np.errstate(divide="ignore", invalid="ignore"):
                 crossing = room / slope
             most = np.where(slope > 0, np.minimum(most, np.floor(crossing)), most)
             least = np.where(slope < 0, np.maximum(least, np.ceil(crossing)), least)
             most = np.where((slope == 0) & (room < 0), 0, most)
-        return np.where(most >= least, most, 0)
+        return np.where(most < least, 0, np.where(self.layer_s[above] <= self.layer_s[below], most, least))
 
     @property
     def _others(self) -> float:
@@ -131,6 +131,12 @@ class Form:
     @property
     def last(self) -> Columns:
         return self.problem.last_mlp.unbeaten.columns
+
+    @cached_property
+    def lower(self) -> NDArray[np.intp]:
+        """Numbers of the layers that may be worth having below others: those that no other one beats there."""
+        tail, ahead = self.attention.tail, self.mlp.ahead
+        return unbeaten((self.layer_s, self.layer_resident, self.layer_held, self._hump, tail, ahead))
 
     @cached_property
     def layer_s(self) -> Floats:

@@ -3,10 +3,12 @@
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y           attention as the layer below, last MLP half Z
 
-X, Y and Z run over every choice that no other one beats, Y over those faster than X; k is the most layers of Y that fit.
+X, Y and Z run over every choice that no other one beats. Where Y is faster than X, k is the most layers of Y that fit, else the
+fewest: halves that need little while their backward runs belong on top, where most is held, be they kept or replayed late.
 Exact among answers of this form, by enumeration, and deterministic:
 
-    with a budget     least exposed seconds, then least peak, then fewest resident bytes
+    with a budget     least exposed seconds, then least peak, then fewest resident bytes; layers of two kinds are only looked at
+                      where they could be faster than layers of one
     without one       least peak, then least exposed seconds, then fewest resident bytes; all layers alike, and every replay
                       in the window of its backward that hides most of it: memory is not saved by leaving windows empty
 The last tie goes to the choice that comes first in the problem. More budget allows every answer that less allows, so it never
@@ -29,7 +31,7 @@ from megatron_lynx.solver.form import Form
 from megatron_lynx.solver.problem import Floats, StageProblem
 
 ROUNDED_S = 1e-11
-"""More than rounding seconds can change."""
+"""No less than what rounding seconds can change."""
 
 BATCH = 128
 """Pairs that are priced at once."""
@@ -42,19 +44,19 @@ class _Candidates:
     """Answers of a form: X, Y, Z and k of each."""
 
     form: Form
-    usual: NDArray[np.intp]
-    faster: NDArray[np.intp]
+    below: NDArray[np.intp]
+    above: NDArray[np.intp]
     last: NDArray[np.intp]
     count: Floats
 
     def priced(self, cost: Callable[..., Floats]) -> Floats:
-        return cost(self.usual, self.faster, self.last, self.count)
+        return cost(self.below, self.above, self.last, self.count)
 
     def where(self, chosen: Any) -> _Candidates:
-        return _Candidates(self.form, self.usual[chosen], self.faster[chosen], self.last[chosen], self.count[chosen])
+        return _Candidates(self.form, self.below[chosen], self.above[chosen], self.last[chosen], self.count[chosen])
 
     def first(self) -> Solved:
-        return self.form.answer(int(self.usual[0]), int(self.faster[0]), int(self.last[0]), int(self.count[0]))
+        return self.form.answer(int(self.below[0]), int(self.above[0]), int(self.last[0]), int(self.count[0]))
 
 
 def solve(problem: StageProblem) -> Solved:
@@ -85,12 +87,12 @@ def _uniform(form: Form) -> _Candidates:
 
 
 def _mixed(form: Form, uniform: _Candidates, budget_bytes: int) -> Iterator[_Candidates]:
-    """For every X, Y and Z the most layers of Y that fit, as long as that could be as fast as the best answer so far."""
+    """Every X, Y and Z with the best k that fits, as long as that could be faster than the best answer so far."""
     if form.below_last < 2:
         return
     best_s = _least_s(uniform, budget_bytes)
     pairs, bounds_s = _promising(form, best_s, budget_bytes)
-    while len(pairs) and bounds_s[0] <= best_s + ROUNDED_S:
+    while len(pairs) and bounds_s[0] < best_s - ROUNDED_S:
         for candidates in _with_every_last(form, pairs[:BATCH], budget_bytes):
             best_s = min(best_s, _least_s(candidates, budget_bytes))
             yield candidates
@@ -98,24 +100,23 @@ def _mixed(form: Form, uniform: _Candidates, budget_bytes: int) -> Iterator[_Can
 
 
 def _promising(form: Form, best_s: float, budget_bytes: int) -> tuple[NDArray[np.intp], Floats]:
-    """Pairs of X and a faster Y, numbered, with the least that they could expose whatever Z is, where that could be best."""
-    usual, faster = np.divmod(np.arange(form.layers**2), form.layers)
-    pairs = np.flatnonzero(form.layer_s[faster] < form.layer_s[usual])
-    usual, faster = usual[pairs], faster[pairs]
-    room = form.room(usual, faster, budget_bytes)
-    bounds_s = form.exposed_s(usual, faster, int(form.last.exposed_s.argmin()), room)
-    promising = np.flatnonzero((room > 0) & (bounds_s <= best_s + ROUNDED_S))
-    ordered = promising[np.argsort(bounds_s[promising], kind="stable")]
-    return pairs[ordered], bounds_s[ordered]
+    """Pairs of X and Y, numbered, with the least that they could expose whatever Z is, where that could be best."""
+    below, above = form.lower[:, None], np.arange(form.layers)[None, :]
+    count = form.count_at_best(below, above, budget_bytes)
+    bounds_s = form.exposed_s(below, above, int(form.last.exposed_s.argmin()), count)
+    rows, columns = np.nonzero((below != above) & (count > 0) & (bounds_s < best_s - ROUNDED_S))
+    ordered = np.argsort(bounds_s[rows, columns], kind="stable")
+    rows, columns = rows[ordered], columns[ordered]
+    return form.lower[rows] * form.layers + columns, bounds_s[rows, columns]
 
 
 def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: int) -> Iterator[_Candidates]:
-    """As many layers of Y as fit with two of X left, and with one."""
+    """The best count with at least two layers of X left, and the one that leaves one."""
     pair, last = np.divmod(np.arange(len(pairs) * form.lasts), form.lasts)
-    usual, faster = np.divmod(pairs[pair], form.layers)
-    most = form.most(usual, faster, last, budget_bytes)
-    yield _Candidates(form, usual, faster, last, most).where(most > 0)
-    yield _Candidates(form, usual, faster, last, np.full(len(last), form.below_last - 1.0))
+    below, above = np.divmod(pairs[pair], form.layers)
+    count = form.count(below, above, last, budget_bytes)
+    yield _Candidates(form, below, above, last, count).where(count > 0)
+    yield _Candidates(form, below, above, last, np.full(len(last), form.below_last - 1.0))
 
 
 def _least_s(candidates: _Candidates, budget_bytes: int) -> float:
@@ -124,9 +125,9 @@ def _least_s(candidates: _Candidates, budget_bytes: int) -> float:
 
 
 def _joined(candidates: Sequence[_Candidates]) -> _Candidates:
-    columns = ([getattr(one, name) for one in candidates] for name in ("usual", "faster", "last", "count"))
-    usual, faster, last, count = (np.concatenate(column) for column in columns)
-    return _Candidates(candidates[0].form, usual, faster, last, count)
+    columns = ([getattr(one, name) for one in candidates] for name in ("below", "above", "last", "count"))
+    below, above, last, count = (np.concatenate(column) for column in columns)
+    return _Candidates(candidates[0].form, below, above, last, count)
 
 
 def _time_first(candidates: _Candidates, budget_bytes: int) -> Iterator[Solved]:

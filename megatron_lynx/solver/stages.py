@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.layer import LayerShape, replayed_items
+from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.solver import baselines
-from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
+from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 NOTHING_FITS = "no plan fits the budget"
 
-ATTENTION: Half = "attention"
-MLP: Half = "mlp"
 
 STEPS = 20
 """A share is sought in twentieths."""
@@ -194,24 +191,10 @@ def _solved(job: Job, problem: StageProblem) -> Solved:
     """What a policy makes of layers. Stock's replay on demand, as stock does."""
     if job.policy == "planned":
         return solve(problem)
-    answer = _replaying(job, problem)
+    answer = baselines.of_policy(problem, job.policy)
     if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)
     return answer
-
-
-def _replaying(job: Job, problem: StageProblem) -> Solved:
-    if job.policy == "none":
-        return baselines.keep_all(problem)
-    if job.policy == "full":
-        return baselines.on_demand(baselines.replay_all(problem))
-    items = replayed_items(job.policy)
-    attention, mlp, last_mlp = (
-        choices.replaying(*(item for item in items if item in ITEMS_OF[half]))
-        for choices, half in ((problem.attention, ATTENTION), (problem.mlp, MLP), (problem.last_mlp, MLP))
-    )
-    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
-    return Solved((*below, LayerChoice(attention, last_mlp)), problem.in_flight)
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:

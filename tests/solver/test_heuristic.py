@@ -80,14 +80,12 @@ def test_as_good_as_every_answer_of_its_form(problem):
 
 
 def answers_of_the_form(problem):
-    """Every X below every faster Y, by the definition in the solver's docstring."""
+    """Every X below every Y, by the definition in the solver's docstring."""
     some = [LayerChoice(*halves) for halves in product(problem.attention[::2], problem.mlp[::2])]
-    for usual, faster, last, count in product(some, some, problem.last_mlp, range(problem.layers)):
-        if count and faster.exposed_s >= usual.exposed_s:
-            continue
-        top = faster if count else usual
-        below = (usual,) * (problem.layers - 1 - count) + (faster,) * count
-        yield Solved((*below, LayerChoice(top.attention, last)), problem.in_flight)
+    for below, above, last, count in product(some, some, problem.last_mlp, range(problem.layers)):
+        top = above if count else below
+        layers = (below,) * (problem.layers - 1 - count) + (above,) * count
+        yield Solved((*layers, LayerChoice(top.attention, last)), problem.in_flight)
 
 
 @random_problems
