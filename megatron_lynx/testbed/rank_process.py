@@ -49,12 +49,14 @@ def prepare(store: list[Any]) -> int:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
+    from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
     # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         stand_in_for_cuda()
+        stand_in_for_missing_modules()
     # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if os.environ["RANK"] != "0":

@@ -67,7 +67,7 @@ def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
 
     training = trained(job)
     one_step(training)  # of stock, which itself leaves traces the first time
-    attributes = Attributes(training.chunks[0])
+    attributes = Attributes(torch.nn.ModuleList(training.chunks))
     seen = {}
     installation = install(training.chunks, plan)
     seen["claimed"] = sorted(hook.claim.where for hook in installation.hooks)
@@ -76,7 +76,7 @@ def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
     installation.remove()
     installation.remove()
     seen["removed"] = attributes.changed()
-    with install(training.chunks[0], plan):
+    with install(training.chunks if job.chunks > 1 else training.chunks[0], plan):
         one_step(training)
     seen["context left"] = attributes.changed()
     with suppress(KeyError), install(training.chunks, plan):
@@ -280,3 +280,20 @@ def compare_with_stock_of_release(rank: int, job: Job, plans: list[Plan]) -> tup
     from megatron.core import __version__
 
     return __version__, compare_with_stock(rank, job, plans, Trial())
+
+
+def tensors_left_on_layers(rank: int, job: Job, plan: Plan) -> list[str]:
+    """What layers hold after a planned step beside their parameters, as an attribute or on an object that is one."""
+    from megatron_lynx.apply import install
+
+    training = trained(job)
+    with install(training.chunks, plan):
+        one_step(training)
+        layers = training.chunks[0].decoder.layers
+        return [
+            f"{number}.{name}"
+            for number, layer in enumerate(layers)
+            for name, value in vars(layer).items()
+            if not name.startswith("_")
+            and any(isinstance(held, torch.Tensor) for held in [value, *getattr(value, "__dict__", {}).values()])
+        ]

@@ -30,6 +30,7 @@ FEATURES = {
     "fp8": "e4m3",
     "fp4": "e2m1",
     "inference_fuse_tp_communication": True,
+    "experimental_attention_variant": "gated_delta_net",
     "cuda_graph_impl": "local",
 }
 
@@ -71,7 +72,6 @@ def test_stock_recomputation(pool_of, granularity):
         (on_ranks.other_classes, ["layer 1", "layer 2.linear_fc1"]),
         (on_ranks.twice, ["model"]),
         (on_ranks.without_decoder, ["model"]),
-        (partial(on_ranks.rename_release, version="0.99.1"), ["megatron.core"]),
         (
             on_ranks.rewrite_function,
             ["megatron.core.transformer.mlp:MLP.forward", "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"],
@@ -83,6 +83,17 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     [refusal] = refused(pool_of, tiny_job(), spoil)
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
     assert refusal.places == places
+
+
+def test_an_unknown_release(pool_of):
+    """It is said what moved since the nearest one that is known."""
+    [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.rename_release, version="0.99.1"))
+    assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
+    first, *moved = refusal.places
+    assert first == "megatron.core"
+    assert "megatron.core.pipeline_parallel.schedules:backward_step" in moved
+    assert "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops" not in moved, "it reads the same in all of them"
+    assert "what moved since 0.19" in str(refusal.error)
 
 
 def test_context_parallelism(pool_of):
@@ -124,6 +135,34 @@ def test_a_plan_with_other_stages(pool_of):
     refusals = refused(pool_of, job, None, type(plan_of(job)).model_validate(plan))
     assert [refusal.places for refusal in refusals] == [["plan: stages.0.layers"], ["plan: stages.1.layers"]]
     assert {type(refusal.error) for refusal in refusals} == {PlanMismatch}
+
+
+PLAIN = tiny_job(pipeline=2, microbatches=4)
+INTERLEAVED = tiny_job(pipeline=2, layers_per_chunk=1, microbatches=4)
+
+
+@pytest.mark.parametrize(("job", "other"), [(PLAIN, INTERLEAVED), (INTERLEAVED, PLAIN)], ids=lambda job: f"{job.chunks} chunks")
+def test_a_plan_for_another_number_of_chunks(pool_of, job, other):
+    for refusal in refused(pool_of, job, None, plan_of(other)):
+        assert (type(refusal.error), refusal.places) == (PlanMismatch, ["plan: parallel.chunks"])
+        assert f"found {other.chunks}, needed {job.chunks}" in str(refusal.error)
+
+
+def test_a_plan_with_other_chunks(pool_of):
+    """Same model, same layout, the layers cut elsewhere."""
+    job, other = (tiny_job(pipeline=2, layers=6, partition=cut, microbatches=4) for cut in ((2, 1, 1, 2), (1, 2, 2, 1)))
+    places = [[f"plan: stages.{at}.layers" for at in (stage, stage + 2)] for stage in range(2)]
+    assert [refusal.places for refusal in refused(pool_of, job, None, plan_of(other))] == places
+
+
+def test_groups_in_which_gradients_come_early(pool_of):
+    """Only the last stage can tell; it says both numbers."""
+    spoil = partial(on_ranks.set_config, microbatch_group_size_per_vp_stage=4)
+    first, last = pool_of(2).run(on_ranks.refused, INTERLEAVED, plan_of(INTERLEAVED), spoil)
+    assert first.error is None
+    assert (type(last.error), last.changed, last.places) == (HookRefused, [], ["plan: stages.1.windows"])
+    assert "in groups of 4 micro-batches" in str(last.error)
+    assert "groups of 2" in str(last.error)
 
 
 # --- while a plan is in force --------------------------------------------------------------------------------------------

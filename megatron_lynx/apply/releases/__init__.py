@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from megatron_lynx.apply.releases.core_0_15 import CORE_0_15
 from megatron_lynx.apply.releases.core_0_16 import CORE_0_16
+from megatron_lynx.apply.releases.core_0_17 import CORE_0_17
+from megatron_lynx.apply.releases.core_0_18 import CORE_0_18
+from megatron_lynx.apply.releases.core_0_19 import CORE_0_19
 from megatron_lynx.apply.releases.release import Release, fingerprint
 from megatron_lynx.errors import HookRefused, Problem
 
-KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16)}
+KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}
 
 
 def installed_version() -> str:
@@ -18,15 +21,28 @@ def installed_version() -> str:
 
 
 def present_release() -> Release:
-    """The table for the megatron-core that is imported. Raises `HookRefused` for a release that is not known."""
+    """The table for the megatron-core that is imported.
+
+    Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
+    """
     version = installed_version()
-    release = KNOWN.get(".".join(version.split(".")[:2]))
+    release = KNOWN.get(_minor(version))
     if release is None:
-        raise HookRefused(
-            "this release of megatron-core is not known",
-            [Problem("megatron.core", version, f"one of {', '.join(f'{known}.x' for known in KNOWN)}", "install one of these")],
-        )
+        nearest = min(KNOWN.values(), key=lambda known: abs(_number(known.version) - _number(version)))
+        needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
+        todo = f"install one of these; what moved since {nearest.version} follows"
+        unknown = Problem("megatron.core", version, needed, todo)
+        raise HookRefused("this release of megatron-core is not known", [unknown, *nearest.stale()])
     return release
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _number(version: str) -> int:
+    major, minor = _minor(version).split(".")
+    return 1000 * int(major) + int(minor)
 
 
 __all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "present_release"]

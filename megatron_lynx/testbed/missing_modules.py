@@ -1,0 +1,121 @@
+"""Modules that Megatron imports and a machine without a GPU has not.
+
+    imported                                         answered by
+    Apex's fused norm                                torch's; without it the local layers refuse sequence parallelism
+    fused kernels (nvcc), modules that import        modules whose functions do nothing: training without experts calls none
+      triton without looking whether it is there
+    the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
+    typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
+
+Found by removing each alone and running megatron-core and the scripts of 0.16 to 0.19 on a CPU. What is installed is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import typing
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_lynx.testbed.cpu_device import StandIn, ignore, replace
+
+APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
+HELPER = "megatron.core.datasets.helpers_cpp"
+FUSED_KERNELS = "megatron.legacy.fused_kernels"
+"""Compiled with nvcc when 0.16 starts."""
+
+UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
+"""In a module that does not look whether triton is there."""
+
+
+def stand_in_for_missing_modules(*, apex: bool = False) -> StandIn:
+    """Answer Megatron's imports until the returned handle is removed. To be in place before Megatron is imported.
+
+    `apex`: Apex's norm as well, which scripts build their layers with. (The testbed's own models bring a norm.)
+    """
+    undo = ExitStack()
+    if not hasattr(typing, "override"):
+        replace(undo, typing, "override", unchanged)
+    finder = Answers(apex)
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)
+    return StandIn(undo)
+
+
+class FusedLayerNorm:
+    """Apex's function, as far as Megatron's FusedLayerNorm calls it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: float) -> None:
+        """Only its parameters are looked at: this one has no `memory_efficient`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Sequence[int], eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(input, shape, weight, bias, eps)
+
+
+class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what is missing, and nothing else."""
+
+    def __init__(self, apex: bool) -> None:
+        self._apex = APEX if apex and importlib.util.find_spec("apex") is None else ()
+        self._no_triton = importlib.util.find_spec("triton") is None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name in self._apex:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name != APEX[-1])
+        if not name.startswith("megatron.") or not path:
+            return None
+        folder = Path(next(iter(path)))
+        if name == HELPER:
+            return helper_spec(folder)
+        if name == FUSED_KERNELS or (self._no_triton and _needs_triton(folder / f"{name.rpartition('.')[2]}.py")):
+            return importlib.machinery.ModuleSpec(name, self)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name) if spec.name in APEX else Inert(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == APEX[-1]:
+            module.FusedLayerNormAffineFunction = FusedLayerNorm  # type: ignore[attr-defined]
+
+
+def _needs_triton(source: Path) -> bool:
+    return source.is_file() and UNGUARDED.search(source.read_text(encoding="utf-8")) is not None
+
+
+class Inert(ModuleType):
+    """A module in which every function exists and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ignore
+
+
+def helper_spec(folder: Path) -> importlib.machinery.ModuleSpec | None:
+    """The dataset helper of the installed megatron-core, for a tree whose source of it is the same."""
+    try:
+        installed = Path(str(importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    built = next(iter(installed.glob("helpers_cpp*.so")), None)
+    if built is None or (installed / "helpers.cpp").read_bytes() != (folder / "helpers.cpp").read_bytes():
+        return None
+    return importlib.util.spec_from_file_location(HELPER, built)
+
+
+def unchanged(function: Any) -> Any:
+    return function

@@ -1,0 +1,101 @@
+"""Other releases of megatron-core, smoke-tested. Each comes first on the ranks' import path, and equals itself under a plan.
+
+`make test` puts them into build/megatron-core-0.NN and sets MEGATRON_CORE_0_NN_DIR. Wheels from 0.17 on are for Python 3.12,
+but what is needed of them is Python alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..transparency.plans import plan_for, replayable
+from . import on_ranks
+
+RELEASES = ("0.15", "0.17", "0.18", "0.19")
+
+NEW = {
+    "0.17": {"fused_residual_rmsnorm": True},
+    "0.18": {
+        "use_transformer_engine_op_fuser": True,
+        "use_grouped_gemm_for_dense_mlp": True,
+        "mlp_chunks_for_training": 2,
+    },
+    "0.19": {"gtp_weight_remat_size": 2},
+}
+"""What came with a release and works against a plan."""
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
+    variable = f"MEGATRON_CORE_{release.replace('.', '_')}_DIR"
+    folder = Path(os.environ.get(variable, "")).resolve()
+    if not (folder / "megatron" / "core").is_dir():
+        pytest.skip(f"no megatron-core {release} in {folder} ({variable}; `make test` downloads it where it can)")
+    path = os.pathsep.join([str(folder), *(entry or os.getcwd() for entry in sys.path)])
+    pools: dict[int, RankPool] = {}
+
+    def pool(ranks: int) -> RankPool:
+        return pools.setdefault(ranks, RankPool(ranks, env={"PYTHONPATH": path}))
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "microbatches": 4}], ids=str
+)
+def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
+    job = tiny_job("gpt", **layout)
+    plans = [
+        plan_for(job, lambda _: replayable(job), windows=False),
+        plan_for(job, lambda _: replayable(job)),
+        plan_for(job, lambda _: replayable(job, gather=True)),
+    ]
+    for rank, (version, outcomes) in enumerate(pool_on(job.gpus).run(on_ranks.compare_with_stock_of_release, job, plans)):
+        assert version.startswith(f"{release}.")
+        for outcome in outcomes:
+            assert outcome.differing == []
+            assert outcome.planned.frames_left == 0
+        on_demand, ahead, _ = (outcome.planned.counts[-1] for outcome in outcomes)
+        assert (on_demand.hidden, on_demand.replayed) == (0, ahead.replayed)
+        assert ahead.hidden > 0 or rank == job.parallel.pipeline - 1 > 0, "only a last stage without collectives has no window"
+
+
+def test_a_run_is_refused_there_too(pool_on):
+    """Fields of TransformerConfig differ by release; what this one has is found."""
+    job = tiny_job()
+    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: replayable(job)), on_ranks.rewrite_function)
+    assert [place.rpartition(":")[2] for place in refusal.places] == ["MLP.forward", "_batched_p2p_ops"]
+    assert refusal.changed == []
+
+
+def test_what_a_release_brought_is_refused(pool_on, release):
+    features = {name: value for since, fields in NEW.items() if since <= release for name, value in fields.items()}
+    if not features:
+        pytest.skip(f"nothing of that kind came with {release}")
+    job = tiny_job()
+    spoil = partial(on_ranks.set_config, **features)
+    [refusal] = pool_on(1).run(on_ranks.refused, job, plan_for(job, lambda _: replayable(job)), spoil)
+    assert {*refusal.places} == {f"config.{name}" for name in features}
+
+
+def test_no_tensor_stays_on_a_layer(pool_on):
+    """Since 0.19 the MLP half keeps its input on the layer until it ends. A replay ends before: one tensor per layer stayed."""
+    job = tiny_job()
+    [left] = pool_on(1).run(on_ranks.tensors_left_on_layers, job, plan_for(job, lambda _: replayable(job)))
+    assert left == []
