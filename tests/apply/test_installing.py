@@ -10,7 +10,9 @@ from ..transparency.plans import plan_for, replayable
 from . import on_ranks
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "layers_per_chunk": 1}], ids=str
+)
 def test_removal_restores_the_identical_objects(pool_of, layout):
     job = tiny_job("gpt", **layout)
     plan = plan_for(job, lambda _: replayable(job, gather=True))
