@@ -170,8 +170,19 @@ _FEATURES = {
     "fp8": "--fp8-format: Transformer Engine layers are not held yet",
     "fp4": "--fp4-format: Transformer Engine layers are not held yet",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
+    "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",
+    "use_grouped_gemm_for_dense_mlp": "--use-grouped-gemm-for-dense-mlp: the MLP's linears are not called one by one",
+    "experimental_attention_variant": "--experimental-attention-variant: its projections are not sites",
 }
 """Config fields that must be off, and what to drop."""
+
+
+_ONE = {
+    "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards: weights are gathered by collectives of their own",
+}
+"""Config fields that must be 1 where a release has them, and what to drop."""
 
 
 def _features(run: LiveRun) -> Iterator[Problem]:
@@ -179,6 +190,10 @@ def _features(run: LiveRun) -> Iterator[Problem]:
         value = getattr(run.config, name, None)
         if value:
             yield Problem(f"config.{name}", str(value), "off under a plan", f"drop {drop}")
+    for name, drop in _ONE.items():
+        value = getattr(run.config, name, 1)
+        if value != 1:
+            yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")
     graphs = getattr(run.config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         yield Problem(
