@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lynx.config import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
-from megatron_lynx.cost.stage_memory import chunk_bytes, stage_memory
+from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -88,6 +90,34 @@ def test_the_first_share_offloaded_frees_next_to_nothing(stage: int) -> None:
 def test_few_chunks_in_flight_are_not_offloaded() -> None:
     job = priced(tiny_job(pipeline=4, microbatches=8))
     assert stage_memory(job, 0, 1.0) == stage_memory(job, 0)
+
+
+LAYOUTS = st.tuples(
+    st.sampled_from([("gpt-22b", 48), ("llama2-70b", 80), ("llama-7b", 32)]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(LAYOUTS, st.floats(0, 1), st.floats(0, 1))
+def test_more_offloaded_is_less_held_and_more_replayed_is_less_kept(layout, one: float, other: float) -> None:
+    """Whatever the layout; and a stage asked for alone is the one among all."""
+    (model, layers), tensor, context, pipeline, chunks = layout
+    parallel = {"tensor": tensor, "context": context, "pipeline": pipeline, "sequence_parallel": tensor > 1}
+    if pipeline > 1:
+        parallel["layers_per_chunk"] = layers // (pipeline * chunks)
+    gpus = tensor * context * pipeline * 2
+    plain = catalogued_job(model, gpus=gpus, batch=2 * pipeline, parallel=parallel)
+    jobs = [priced(plain, policy) for policy in ("none", "selective", "balanced", "full")]
+    for job in jobs:
+        less, more = (memory_of_stages(job, ratio) for ratio in sorted((one, other)))
+        assert all(held.total >= left.total for held, left in zip(less, more, strict=True))
+        assert less == tuple(stage_memory(job, stage, min(one, other)) for stage in range(pipeline))
+    kept = [[memory.activations for memory in memory_of_stages(job)] for job in jobs]
+    assert all(none >= max(selective, balanced) >= full for none, selective, balanced, full in zip(*kept, strict=True))
 
 
 def test_every_byte_of_the_total_is_named() -> None:
