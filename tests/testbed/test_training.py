@@ -54,7 +54,7 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(pool_of):
 def test_layouts_are_one_model(pool_of, like):
     """Weights are drawn by global name, so without dropout every layout computes the same loss, up to rounding."""
     losses = []
-    for layout in LAYOUTS:
+    for layout in [*LAYOUTS, {"pipeline": 2, "partition": (3, 1)}, {"pipeline": 2, "layers_per_chunk": 1}]:
         job = tiny_job(like, attention_dropout=0.0, hidden_dropout=0.0, **{**layout, "microbatches": 2})
         losses.append(torch.stack(pool_of(job.gpus).run(on_ranks.first_losses, job)[-1]))
     assert losses[0][0] == pytest.approx(math.log(64), rel=0.1)
