@@ -204,7 +204,7 @@ def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Traine
 
 
 def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> dict[str, Any]:
-    """Some batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`."""
+    """Three batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
@@ -231,7 +231,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
     schedules.backward_step = backward if too_early else backward_step
     try:
         seed_random_numbers(7)
-        double_buffered(job, how, training, range(4), run, pipeline)
+        double_buffered(job, how, training, range(3), run, pipeline)
     finally:
         schedules.backward_step = backward_step
     return {
