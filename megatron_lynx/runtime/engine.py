@@ -308,8 +308,9 @@ class Engine:
             pending.clear()
             if micro_batch is None:
                 return wait()
-            self._fetch_coming()
-            return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
+            with self._aborting():
+                self._fetch_coming()
+                return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
 
         return [WindowedWork(work, window) for work in works]
 

@@ -53,6 +53,8 @@ class Copy(ABC):
         self.owner = owner
         self.bytes = size_bytes
         self.error: BaseException | None = None
+        self.broken_by: Copy | None = None
+        """The copy that failed, where it is one that this one came behind."""
 
     @property
     @abstractmethod
@@ -100,7 +102,9 @@ class Copier(ABC):
     def check(self, copy: Copy) -> None:
         """Raises `OffloadError` for a copy that is known to have failed."""
         if copy.error is not None:
-            raise failed(copy.direction, copy.owner, copy.bytes, copy.error) from copy.error
+            # A new error each time: the traceback of one that is kept would keep the step's graph, and that graph the copy.
+            broken = copy.broken_by or copy
+            raise failed(broken.direction, broken.owner, broken.bytes, copy.error) from copy.error
 
 
 def failed(direction: Direction, owner: Owner, size_bytes: int, error: BaseException) -> OffloadError:
@@ -229,6 +233,7 @@ class _ThreadCopy(Copy):
         for before in self._after:
             before.wait()  # [2]
             if before.error is not None:
+                self.broken_by = before.broken_by or before
                 raise before.error
         if self.cancelled:
             raise RuntimeError("the step had failed before")

@@ -67,8 +67,8 @@ def test_an_error_names_stage_micro_batch_and_bytes(copiers: tuple[ThreadCopier,
     out.move = breaking
     leaving = out.start(filled(0), filled(3), OWNER)
     coming = back.start(filled(0), filled(0), OWNER, after=(leaving,))
-    for copier, copy, words in ((out, leaving, "to the host"), (back, coming, "back from the host")):
-        with pytest.raises(OffloadError, match=words) as raised:
+    for copier, copy in ((out, leaving), (back, coming)):
+        with pytest.raises(OffloadError, match="copying activations to the host failed") as raised:
             copier.wait(copy)
         assert raised.value.problems[0].where == "stage 1, chunk 0, micro-batch 7 of this run, 4096 bytes"
         assert "MemoryError: no pages left" in raised.value.problems[0].found

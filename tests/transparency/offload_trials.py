@@ -1,0 +1,163 @@
+"""What one rank does where an offload trial is more than a training beside stock's. Runs inside `RankPool`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+
+@dataclass
+class Failed:
+    """A step whose copy failed, and what came behind it."""
+
+    error: str = ""
+    left: list[str] = field(default_factory=list)
+    busy: bool = False
+    threads: list[str] = field(default_factory=list)
+    equal_afterwards: bool = False
+    """Whether stock's gradients are what they were before, when the plan was removed."""
+
+
+def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
+    """The first stage's last copies fail, in its last backward: nobody waits for what it would have sent."""
+    import threading
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.errors import OffloadError
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, initialise, seed_random_numbers, synthetic_batches
+
+    initialise(job)
+    training, result = Training(job, build_model(job), optimizer=None), Failed()
+
+    def step() -> dict[str, Tensor]:
+        seed_random_numbers(7)
+        training.step(synthetic_batches(job))
+        return training.gradients()
+
+    before = step()
+    installation = install(training.chunks, plan)
+    if rank == 0:
+        _break_last(installation.engine.offloader, direction, job.microbatches - 1)
+    try:
+        step()
+    except OffloadError as error:
+        result.error = str(error)
+    gc.collect()
+    result.left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
+    result.busy = installation.engine.busy
+    installation.remove()
+    result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
+    after = step()
+    result.equal_afterwards = all(torch.equal(after[name], gradient) for name, gradient in before.items())
+    return result
+
+
+def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
+    """Copies of this micro-batch raise."""
+    copier = offloader.out if direction == "offload" else offloader.back
+    start = copier.start
+
+    def breaking(target: Tensor, source: Tensor) -> None:
+        raise OSError("the link is down")
+
+    def starting(target: Tensor, source: Tensor, owner: Any, after: Any = ()) -> Any:
+        if owner.micro_batch == micro_batch:
+            copier.move = breaking
+        return start(target, source, owner, after)
+
+    copier.start = starting
+
+
+@dataclass
+class Reshaped:
+    """Steps of several shapes under one plan."""
+
+    equal: list[bool] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+    logged: list[list[str]] = field(default_factory=list)
+
+
+def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
+    """One step of each job, with the model of the first: stock, then all of them under the plan."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import gradients, initialise, seed_random_numbers, synthetic_batches, train_step
+
+    initialise(jobs[0])
+    chunks = build_model(jobs[0])
+
+    def step(job: Job) -> dict[str, Tensor]:
+        seed_random_numbers(7)
+        train_step(chunks, None, job, synthetic_batches(job))
+        return gradients(chunks)
+
+    stock = [step(job) for job in jobs]
+    result, said = Reshaped(), _Said()
+    logging.getLogger("megatron_lynx.runtime.host_pool").addHandler(said)
+    with install(chunks, plan) as installation:
+        for job, expected in zip(jobs, stock, strict=True):
+            found = step(job)
+            result.equal.append(all(torch.equal(found[name], gradient) for name, gradient in expected.items()))
+            result.host_bytes.append(installation.engine.take_counts().host_bytes)
+            result.logged.append(said.take())
+    logging.getLogger("megatron_lynx.runtime.host_pool").removeHandler(said)
+    return result
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        messages, self._messages = self._messages, []
+        return messages
+
+
+def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
+    """Live activation bytes at the end of every forward of one counted step, under each plan, after a warm-up.
+
+    Copies to the host are waited for before each mark, so that what is counted does not depend on how fast they are.
+    """
+    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    remember_blocks()
+    return [_bytes_at_marks(job, plan) for plan in plans]
+
+
+def _bytes_at_marks(job: Job, plan: Plan) -> list[int]:
+    from megatron_lynx.apply import install
+    from megatron_lynx.measure.memory import count_step
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+
+    training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
+    with install(training.chunks, plan) as installation:
+        training.step(batches)
+
+        def step(meter: Any) -> None:
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                result = forward_step(*args, **kwargs)
+                if installation.engine.offloader is not None:
+                    installation.engine.offloader.out.drain()
+                    installation.engine.offloader.settle()
+                meter.mark("forward")
+                return result
+
+            run_schedule(training.chunks, job, batches, forward_step_func=marked)
+
+        return [mark.bytes for mark in count_step(step, "cpu", training.parameters().values()).marks]
