@@ -7,8 +7,8 @@ full        everything that can be replayed, on demand
 block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
 They are what *our* runtime makes of these policies. It never runs a row-parallel GEMM and its reduction again, and keeps the
-input of both halves of a layer, so its `full` is faster than stock's and holds more. Code between sites on the way to what is replayed
-runs again, so `selective` replays the rotary embedding with the core attention.
+input of both halves of a layer, so its `full` is faster than stock's and holds more. Code between sites on the way to what is
+replayed runs again, so `selective` replays the rotary embedding with the core attention.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def keep_all(problem: StageProblem) -> Solved:
 def replay_all(problem: StageProblem) -> Solved:
     """Everything replayable replayed, each half in the window of its backward that hides most of it."""
     last_mlp = min(_most_replayed(problem.last_mlp), key=lambda option: option.exposed_s)
-    first = (_most_replayed(options.best_seated)[0] for options in (problem.attention, problem.mlp))
-    return _everywhere(problem, *first, last_mlp)
+    attention, mlp = (_most_replayed(options.best_seated)[0] for options in (problem.attention, problem.mlp))
+    return _everywhere(problem, attention, mlp, last_mlp)
 
 
 def on_demand(solved: Solved) -> Solved:

@@ -36,7 +36,8 @@ ROUNDED_S = 1e-11
 BATCH = 128
 """Pairs that are priced at once."""
 
-MOST_BYTES = 2**60
+MOST_BYTES = 10**100
+"""A budget beyond this is as good as this one."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def solve(problem: StageProblem) -> Solved:
         return least_memory(seated)
     form = Form(problem)
     uniform = _uniform(form)
-    budget_bytes = min(problem.budget_bytes, MOST_BYTES)
+    budget_bytes = float(min(problem.budget_bytes, MOST_BYTES))
     for answer in _time_first(_joined([uniform, *_mixed(form, uniform, budget_bytes)]), budget_bytes):
         if answer.peak_bytes <= problem.budget_bytes:  # what is beyond 2^53 bytes was rounded
             return answer
@@ -86,7 +87,7 @@ def _uniform(form: Form) -> _Candidates:
     return _Candidates(form, layer, layer, last, np.full(len(layer), float(form.below_last)))
 
 
-def _mixed(form: Form, uniform: _Candidates, budget_bytes: int) -> Iterator[_Candidates]:
+def _mixed(form: Form, uniform: _Candidates, budget_bytes: float) -> Iterator[_Candidates]:
     """Every X, Y and Z with the best k that fits, as long as that could be faster than the best answer so far."""
     if form.below_last < 2:
         return
@@ -99,7 +100,7 @@ def _mixed(form: Form, uniform: _Candidates, budget_bytes: int) -> Iterator[_Can
         pairs, bounds_s = pairs[BATCH:], bounds_s[BATCH:]
 
 
-def _promising(form: Form, best_s: float, budget_bytes: int) -> tuple[NDArray[np.intp], Floats]:
+def _promising(form: Form, best_s: float, budget_bytes: float) -> tuple[NDArray[np.intp], Floats]:
     """Pairs of X and Y, numbered, with the least that they could expose whatever Z is, where that could be best."""
     below, above = form.lower[:, None], np.arange(form.layers)[None, :]
     count = form.count_at_best(below, above, budget_bytes)
@@ -110,7 +111,7 @@ def _promising(form: Form, best_s: float, budget_bytes: int) -> tuple[NDArray[np
     return form.lower[rows] * form.layers + columns, bounds_s[rows, columns]
 
 
-def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: int) -> Iterator[_Candidates]:
+def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: float) -> Iterator[_Candidates]:
     """The best count with at least two layers of X left, and the one that leaves one."""
     pair, last = np.divmod(np.arange(len(pairs) * form.lasts), form.lasts)
     below, above = np.divmod(pairs[pair], form.layers)
@@ -119,7 +120,7 @@ def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: int) -> 
     yield _Candidates(form, below, above, last, np.full(len(last), form.below_last - 1.0))
 
 
-def _least_s(candidates: _Candidates, budget_bytes: int) -> float:
+def _least_s(candidates: _Candidates, budget_bytes: float) -> float:
     fitting = candidates.where(candidates.priced(candidates.form.peak_bytes) <= budget_bytes)
     return float(fitting.priced(candidates.form.exposed_s).min(initial=np.inf))
 
@@ -130,7 +131,7 @@ def _joined(candidates: Sequence[_Candidates]) -> _Candidates:
     return _Candidates(candidates[0].form, below, above, last, count)
 
 
-def _time_first(candidates: _Candidates, budget_bytes: int) -> Iterator[Solved]:
+def _time_first(candidates: _Candidates, budget_bytes: float) -> Iterator[Solved]:
     """Those that fit, the best first."""
     form = candidates.form
     left = candidates.where(candidates.priced(form.peak_bytes) <= budget_bytes)

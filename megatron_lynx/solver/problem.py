@@ -31,7 +31,7 @@ Numbers = int | NDArray[np.intp]
 SECOND_DIGITS = 12
 """Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
 
-ENDLESS = 1e200
+ENDLESS = 1e100
 """A figure beyond this is as bad as this one, and sums of it stay finite."""
 
 
@@ -126,7 +126,7 @@ class Choices(tuple[Option, ...]):
         """Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as endless."""
         rows = [_costs(option) for option in self]
         table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
-        return Columns(*np.nan_to_num(table, nan=ENDLESS, posinf=ENDLESS).T)
+        return Columns(*np.fmin(table, ENDLESS).T)
 
     @cached_property
     def unbeaten(self) -> Choices:

@@ -138,7 +138,8 @@ class StageSeats:
         half, job = half_of(place), self.seats.job
         if not replay or self.seats.gathers(half, replay) or self.stage == job.parallel.pipeline - 1:
             return
-        steady, late = [self.seats.forward(half)] if self._forward_precedes else [], self.seats.backward(place, replay)
+        steady = [wait for wait in [self.seats.forward(half)] if self._forward_precedes and wait.seconds > 0]
+        late = self.seats.backward(place, replay)
         if place == "last_mlp":  # the receive in cool-down may hide more than a window of its backward
             steady += [*late, Wait(RECV_BACKWARD, self.seats.p2p_s)]
             late.append(Wait(RECV_BACKWARD, self._received_s))

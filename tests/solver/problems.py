@@ -1,15 +1,33 @@
-"""Made-up problems of the solver."""
+"""Problems of the solver: made up, and of catalogued models on catalogued clusters."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
 
 from hypothesis import strategies as st
 
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.baselines import keep_all
+from megatron_lynx.solver.heuristic import least_memory
+from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Option, Seat, StageProblem
+from tests.config.jobs import catalogued_job
 
 REPLAYABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
 INPUT = 10
 WINDOWS = {"ahead": "bwd.mlp.0+1", "early": "fwd.mlp.0"}
+
+LAYOUTS = {
+    "sequence parallelism": ("llama-65b", "h800-80g", {"tensor": 8, "pipeline": 8, "sequence_parallel": True}),
+    "dropout, unfused": ("gpt-22b", "a100-80g", {"tensor": 8, "pipeline": 8, "sequence_parallel": True}),
+    "all-reduces": ("gpt-175b", "a100-80g", {"tensor": 8, "pipeline": 16}),
+    "long windows": ("gpt-22b", "a100-80g-pcie", {"tensor": 8, "pipeline": 8}),
+    "no tensor parallelism": ("gpt-1.3b", "a100-80g", {"tensor": 1, "pipeline": 8}),
+}
 
 
 def option(count: int, saved: int, regenerated: int, replay_s: float, window_s: float, kind: str = "ahead") -> Option:
@@ -34,21 +52,22 @@ def options(parts: list[tuple[int, float]], window_s: float, forward_s: float = 
     for count in range(len(parts) + 1):
         regenerated = sum(size for size, _ in parts[:count])
         replay_s = sum(seconds for _, seconds in parts[:count])
-        seats = [
-            (0.0, "ahead"),
-            *((length, kind) for length, kind in ((window_s, "ahead"), (forward_s, "early")) if count and length),
-        ]
+        windows = [(length, kind) for length, kind in ((window_s, "ahead"), (forward_s, "early")) if count and length]
+        seats = [(0.0, "ahead"), *windows]
         offered += [option(count, total - regenerated, regenerated, replay_s, *seat) for seat in seats]
     return Choices(offered)
 
 
-parts = st.lists(st.tuples(st.integers(1, 100), st.sampled_from([0.25, 0.5, 1.0, 3.0])), min_size=1, max_size=4)
 windows_s = st.sampled_from([0.0, 0.5, 1.0, 2.0, 20.0])
 
 
+def parts(most: int) -> st.SearchStrategy[list[tuple[int, float]]]:
+    return st.lists(st.tuples(st.integers(1, 100), st.sampled_from([0.25, 0.5, 1.0, 3.0])), min_size=1, max_size=most)
+
+
 @st.composite
-def problems(draw, max_layers=4, window_s=windows_s, most_parts=4):
-    attention, mlp = draw(parts)[:most_parts], draw(parts)[:most_parts]
+def problems(draw, max_layers=4, window_s=windows_s, most_parts=3):
+    attention, mlp = draw(parts(most_parts)), draw(parts(most_parts))
     return StageProblem(
         stage=0,
         layers=draw(st.integers(1, max_layers)),
@@ -57,3 +76,34 @@ def problems(draw, max_layers=4, window_s=windows_s, most_parts=4):
         last_mlp=options(mlp, 0.0, draw(window_s)),
         in_flight=draw(st.sampled_from([1, 2, 3, 2.5])),
     )
+
+
+def budgets(problem: StageProblem, steps: int = 3) -> list[StageProblem]:
+    """From what is needed at least to what keeping everything takes."""
+    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    return [replace(problem, budget_bytes=least + (most - least) * step // steps) for step in range(steps + 1)]
+
+
+def every_answer(problem: StageProblem) -> list[Solved]:
+    """Each half on its own."""
+    layers = [LayerChoice(*halves) for halves in product(problem.attention, problem.mlp)]
+    lasts = [LayerChoice(*halves) for halves in product(problem.attention, problem.last_mlp)]
+    return [Solved((*some, last), problem.in_flight) for *some, last in product(*[layers] * (problem.layers - 1), lasts)]
+
+
+@cache
+def catalogued(name: str) -> StageProblems:
+    """All stages of a job of 256 devices."""
+    model, cluster, layout = LAYOUTS[name]
+    batch = 16 * 256 // (layout["tensor"] * layout["pipeline"])
+    job = catalogued_job(model, cluster, parallel=layout, policy="planned", batch=batch)
+    return StageProblems(job, analytic_profile(job))
+
+
+@st.composite
+def catalogued_problems(draw, layers=24):
+    """A stage with some of its job's memory."""
+    stages = catalogued(draw(st.sampled_from(sorted(LAYOUTS))))
+    problem = stages.of(draw(st.integers(0, stages.job.parallel.pipeline - 1)), layers)
+    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    return replace(problem, budget_bytes=least + int(draw(st.floats(0, 1)) * (most - least)))

@@ -1,4 +1,4 @@
-"""What any solver must have, on random problems, and the optimum by brute force on small ones."""
+"""What any solver must have, on random problems, and the best answer of the heuristic's form by brute force on small ones."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.cost.memory import NOTHING
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all
 from megatron_lynx.solver.heuristic import least_memory, solve
-from megatron_lynx.solver.problem import Choices
-from tests.solver.problems import options, problems
+from megatron_lynx.solver.microbatches import with_whole_microbatches
+from megatron_lynx.solver.problem import Choices, StageProblem
+from tests.solver.problems import budgets, catalogued_problems, options, problems
 
 TOLERANCE_S = 1e-9
-random_problems = settings(max_examples=60, deadline=None)
-
-
-def budgets(problem):
-    """From what is needed at least to what keeping everything takes."""
-    least, most = least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
-    return [replace(problem, budget_bytes=least + (most - least) * step // 5) for step in range(6)] if most > least else []
+random_problems = settings(max_examples=40, deadline=None)
 
 
 @random_problems
@@ -46,43 +42,60 @@ def test_without_windows_everything_is_exposed(problem):
 @random_problems
 @given(problems(window_s=st.just(100.0)))
 def test_free_where_windows_exceed_what_was_dropped(problem):
-    answer = solve(problem)
-    assert answer.exposed_s == 0
-    for limited in budgets(replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)):
-        assert solve(replace(limited, budget_bytes=limited.budget_bytes)).exposed_s == 0
+    assert solve(problem).exposed_s == 0
+    for more in range(3):
+        assert solve(replace(problem, budget_bytes=replay_all(problem).peak_bytes + more)).exposed_s == 0
 
 
 @random_problems
 @given(problems())
 def test_more_budget_never_costs_time(problem):
-    answers = [solve(limited) for limited in budgets(problem)]
+    answers = [solve(limited) for limited in budgets(problem, steps=6)]
     for less, more in pairwise(answers):
         assert more.exposed_s <= less.exposed_s + TOLERANCE_S
 
 
 @random_problems
-@given(problems())
+@given(problems() | catalogued_problems())
 def test_an_answer_fits_its_budget_and_nothing_below_the_least_does(problem):
     for limited in budgets(problem):
-        assert solve(limited).peak_bytes <= limited.budget_bytes
+        assert held_at_most(solve(limited)) <= limited.budget_bytes
     least = least_memory(problem).peak_bytes
-    assert solve(replace(problem, budget_bytes=least)).peak_bytes == least
+    assert solve(replace(problem, budget_bytes=least)).peak_bytes <= least
     with pytest.raises(Infeasible):
-        solve(replace(problem, budget_bytes=least - 1))
+        solve(replace(problem, layers=1, budget_bytes=least_memory(replace(problem, layers=1)).peak_bytes - 1))
 
 
-@random_problems
-@given(problems(max_layers=5))
+def held_at_most(answer):
+    """A walk through one backward, byte by byte, as the picture in `cost.memory` has it; not its formula."""
+    backward = [half.memory for half in reversed(list(answer.halves))]
+    resident = sum(half.resident for half in backward)
+    there = {number: half.regenerated for number, half in enumerate(backward) if half.early}
+    held = [resident + sum(there.values())]
+    for number, half in enumerate(backward):
+        there[number] = half.regenerated
+        held.append(resident + sum(there.values()))
+        following = backward[number + 1] if number + 1 < len(backward) else NOTHING
+        del there[number]
+        resident -= half.resident
+        ahead = {} if following.early else {number + 1: following.ahead}
+        held.append(resident + sum((there | ahead).values()) + half.tail)
+    return max(held) + (answer.in_flight - 1) * sum(half.resident for half in backward)
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(max_layers=5, most_parts=1))
 def test_as_good_as_every_answer_of_its_form(problem):
+    answers = list(answers_of_the_form(problem))
     for limited in budgets(problem):
-        fitting = [answer for answer in answers_of_the_form(limited) if answer.peak_bytes <= limited.budget_bytes]
-        assert solve(limited).exposed_s <= min((answer.exposed_s for answer in fitting), default=float("inf")) + TOLERANCE_S
+        fitting = min(answer.exposed_s for answer in answers if answer.peak_bytes <= limited.budget_bytes)
+        assert solve(limited).exposed_s == pytest.approx(fitting)
 
 
 def answers_of_the_form(problem):
     """Every X below every Y, by the definition in the solver's docstring."""
-    some = [LayerChoice(*halves) for halves in product(problem.attention[::2], problem.mlp[::2])]
-    for below, above, last, count in product(some, some, problem.last_mlp, range(problem.layers)):
+    kinds = [LayerChoice(*halves) for halves in product(problem.attention, problem.mlp)]
+    for below, above, last, count in product(kinds, kinds, problem.last_mlp, range(problem.layers)):
         top = above if count else below
         layers = (below,) * (problem.layers - 1 - count) + (above,) * count
         yield Solved((*layers, LayerChoice(top.attention, last)), problem.in_flight)
@@ -90,25 +103,57 @@ def answers_of_the_form(problem):
 
 @random_problems
 @given(problems(max_layers=2))
-def test_least_memory_is_the_least_of_all(problem):
+def test_least_memory_is_the_least_of_all_layers_alike(problem):
     least = least_memory(problem).peak_bytes
+    assert least <= solve(problem).peak_bytes
     assert least <= keep_all(problem).peak_bytes
-    assert least <= replay_all(problem).peak_bytes
+    assert least <= on_demand(replay_all(problem)).peak_bytes
 
 
-def test_the_same_question_has_the_same_answer():
-    problem = next(iter(budgets(example())))
-    assert solve(problem) == solve(problem)
+@settings(max_examples=10, deadline=None)
+@given(catalogued_problems())
+def test_the_same_question_has_the_same_answer(problem):
+    assert solve(problem) == solve(replace(problem))
+
+
+@random_problems
+@given(problems(max_layers=2))
+def test_whole_micro_batches_are_chosen_where_they_are_faster(problem):
+    for limited in budgets(problem):
+        answer, without = with_whole_microbatches(limited), solve(limited)
+        assert answer.exposed_s <= without.exposed_s
+        assert answer.peak_bytes <= limited.budget_bytes
+        assert (answer.whole is not None) == (answer.exposed_s < without.exposed_s)
+
+
+def test_where_a_layer_cannot_be_split_half_of_the_micro_batches_keep_it():
+    either = options([(100, 1.0)], 0.0)
+    problem = StageProblem(0, 1, either, either, Choices(either[:1]), in_flight=4)
+    whole, replaying = 220, 120
+    answer = with_whole_microbatches(replace(problem, budget_bytes=2 * whole + 2 * replaying))
+    assert answer.whole is not None
+    assert (answer.whole.count, answer.whole.of_every) == (2, 4)
+    assert answer.exposed_s == 0.5
+    assert answer.peak_bytes == 2 * whole + 2 * replaying
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-30, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [0, 1, 10**30])
+@pytest.mark.parametrize("budget", [-1, 0, 10**9, 10**31, 10**40])
+def test_figures_nobody_can_mean_are_answered(seconds, size, budget):
+    choices = options([(size, seconds)], 1.0, seconds)
+    problem = StageProblem(0, 5, choices, choices, choices, in_flight=3, budget_bytes=budget)
+    if budget < least_memory(problem).peak_bytes:
+        with pytest.raises(Infeasible, match="raise it by"):
+            solve(problem)
+    else:
+        assert solve(problem).peak_bytes <= budget
 
 
 def example(window_s=1.0, layers=8):
     """Halves of 60 and 100 bytes beside their input; a second replays either."""
-    from megatron_lynx.solver.problem import StageProblem
-
-    attention, mlp = [(60, 1.0)], [(100, 1.0)]
-    return StageProblem(
-        stage=3, layers=layers, attention=options(attention, window_s), mlp=options(mlp, window_s), last_mlp=options(mlp, 0.0)
-    )
+    attention, mlp = options([(60, 1.0)], window_s), options([(100, 1.0)], window_s)
+    return StageProblem(stage=3, layers=layers, attention=attention, mlp=mlp, last_mlp=options([(100, 1.0)], 0.0))
 
 
 def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
@@ -122,10 +167,26 @@ def test_the_last_mlp_half_is_kept_where_that_costs_nothing_at_the_peak():
 
 def test_budget_that_suffices_for_some_layers_is_used_for_them():
     problem = example(window_s=0.0)
-    least, one_mlp = solve(problem).peak_bytes, 100
+    least, one_mlp = least_memory(problem).peak_bytes, 100
     answer = solve(replace(problem, budget_bytes=least + 2 * one_mlp))
     assert answer.exposed_s < solve(problem).exposed_s
     assert [half.replay == () for half in answer.halves].count(True) >= 3
+
+
+def test_layers_on_top_are_replayed_late_where_only_their_frames_are_too_much():
+    attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
+    problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
+    least = least_memory(problem)
+    assert {layer.mlp.seat.steady for layer in least.layers[:-1]} == {"on_demand"}
+    answer = solve(replace(problem, budget_bytes=least.peak_bytes))
+    late = [layer.mlp.seat.steady == "on_demand" for layer in answer.layers[:-1]]
+    assert 0 < late.count(True) < len(late)
+    assert late == sorted(late)
+
+
+def long_needed(choices):
+    """Of a half that is gone but for its last window more is left than its inputs."""
+    return Choices(replace(option, memory=replace(option.memory, tail=70)) for option in choices)
 
 
 def test_infeasible_says_what_binds_and_by_how_much():

@@ -1,0 +1,77 @@
+"""Baselines hold and expose what their names say; the front of operator subsets has the balanced one on it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megatron_lynx.cost.layer import BALANCED
+from megatron_lynx.items import ITEMS, ROW_PARALLEL
+from megatron_lynx.solver.baselines import block, keep_all, of_policy, on_demand, replay_all
+from megatron_lynx.solver.trade_offs import pareto_front
+from tests.solver.problems import LAYOUTS, catalogued
+
+every_layout = pytest.mark.parametrize("name", sorted(LAYOUTS))
+
+
+@every_layout
+def test_less_memory_is_bought_with_time(name):
+    problem = catalogued(name).of(1)
+    none, balanced, full = (of_policy(problem, policy) for policy in ("none", "balanced", "full"))
+    assert none.exposed_s == 0 < balanced.exposed_s < full.exposed_s
+    assert none.resident_bytes > balanced.resident_bytes > full.resident_bytes
+
+
+@every_layout
+def test_policies_replay_what_they_name(name):
+    problem = catalogued(name).of(0)
+    replayed = {policy: of_policy(problem, policy).layers[0] for policy in ("none", "selective", "balanced", "full")}
+    items = {policy: {item for half in layer.halves for item in half.replay} for policy, layer in replayed.items()}
+    assert items["none"] == set()
+    assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
+    assert items["balanced"] == set(BALANCED)
+    assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
+    assert all(half.seat.steady == "on_demand" for layer in replayed.values() for half in layer.halves)
+
+
+@every_layout
+def test_windows_make_a_full_replay_no_slower(name):
+    replayed = replay_all(catalogued(name).of(0))
+    assert replayed.exposed_s <= on_demand(replayed).exposed_s
+    assert replayed.resident_bytes == on_demand(replayed).resident_bytes
+
+
+def test_block_is_between_none_and_full():
+    problem = catalogued("long windows").of(0)
+    answers = [block(problem, count) for count in range(problem.layers + 1)]
+    assert answers[0] == keep_all(problem)
+    assert answers[-1] == of_policy(problem, "full")
+    for less, more in pairwise(answers):
+        assert less.exposed_s < more.exposed_s
+        assert less.resident_bytes > more.resident_bytes
+
+
+def test_a_planned_policy_has_to_be_solved_for():
+    with pytest.raises(KeyError):
+        of_policy(catalogued("long windows").of(0), "planned")
+
+
+@every_layout
+def test_balanced_recomputation_is_on_the_front(name):
+    stages = catalogued(name)
+    front = pareto_front(stages.job, stages.profile)
+    assert front[0].replay == ()
+    for less, more in pairwise(front):
+        assert less.saved_bytes < more.saved_bytes
+        assert less.replay_s <= more.replay_s
+    assert set(BALANCED) in [set(one.replay) for one in front]
+
+
+@every_layout
+def test_the_front_ends_with_the_least_memory(name):
+    stages = catalogued(name)
+    front, problem = pareto_front(stages.job, stages.profile), stages.of(0)
+    layer = of_policy(problem, "full").layers[0]
+    assert front[-1].saved_bytes == keep_all(problem).layers[0].resident_bytes - layer.resident_bytes
+    assert front[-1].replay_s >= layer.mlp.replay_s + layer.attention.replay_s, "on demand, its inputs are gathered, too"
