@@ -58,7 +58,8 @@ class Interpreter:
         self._before = before
         group = parallel_state.get_pipeline_model_parallel_group()
         self._neighbours = P2PCommunicator(pp_group=group, config=self.config)
-        self._first, self._last = group.rank() == 0, group.rank() == group.size() - 1
+        self.pipeline, self.stage = group.size(), group.rank()
+        self._first, self._last = self.stage == 0, self.stage == self.pipeline - 1
         self._context_parallel: int = parallel_state.get_context_parallel_world_size()
         self._shapes: list[tuple[int, ...]] = schedules.get_tensor_shapes(
             seq_length=seq_length,

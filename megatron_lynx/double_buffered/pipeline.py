@@ -1,6 +1,6 @@
 """PipeDream-2BW on one rank: what takes the place of Megatron's schedule, and what goes around the optimizer's step.
 
-    pipeline = DoubleBuffered(chunk, optimizer, ...)
+    pipeline = DoubleBuffered(model, optimizer, ...)
     for every batch:
         clear gradients                                       as Megatron's `train_step` does
         pipeline.forward_backward(forward_step, batches)      up to the last backward of this batch, some forwards of the next
@@ -13,56 +13,55 @@ on and resuming from what was saved are the same: a checkpoint holds one version
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_lynx.double_buffered.interpreter import Interpreter
+from megatron_lynx.double_buffered.match import check
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.double_buffered import batch_order, check, version_of
+from megatron_lynx.schedule.double_buffered import batch_order, version_of
 
 
 class DoubleBuffered:
     """One stage of a pipeline that trains without flushes.
 
     Args:
-        chunk: this rank's model, wrapped or not.
+        model: this rank's list of one chunk, wrapped or not.
         optimizer: what `update` steps: Megatron's, or one of torch's.
-        pipeline, stage: how many stages there are, and which one this is.
         microbatches: of one batch, at least as many as there are stages.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
 
     Raises:
-        ConfigError: fewer micro-batches than stages.
+        ConfigError: fewer micro-batches than stages, or more than one chunk.
+        HookRefused: the run uses something that does not go together with two versions.
     """
 
     def __init__(
         self,
-        chunk: torch.nn.Module,
+        model: Sequence[torch.nn.Module],
         optimizer: Any,
         *,
-        pipeline: int,
-        stage: int,
         microbatches: int,
         seq_length: int,
         micro_batch_size: int,
     ) -> None:
-        check(pipeline, microbatches)
-        self.optimizer = optimizer
-        self.versions = TwoVersions(chunk.parameters(), lambda: owners(chunk, optimizer))
-        self._pipeline, self._stage, self._microbatches = pipeline, stage, microbatches
         self._interpreter = Interpreter(
-            chunk,
+            model[0],
             microbatches=microbatches,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             before=lambda action: self.versions.show(version_of(action.micro_batch, microbatches)),
         )
+        self._pipeline, self._stage, self._microbatches = self._interpreter.pipeline, self._interpreter.stage, microbatches
+        check(model, optimizer, self._pipeline, microbatches)
+        self.optimizer = optimizer
+        self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._batch = 0
         self._drains = True
 

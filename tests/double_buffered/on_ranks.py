@@ -160,15 +160,11 @@ def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
 
 
 def without_flushes(job: Job, training: Any) -> Any:
-    from megatron.core import parallel_state
-
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
 
     return DoubleBuffered(
-        training.chunks[0],
+        training.chunks,
         training.optimizer,
-        pipeline=job.parallel.pipeline,
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
         microbatches=job.microbatches,
         seq_length=job.model.seq,
         micro_batch_size=job.batch.micro,
@@ -251,3 +247,53 @@ def looking_into_retired(versions: Any) -> list[torch.Tensor]:
         for thing in gc.get_objects()
         if isinstance(thing, torch.Tensor) and id(thing) not in own and thing.untyped_storage().data_ptr() in memory
     ]
+
+
+def refused(rank: int, job: Job, how: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[type, str]:
+    """How a run that `spoil` was let at is answered; it is not changed."""
+    from megatron_lynx.errors import LynxError
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    training = build(job, how)
+    undo = spoil(training)
+    before = [parameter.data_ptr() for parameter in training.parameters().values()]
+    try:
+        without_flushes(job, training)
+    except LynxError as error:
+        assert before == [parameter.data_ptr() for parameter in training.parameters().values()]
+        return type(error), str(error)
+    finally:
+        if undo:
+            undo()
+    raise AssertionError("it was accepted")
+
+
+def second_chunk(training: Any) -> None:
+    training.chunks.append(training.chunks[0])
+
+
+def overlapped_gather(training: Any) -> None:
+    training.chunks[0].ddp_config.overlap_param_gather = True
+
+
+def experts_and_fp8(training: Any) -> None:
+    training.chunks[0].config.num_moe_experts = 4
+    training.chunks[0].config.fp8 = "hybrid"
+
+
+def unknown_optimizer(training: Any) -> None:
+    training.optimizer = object()
+
+
+def plan_installed(training: Any) -> Callable[[], None]:
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_lynx.apply.hook import Claim, give_back, put_in_place
+
+    hooks = put_in_place([Claim(schedules, "forward_step", lambda original: lambda *a, **k: original(*a, **k), "a test")])
+    return lambda: give_back(hooks)
+
+
+def nothing(training: Any) -> None:
+    pass
