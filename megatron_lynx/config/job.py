@@ -58,7 +58,7 @@ class Job(BaseModel):
     def _divisible(self) -> Job:
         problems = []
         model, parallel, tensor = self.model, self.parallel, self.parallel.tensor
-        for name, value in (("heads", model.heads), ("ffn", model.ffn), ("vocab", model.vocab)):
+        for name, value in (("heads", model.heads), ("ffn", model.ffn)):
             if value % tensor:
                 problems.append(f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor})")
         if model.kv_groups % tensor:

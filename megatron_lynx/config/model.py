@@ -23,7 +23,7 @@ class Model(BaseModel):
     kv_groups: int = Field(ge=1)
     """Key/value heads (g); equal to `heads` without grouped-query attention."""
     vocab: int = Field(ge=1)
-    """Entries of the embedding table, as padded for tensor parallelism (V)."""
+    """Entries of the embedding table (V). Megatron pads them to a multiple of 128 x tensor: write that number to count them."""
     seq: int = Field(ge=1)
     """Tokens of one sequence (s)."""
     activation: Literal["gelu", "swiglu"] = "gelu"

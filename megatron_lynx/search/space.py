@@ -2,7 +2,7 @@
 
     gpus = tensor x context x pipeline x data
 
-    tensor     divides heads, key/value groups, FFN and vocabulary; within a node, unless told otherwise
+    tensor     divides heads, key/value groups and FFN; within a node, unless told otherwise
     context    cuts each sequence into two slices for every rank; needs fused attention
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
@@ -66,7 +66,7 @@ class Space:
     def _tensors(self) -> Iterator[int]:
         model, node = self.job.model, self.job.cluster.node
         most = self.gpus if self.across_nodes or node is None else node.gpus
-        cut = (model.heads, model.kv_groups, model.ffn, model.vocab)
+        cut = (model.heads, model.kv_groups, model.ffn)
         return (tensor for tensor in divisors(self.gpus) if tensor <= most and not any(size % tensor for size in cut))
 
     def _contexts(self, tensor: int) -> Iterator[int]:

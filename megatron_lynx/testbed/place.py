@@ -87,6 +87,9 @@ def _check(job: Job) -> None:
         problems.append(Problem("job: gpus", f"{job.gpus} processes", needed))
     if job.parallel.context > 1:
         problems.append(Problem("job: parallel.context", str(job.parallel.context), "1", "the runtime cannot do it yet"))
+    if job.model.vocab % job.parallel.tensor:
+        needed = f"a multiple of parallel.tensor ({job.parallel.tensor})"
+        problems.append(Problem("job: model.vocab", f"{job.model.vocab}", needed, "pad it, as Megatron's training scripts do"))
     if job.model.attention == "flash":
         problems.append(Problem("job: model.attention", "flash", "unfused", "the testbed's local layers keep the scores"))
     if problems:

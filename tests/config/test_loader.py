@@ -71,7 +71,7 @@ def test_an_unknown_name_lists_what_exists(tmp_path: Path) -> None:
 def test_several_rules_of_one_model_are_several_problems(tmp_path: Path) -> None:
     found = refusals(tmp_path, JOB, **{"parallel.tensor": 3, "gpus": 3})
     assert "job.yaml: model.heads (8) must be a multiple of parallel.tensor (3)" in found
-    assert "job.yaml: model.vocab (1024) must be a multiple of parallel.tensor (3)" in found
+    assert "job.yaml: model.ffn (1408) must be a multiple of parallel.tensor (3)" in found
 
 
 def test_overrides_are_blamed_for_their_own_problems(tmp_path: Path) -> None:
