@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
 from megatron_lynx.yaml_file import write_atomically
 
-THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3}
+THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5}
 COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
 """Names of the trace viewer's palette."""
 
@@ -41,10 +41,10 @@ def write_trace(
 
 
 def thread_of(span: Span) -> str:
-    """Replays and gathers have threads of their own: on one thread a trace viewer wants spans to nest, and these may not."""
+    """Replays, gathers and copies have threads of their own: on one thread a trace viewer wants spans to nest, these may not."""
     if span.kind in ("forward", "backward"):
         return "compute"
-    return span.kind if span.kind in ("replay", "gather") else "communication"
+    return span.kind if span.kind in THREADS else "communication"
 
 
 def _names(rank: int, row_name: str) -> Iterator[dict[str, Any]]:

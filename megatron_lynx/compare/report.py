@@ -97,6 +97,12 @@ def notes(measurement: Measurement) -> Iterator[str]:
     for setting in measurement.settings:
         if setting.on_demand_s:
             yield f"{setting.name}: {format_seconds(setting.on_demand_s)} of one step's trace are replays on demand."
+        if setting.offloaded_bytes:
+            yield (
+                f"{setting.name}: {format_bytes(setting.offloaded_bytes)} to the host and back in one step, through "
+                f"{format_bytes(setting.host_bytes)} of host memory; compute waited {format_seconds(setting.exposed_copy_s)} for "
+                "copies; the rank that needs most of each."
+            )
     if measurement.counter_check is not None:
         yield _checked(measurement)
     for skipped in measurement.skipped:

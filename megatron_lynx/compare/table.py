@@ -37,6 +37,9 @@ class Row:
     on_demand_s: float | None
     hidden_replays: int
     on_demand_replays: int
+    offloaded_bytes: int
+    host_bytes: int
+    exposed_copy_s: float
     gradients_equal: bool | None
 
 
@@ -56,6 +59,9 @@ def rows_of(measurement: Measurement) -> tuple[Row, ...]:
             on_demand_s=setting.on_demand_s,
             hidden_replays=setting.hidden_replays,
             on_demand_replays=setting.on_demand_replays,
+            offloaded_bytes=setting.offloaded_bytes,
+            host_bytes=setting.host_bytes,
+            exposed_copy_s=setting.exposed_copy_s,
             gradients_equal=setting.gradients_equal,
         )
         for setting in measurement.settings
@@ -70,6 +76,9 @@ JSON_KEYS = (
     "peak_bytes",
     "exposed_s",
     "on_demand_s",
+    "offloaded_bytes",
+    "host_bytes",
+    "exposed_copy_s",
     "gradients_equal",
 )
 

@@ -53,7 +53,9 @@ WAITING = Style("waiting", "#e3e3e3", 3)
 WINDOW = Style("window: tensor-parallel communication", "#a98bc9", 2)
 RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
 GATHER = Style("gathered input", "#5c3d8a", 3)
-STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER)
+OFFLOAD = Style("copy to the host", "#8c8c46", 3)
+RELOAD = Style("copy back from the host", "#c9c25b", 3)
+STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def _bars(span: Span) -> tuple[Bar, ...]:
         return (Bar("compute", BACKWARD, span),)
     if span.kind == "replay":
         return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
-    if span.kind == "gather":
-        return (Bar("communication", GATHER, span),)
+    if span.kind in ("gather", "offload", "reload"):
+        return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
     receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
     return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))
 

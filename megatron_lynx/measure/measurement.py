@@ -43,6 +43,12 @@ class RankResult(_Part):
     on_demand_replays: int = Field(default=0, ge=0)
     on_demand_s: float | None = Field(default=None, ge=0)
     """Seconds of one step's on-demand replays, from its trace; none where no trace was taken."""
+    offloaded_bytes: int = Field(default=0, ge=0)
+    """Activations copied to the host in one step; as many come back."""
+    host_bytes: int = Field(default=0, ge=0)
+    """Host memory held for them."""
+    exposed_copy_s: float = Field(default=0.0, ge=0)
+    """Seconds of one step for which compute waited for these copies."""
     gradients_equal: bool | None = None
     """Every parameter's gradient is equal to stock none's in every bit; none where it was not compared."""
 
@@ -89,6 +95,21 @@ class Setting(_Part):
         """Of the rank that spends most; none if any rank has no figure."""
         seconds = [rank.on_demand_s for rank in self.ranks if rank.on_demand_s is not None]
         return max(seconds) if len(seconds) == len(self.ranks) else None
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the rank that copies most."""
+        return max(rank.offloaded_bytes for rank in self.ranks)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return max(rank.host_bytes for rank in self.ranks)
+
+    @property
+    def exposed_copy_s(self) -> float:
+        """Of the rank that waits longest."""
+        return max(rank.exposed_copy_s for rank in self.ranks)
 
     @property
     def gradients_equal(self) -> bool | None:

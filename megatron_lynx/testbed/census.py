@@ -21,6 +21,7 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.engine import Counts
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, blocks, module_sets, ours
 from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
 
@@ -40,6 +41,9 @@ class Counted:
     most_peak_bytes: int
     hidden_replays: int = 0
     on_demand_replays: int = 0
+    offloaded_bytes: int = 0
+    host_bytes: int = 0
+    exposed_copy_s: float = 0.0
     gradients_equal: bool | None = None
 
     def holds_no_more_than(self, other: Counted) -> bool:
@@ -83,13 +87,12 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
 
 def _count(subject: Subject, reference: Bits | None = None) -> Counted:
     """Without a reference the subject is the reference, and warm."""
-    equal, hidden, on_demand = None, 0, 0
+    equal, counts = None, Counts()
     with subject.in_force() as installation:
         if reference is not None:
             equal = same_bits(subject.repeatable_step(), reference)
         if installation is not None:
             counts = installation.engine.take_counts()
-            hidden, on_demand = counts.hidden, counts.on_demand
         use = subject.counted_step()
     most_resident, most_peak = most_of_all_ranks((use.resident_bytes, use.peak_bytes), subject.device)
     return Counted(
@@ -98,8 +101,11 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
         peak_bytes=use.peak_bytes,
         most_resident_bytes=most_resident,
         most_peak_bytes=most_peak,
-        hidden_replays=hidden,
-        on_demand_replays=on_demand,
+        hidden_replays=counts.hidden,
+        on_demand_replays=counts.on_demand,
+        offloaded_bytes=counts.offloaded_bytes,
+        host_bytes=counts.host_bytes,
+        exposed_copy_s=counts.exposed_copy_s,
         gradients_equal=equal,
     )
 

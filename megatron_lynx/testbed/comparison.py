@@ -145,6 +145,9 @@ def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:
         peak_bytes=counted.peak_bytes,
         hidden_replays=counted.hidden_replays,
         on_demand_replays=counted.on_demand_replays,
+        offloaded_bytes=counted.offloaded_bytes,
+        host_bytes=counted.host_bytes,
+        exposed_copy_s=counted.exposed_copy_s,
         on_demand_s=timeline_of({rank: lap.events}).on_demand_s(rank) if lap.events else None,
         gradients_equal=counted.gradients_equal,
     )

@@ -24,6 +24,17 @@ def test_trace_file(tmp_path):
     assert {threads[bar["pid"], bar["tid"]] for bar in bars} == {"compute", "replay", "communication", "gather"}
 
 
+def test_copies_have_threads_of_their_own(tmp_path):
+    copies = [span("offload", 0.0, 2.0, layer=None, half=None), span("reload", 1.0, 3.0, layer=None, half=None)]
+    write_trace(timeline_of({0: [*STEP, *copies]}), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {event["cat"]: threads[event["tid"]] for event in events if event.get("cat") in ("offload", "reload")} == {
+        "offload": "offload",
+        "reload": "reload",
+    }
+
+
 def test_spans_of_one_thread_nest(tmp_path):
     """A trace viewer drops or moves bars of one thread that overlap without nesting."""
     write_trace(timeline_of({0: STEP}), tmp_path / "trace.json")

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megatron_lynx.compare.report import markdown, notes, print_report, write_report
 from megatron_lynx.measure.measurement import CounterCheck, load_measurement
-from tests.measure.samples import MIB, measurement
+from tests.measure.samples import MIB, measurement, setting
 
 GOLDEN = """\
 # tiny-gpt, TP 2, 2 micro-batches
@@ -53,8 +53,17 @@ def test_markdown():
 def test_the_terminal_shows_every_setting_and_every_note():
     whole, text = measurement(), io.StringIO()
     print_report(whole, Console(file=text, width=300))
-    for wanted in [*(setting.name for setting in whole.settings), *notes(whole), "1.010", "28 / 4"]:
+    for wanted in [*(each.name for each in whole.settings), *notes(whole), "1.010", "28 / 4"]:
         assert wanted in text.getvalue()
+
+
+def test_what_went_to_the_host_is_a_note():
+    copied = {"offloaded_bytes": 3 * MIB, "host_bytes": 2 * MIB, "exposed_copy_s": 0.004}
+    offloading = measurement(settings=(setting("stock none", 1.0, 5, 5), setting("ours", 1.0, 5, 5, ours=True, **copied)))
+    assert [note for note in notes(offloading) if "host" in note and note.startswith("ours")] == [
+        "ours: 3.00 MiB to the host and back in one step, through 2.00 MiB of host memory; compute waited 4 ms for copies; the "
+        "rank that needs most of each."
+    ]
 
 
 def test_different_gradients_are_shouted():

@@ -16,6 +16,9 @@ def test_rows_as_the_command_prints_them():
         "peak_bytes": 70 * MIB,
         "exposed_s": pytest.approx(0.011),
         "on_demand_s": 0.02,
+        "offloaded_bytes": 0,
+        "host_bytes": 0,
+        "exposed_copy_s": 0.0,
         "gradients_equal": True,
     }
     assert (rows[0]["ratio_to_none"], rows[0]["exposed_s"], rows[0]["gradients_equal"]) == (1.0, 0.0, None)

@@ -51,6 +51,14 @@ def test_every_span_is_a_bar_in_its_lane():
     }
 
 
+def test_copies_are_bars_beside_the_communication():
+    copies = [span("offload", 0.0, 2.0, layer=None, half=None), span("reload", 1.0, 3.0, layer=None, half=None)]
+    assert extents(timeline_figure(timeline_of({0: copies}), "one step")) == {
+        "0/communication/copy to the host": [(0.0, 2.0)],
+        "0/communication/copy back from the host": [(1.0, 3.0)],
+    }
+
+
 def test_replays_lie_over_the_waits_they_fill_and_waits_over_the_halves():
     figure = timeline_figure(timeline_of({0: STEP}), "one step")
     order = {collection.get_gid(): collection.get_zorder() for collection in figure.axes[0].collections}
