@@ -9,9 +9,11 @@ from megatron_lynx.cost.layer import LayerShape, replayed_flops
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES
 from megatron_lynx.plan.plan import ByPhase
-from megatron_lynx.planner import REPLAYABLE, make_plan, uniform_plan
+from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
+from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
 from tests.profiler.made_up import made_up_profile
 
@@ -166,6 +168,123 @@ def test_a_profile_of_another_job_is_refused_with_every_difference():
     with pytest.raises(ConfigError) as refusal:
         make_plan(tiny_job(tensor=1, hidden=64), profile)
     assert [problem.where for problem in refusal.value.problems] == ["profile: shape.hidden", "profile: shape.tensor"]
+
+
+GIB_OF_65B = 45
+"""With t = 2 and p = 8 on 64 GPUs: what no stage of less replay fits, and least memory does by far."""
+
+
+def llama_65b(**changes):
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True} | changes.pop("parallel", {})
+    job = catalogued_job(gpus=64, batch=128, policy=changes.pop("policy", "planned"), parallel=layout)
+    return job.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("policy", ["planned", "full"])
+@pytest.mark.parametrize("chunks", [{}, {"layers_per_chunk": 2}], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, "auto"])
+def test_nothing_is_over_the_devices_budget_in_the_simulator_either(policy, chunks, ratio):
+    job = llama_65b(parallel=chunks, policy=policy, offload_ratio=ratio, budget=Budget(memory_gib=GIB_OF_65B))
+    decision = decide(job, analytic_profile(job))
+    for stage, memory in enumerate(decision.memory):
+        assert 0.5 * job.memory_budget_bytes < memory.total <= job.memory_budget_bytes
+        beside = memory.total - memory.activations - memory.staging - memory.recomputed
+        assert decision.simulation.memory(stage).peak_bytes <= job.memory_budget_bytes - beside
+    assert {stage.predicted.memory_bytes for stage in decision.plan.stages} == {memory.total for memory in decision.memory}
+
+
+def test_on_gpus_the_fastest_plan_that_fits_is_wanted_and_on_the_testbed_the_least_memory():
+    roomy = make_plan(llama_65b(), analytic_profile(llama_65b()))
+    first, last = roomy.stages[0].predicted, roomy.stages[-1].predicted
+    assert last.exposed_replay_s == 0 < first.exposed_replay_s
+    assert first.memory_bytes > 0.99 * llama_65b().memory_budget_bytes
+    job = tiny_job(tensor=2)
+    assert planned(tensor=2).stages[0].rules[0].replay != ()
+    wide = job.model_copy(update={"budget": Budget(memory_gib=8)})
+    assert make_plan(wide, made_up_profile(job, 1e-9)).stages[0].rules[0].replay == ()
+
+
+def test_offloading_is_chosen_where_it_is_faster_and_declined_where_the_run_fits():
+    tight = {"budget": Budget(memory_gib=GIB_OF_65B)}
+    replaying = make_plan(llama_65b(**tight), analytic_profile(llama_65b()))
+    offloading = make_plan(llama_65b(offload_ratio="auto", **tight), analytic_profile(llama_65b()))
+    sizes = [0 if stage.offload is None else stage.offload.bytes for stage in offloading.stages]
+    assert sizes[0] > 0
+    assert sizes[4:] == [0] * 4, "four chunks in flight or fewer gain nothing"
+    assert offloading.stages[0].predicted.host_bytes >= 6 * sizes[0]
+    assert offloading.stages[0].predicted.step_s < replaying.stages[0].predicted.step_s
+    declined = make_plan(
+        llama_65b(offload_ratio="auto", policy="none", budget=Budget(memory_gib=100)), analytic_profile(llama_65b())
+    )
+    assert all(stage.offload is None for stage in declined.stages)
+
+
+def test_a_stated_share_is_offloaded_and_copies_are_waited_for():
+    job = llama_65b(offload_ratio=1.0, policy="none", budget=Budget(memory_gib=100))
+    slow = job.cluster.pcie.model_copy(update={"gb_per_s": 25.0})
+    crawling = job.model_copy(update={"cluster": job.cluster.model_copy(update={"pcie": slow})})
+    fast, late = (decide(each, analytic_profile(each)) for each in (job, crawling))
+    assert [stage.offload_ratio for stage in fast.stages] == [1.0] * 4 + [0.0] * 4
+    assert fast.plan.stages[0].offload.bytes == fast.plan.stages[0].predicted.resident_activation_bytes
+    assert late.simulation.exposed_copy_s(3) > 0
+    assert late.simulation.step_s > fast.simulation.step_s
+    assert late.plan.stages[3].predicted.exposed_copy_s == pytest.approx(late.simulation.exposed_copy_s(3))
+    with pytest.raises(Infeasible, match="copies that lag behind"):
+        decide(crawling.model_copy(update={"budget": Budget()}), analytic_profile(crawling))
+
+
+def test_host_memory_bounds_what_is_offloaded():
+    job = llama_65b(offload_ratio=1.0, policy="none")
+    small = job.cluster.node.model_copy(update={"host_memory_gib": 64.0})
+    short = job.model_copy(update={"cluster": job.cluster.model_copy(update={"node": small})})
+    with pytest.raises(
+        Infeasible, match=r"host memory of a node, stage 0: found .* for 8 devices at share 1, needed at most 64 GiB"
+    ):
+        make_plan(short, analytic_profile(short))
+
+
+def test_stocks_policies_are_replayed_as_stock_does():
+    job = llama_65b(policy="balanced", budget=Budget(memory_gib=200))
+    for stage in make_plan(job, analytic_profile(job)).stages:
+        assert {rule.replay for rule in stage.rules} == {("input_layernorm", "pre_mlp_layernorm", "activation")}
+        assert stage.ahead_depth == 0
+    job = job.model_copy(update={"policy": "selective"})
+    for stage in make_plan(job, analytic_profile(job)).stages:
+        assert all("core_attention" in rule.replay and "linear_qkv" in rule.keep for rule in stage.rules)
+
+
+def test_a_large_vocabulary_moves_layers_off_the_last_stage():
+    layout = {"tensor": 4, "pipeline": 4, "partition": "auto"}
+    job = llama_65b(parallel=layout)
+    wide = job.model_copy(update={"model": job.model.model_copy(update={"vocab": 32 * job.model.vocab})})
+    even = wide.model_copy(update={"parallel": wide.parallel.model_copy(update={"partition": None})})
+    best, stock = (make_plan(each, analytic_profile(each)) for each in (wide, even))
+    counts = [len(stage.layers) for stage in best.stages]
+    assert sum(counts) == 80
+    assert counts[3] < 20 < max(counts)
+    assert best.stages[0].predicted.step_s < stock.stages[0].predicted.step_s
+    assert best.provenance.job == wide.digest
+
+
+def test_an_open_partition_of_chunks_is_a_sound_plan():
+    job = llama_65b(parallel={"tensor": 4, "pipeline": 4, "layers_per_chunk": 5, "partition": "auto"})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"vocab": 32 * job.model.vocab})})
+    plan = make_plan(job, analytic_profile(job))
+    assert plan.parallel.chunks == 4
+    assert len(plan.chunks_of(3)) == 4
+    assert sum(len(stage.layers) for stage in plan.chunks_of(3)) < 20
+
+
+def test_what_does_not_fit_says_what_binds_and_the_nearest_change_that_fits():
+    job = llama_65b(parallel={"distributed_optimizer": False}, budget=Budget(memory_gib=60))
+    with pytest.raises(Infeasible) as refusal:
+        make_plan(job, analytic_profile(job))
+    first, *_, nearest = map(str, refusal.value.problems)
+    for part in ("memory of a device, stage 0", "optimizer 4", "everything replayable replayed", "at most 60.00 GiB", "missing"):
+        assert part in first
+    assert "nearest change that fits: parallel.distributed_optimizer: true" in nearest
+    changed = job.model_copy(update={"parallel": job.parallel.model_copy(update={"distributed_optimizer": True})})
+    assert make_plan(changed, analytic_profile(changed))
 
 
 def test_what_a_job_may_state_but_no_plan_can_do_is_refused():

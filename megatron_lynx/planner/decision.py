@@ -56,10 +56,10 @@ def decide(job: Job, profile: Profile) -> Decision:
     check_plannable(job)
     check_profile(job, profile)
     try:
-        parted = partitioned(job, profile)
-        return _fitting(job, parted, profile)
+        decisions = [_fitting(job, parted, profile) for parted in partitioned(job, profile)]
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile)]) from None
+    return min(decisions, key=lambda decision: decision.simulation.step_s)
 
 
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:

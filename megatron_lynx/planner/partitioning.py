@@ -16,17 +16,22 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver.partition import best, spread
+from megatron_lynx.solver.partition import best, even, spread, step_s
 from megatron_lynx.solver.stages import Stages
 
 
-def partitioned(job: Job, profile: Profile) -> Job:
-    """The same job with every virtual stage's layers written down, if they were open; if nothing fits, as even as may be."""
+def partitioned(job: Job, profile: Profile) -> list[Job]:
+    """The same job with every virtual stage's layers written down, if they were open: as even as may be, and as is fastest by the
+    closed form of a step. What messages and bubbles make of both, a rehearsal says. Raises `Infeasible` where nothing fits."""
     if job.parallel.partition != "auto":
-        return job
+        return [job]
     times = _Times(job, profile)
-    counts = best(job.model.layers, job.parallel.pipeline, job.microbatches, times.of, times.least)
-    return job if counts is None else with_partition(job, _by_virtual_stage(counts, job.chunks))
+    layers, stages = job.model.layers, job.parallel.pipeline
+    counts = best(layers, stages, job.microbatches, times.of, times.least)
+    if counts is None:
+        return [job]
+    fitting = [each for each in (even(layers, stages), counts) if step_s(each, job.microbatches, times.of) < inf]
+    return [with_partition(job, _by_virtual_stage(each, job.chunks)) for each in dict.fromkeys(fitting)]
 
 
 def with_partition(job: Job, partition: tuple[int, ...]) -> Job:

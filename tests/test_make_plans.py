@@ -1,0 +1,54 @@
+"""The plans that come with the package are what their jobs lead to today, and can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_lynx.config import Job
+from megatron_lynx.plan import load_plan
+from megatron_lynx.plan.explanation import explanation
+from scripts.make_plans import CONFIGS, jobs, plan_text
+
+JOBS = dict(jobs())
+SEEN_TO = {
+    f"{model}-{cluster}"
+    for model in ("gpt-22b", "gpt-175b", "llama-7b", "llama-65b", "llama2-70b", "llama3-8b", "llama3-70b")
+    for cluster in ("a100-80g", "h800-80g")
+}
+
+
+def test_every_plan_has_a_job_and_the_catalogue_is_covered() -> None:
+    assert set((CONFIGS / "plans").glob("*.yaml")) == set(JOBS)
+    assert {path.stem for path in JOBS} >= SEEN_TO
+
+
+@pytest.mark.parametrize(("path", "job"), JOBS.items(), ids=[path.stem for path in JOBS])
+def test_a_plan_is_current_and_explained(path: Path, job: Job, tmp_path: Path) -> None:
+    (tmp_path / path.name).write_text(plan_text(path, job))
+    made, kept = load_plan(tmp_path / path.name), load_plan(path)
+    todo = "run `python -m scripts.make_plans`"
+    assert [stage.model_copy(update={"predicted": None}) for stage in made.stages] == [
+        stage.model_copy(update={"predicted": None}) for stage in kept.stages
+    ], todo
+    for new, old in zip(made.stages, kept.stages, strict=True):
+        assert new.predicted.model_dump() == pytest.approx(old.predicted.model_dump(), rel=1e-9), todo
+    assert (made.model, made.parallel, made.batch, made.provenance.job) == (
+        kept.model,
+        kept.parallel,
+        kept.batch,
+        kept.provenance.job,
+    ), todo
+    console = Console(width=150)
+    with console.capture() as shown:
+        console.print(explanation(kept))
+    assert f"--pipeline-model-parallel-size {job.parallel.pipeline}" in shown.get()
+    assert f"jobs/{path.stem}" in shown.get()
+
+
+def test_plans_fit_their_devices() -> None:
+    for path, job in JOBS.items():
+        for stage in load_plan(path).stages:
+            assert 0.5 * job.memory_budget_bytes < stage.predicted.memory_bytes <= job.memory_budget_bytes, path.stem
