@@ -1,0 +1,110 @@
+"""Answers as plans: every seat is accepted and run, and the simulator finds no more held or exposed than was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.writing import written
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.solver import exact, heuristic
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.baselines import keep_all
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.profiler.made_up import made_up_profile
+from tests.solver.problems import LAYOUTS, catalogued
+from tests.transparency.trials import Trial, compare_with_stock
+
+Solver = Callable[[StageProblem], Solved]
+
+
+@pytest.mark.parametrize("solve", [heuristic.solve, exact.solve], ids=["heuristic", "exact"])
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@settings(max_examples=3, deadline=None)
+@given(share=st.floats(0, 1))
+def test_never_over_budget_in_the_simulator(solve: Solver, name: str, share: float) -> None:
+    stages = catalogued(name)
+    answers = []
+    for stage in range(stages.job.parallel.pipeline):
+        problem = stages.of(stage)
+        least, most = heuristic.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+        answers.append(solve(replace(problem, budget_bytes=least + int(share * (most - least)))))
+    found = simulated(name, answers)
+    for stage, answer in enumerate(answers):
+        assert found.memory(stage).peak_bytes <= answer.peak_bytes
+        assert found.exposed_replay_s(stage) <= answer.exposed_s * stages.job.microbatches * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_every_seat_is_one_that_a_plan_accepts(name: str) -> None:
+    """The first layers of a stage each have one of the options, the others keep everything."""
+    stages = catalogued(name)
+    offered = [stages.of(stage) for stage in range(stages.job.parallel.pipeline)]
+    plain = [keep_all(problem) for problem in offered]
+    for start in range(0, max(len(problem.attention) for problem in offered), offered[0].layers - 1):
+        answers = [with_options(problem, kept, start) for problem, kept in zip(offered, plain, strict=True)]
+        found = simulated(name, answers)
+        assert all(found.memory(stage).peak_bytes <= answer.peak_bytes for stage, answer in enumerate(answers))
+
+
+def with_options(problem: StageProblem, kept: Solved, start: int) -> Solved:
+    count = problem.layers - 1
+    attention, mlp = (tuple((choices * 2)[start : start + count]) for choices in (problem.attention, problem.mlp))
+    below = [LayerChoice(*halves) for halves in zip(attention, mlp, strict=False)]
+    last = LayerChoice(kept.layers[-1].attention, problem.last_mlp[start % len(problem.last_mlp)])
+    return replace(kept, layers=(*below, *kept.layers[len(below) : -1], last))
+
+
+def simulated(name: str, answers: Sequence[Solved]) -> Simulation:
+    stages = catalogued(name)
+    return rehearse(planned(stages, answers), stages.profile)
+
+
+def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
+    """One chunk on each stage, and nothing on the host."""
+    chunks = [
+        StageAnswer(stage, (answer,), int(answer.in_flight), 0.0, StageSeconds(0.0, 0.0), 0.0)
+        for stage, answer in enumerate(answers)
+    ]
+    return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)
+
+
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+def test_training_replays_every_half_behind_forwards_as_planned(
+    pool_of: Callable[[int], RankPool], like: Literal["gpt", "llama"], sequence_parallel: bool
+) -> None:
+    """Gradients to the bit, and of the steady micro-batches every replay of the first stage is where it was seated."""
+    job = tiny_job(like, tensor=2, pipeline=2, microbatches=4, sequence_parallel=sequence_parallel)
+    stages = StageProblems(job, made_up_profile(job, link_s=1.0))
+    answers = [early(stages.of(0)), keep_all(stages.of(1))]
+    plan = planned(stages, answers)
+    assert plan.stages[0].ahead_depth >= 4
+    results = pool_of(4).run(compare_with_stock, job, [plan], Trial(steps=1, traced=True))
+    for rank, (outcome,) in enumerate(results):
+        assert outcome.differing == []
+        replays = [event for event in outcome.planned.events if event["kind"] == "replay" and event["micro_batch"] < 3]
+        assert len(replays) == (0 if rank >= 2 else 3 * 4)
+        assert all(replay["window"].startswith("fwd.") for replay in replays)
+
+
+def early(problem: StageProblem) -> Solved:
+    """Every half in a window of a forward, with most of it replayed."""
+    attention, mlp, last = (
+        max((option for option in choices if option.seat.steady.startswith("fwd.")), key=lambda option: len(option.replay))
+        for choices in (problem.attention, problem.mlp, problem.last_mlp)
+    )
+    below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
+    return Solved((*below, LayerChoice(attention, last)), problem.in_flight)
