@@ -5,6 +5,8 @@
     device properties, capability, memory            those of a card that has none of what is optional
     make, for the dataset helper                     nothing to do where `missing_modules` finds one that is built
 
+    processes for writing checkpoints                as asked, but they do not import the script again, which they could not here
+
 and one thing that gloo needs: the interleaved schedule frees what it sends as soon as `isend` returns, so an alias is sent, which
 keeps the storage.
 
@@ -18,6 +20,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing import spawn
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +46,7 @@ def stand_in_for_gpu_machine() -> StandIn:
     answer_which_device(undo)
     undo.enter_context(stand_in_for_missing_modules(apex=True))
     build_nothing(undo)
+    spare_children_the_script(undo)
     keep_what_is_sent(undo)
     return StandIn(undo)
 
@@ -79,6 +83,17 @@ def build_nothing(undo: ExitStack) -> None:
         return original(command, *args, **kwargs)
 
     replace(undo, subprocess, "run", run)
+
+
+def spare_children_the_script(undo: ExitStack) -> None:
+    """A spawned process imports its parent's script before it begins; this stand-in is not in place there."""
+    original = spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {key: value for key, value in original(name).items() if key != "init_main_from_path"}
+
+    replace(undo, spawn, "get_preparation_data", get_preparation_data)
 
 
 def keep_what_is_sent(undo: ExitStack) -> None:
