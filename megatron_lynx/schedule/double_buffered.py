@@ -14,6 +14,14 @@ would be needed.
 
     version     0 0 1 2 3 ...  of batch 0 1 2 3 4 ...           W(v) lives in buffer v mod 2: update j writes W(j+1) over W(j-1),
     buffer      0 0 1 0 1 ...                                   which nobody needs any more, and leaves W(j) to those in flight
+
+An update may be a barrier: clipping wants the norm of the whole gradient, tied embeddings the sum of both ends. The last stage
+reaches it (p - 1) backwards before the first one, and those it would stand still. With a second gradient buffer it goes on
+instead, and makes its update some backwards of the next batch later (`deferral`), when the first stage is there too:
+
+    stage 0   ... 4F0 2B0 U0  5F0 3B0  6F0 4B0  7F0 5B0 U1  8F0 6B0 | 7B0 8B0 U2
+    stage 1   ... 3F0 2B0  4F0 3B0 U0  5F0 4B0  6F0 5B0  7F0 6B0 U1  8F0 7B0 | 8B0 U2
+    stage 2   ... 2F0 2B0  3F0 3B0 U0  4F0 4B0  5F0 5B0  6F0 6B0 U1  7F0 7B0  8F0 8B0 U2
 """
 
 from __future__ import annotations
@@ -51,30 +59,47 @@ def buffer_of(version: int) -> int:
     return version % VERSIONS
 
 
-def batch_order(pipeline: int, stage: int, microbatches: int, batch: int, *, drains: bool = False) -> tuple[Action | Update, ...]:
+def deferral(stage: int, backward_share: float = 2 / 3) -> int:
+    """Backwards of the next batch that a stage runs before an update that is a barrier, so that all stages reach it together.
+
+    A gradient takes one backward per stage on its way to the first; a deferred one costs a forward and a backward, of which the
+    backward is `backward_share` (0: no deferral; at most 1).
+    """
+    return round(stage * backward_share)
+
+
+def batch_order(
+    pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int = 0, drains: bool = False
+) -> tuple[Action | Update, ...]:
     """What one stage does from behind update `batch - 1` (or from the start) up to update `batch`.
 
-    Forwards run ahead into the next batch, by as many micro-batches as there are stages behind this one; not if it `drains`.
+    Forwards run ahead into the next batch, by as many micro-batches as there are stages behind this one, and by `deferral` pairs
+    of a forward and a backward; not if it `drains`.
+
+    Args:
+        deferral: backwards of the next batch before the update: at most `stage`.
 
     Raises:
         ConfigError: a batch has fewer micro-batches than the pipeline has stages.
     """
     check(pipeline, microbatches)
+    assert 0 <= deferral <= stage, f"stage {stage} cannot wait for {deferral} backwards: two versions would not do"
     ahead = one_f_one_b.warmup(pipeline, stage)
-    start, end = batch * microbatches, (batch + 1) * microbatches
-    forwards = [Action(index, "F") for index in range(0 if batch == 0 else start + ahead, end if drains else end + ahead)]
+    end = (batch + 1) * microbatches + (0 if drains else deferral)
+    start = batch * microbatches + deferral if batch > 0 else 0
+    forwards = [Action(index, "F") for index in range(start + ahead if batch > 0 else 0, end if drains else end + ahead)]
     backwards = [Action(index, "B") for index in range(start, end)]
     warmup = forwards[:ahead] if batch == 0 else []
     pairs = [action for pair in zip(forwards[len(warmup) :], backwards, strict=False) for action in pair]
     return (*warmup, *pairs, *backwards[len(pairs) // 2 :], Update(batch))
 
 
-def order(pipeline: int, stage: int, microbatches: int, batches: int) -> tuple[Action | Update, ...]:
+def order(pipeline: int, stage: int, microbatches: int, batches: int, *, deferral: int = 0) -> tuple[Action | Update, ...]:
     """What one stage does from start to drain. Raises as `batch_order` does."""
     return tuple(
         step
         for batch in range(batches)
-        for step in batch_order(pipeline, stage, microbatches, batch, drains=batch == batches - 1)
+        for step in batch_order(pipeline, stage, microbatches, batch, deferral=deferral, drains=batch == batches - 1)
     )
 
 

@@ -11,20 +11,23 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action, most_in_flight, write_actions
-from megatron_lynx.schedule.double_buffered import Update, batch_order, buffer_of, order, version_of
+from megatron_lynx.schedule.double_buffered import Update, batch_order, buffer_of, deferral, order, version_of
+
+Setting = tuple[int, int, int, float]
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> tuple[int, int, int]:
-    """(stages, micro-batches of a batch, batches)"""
+def settings(draw: st.DrawFn) -> Setting:
+    """(stages, micro-batches of a batch, batches, share of the backward for which updates are deferred)"""
     pipeline = draw(st.integers(1, 6))
-    return pipeline, draw(st.integers(pipeline, pipeline + 5)), draw(st.integers(1, 6))
+    share = draw(st.sampled_from([0, 0.5, 2 / 3, 1]))
+    return pipeline, draw(st.integers(pipeline, pipeline + 5)), draw(st.integers(1, 6)), share
 
 
-def orders(setting: tuple[int, int, int]) -> Iterator[tuple[int, tuple[Action | Update, ...]]]:
-    pipeline, microbatches, batches = setting
+def orders(setting: Setting) -> Iterator[tuple[int, tuple[Action | Update, ...]]]:
+    pipeline, microbatches, batches, share = setting
     for stage in range(pipeline):
-        yield stage, order(pipeline, stage, microbatches, batches)
+        yield stage, order(pipeline, stage, microbatches, batches, deferral=deferral(stage, share))
 
 
 def actions(steps: tuple[Action | Update, ...]) -> tuple[Action, ...]:
@@ -38,37 +41,65 @@ def test_the_order_of_the_picture() -> None:
     assert write_actions(order(3, 2, 3, 2)) == "0F0 0B0 1F0 1B0 2F0 2B0 U0 3F0 3B0 4F0 4B0 5F0 5B0 U1"
 
 
+def test_updates_that_wait_for_the_first_stage() -> None:
+    assert [deferral(stage) for stage in range(4)] == [0, 1, 1, 2]
+    assert write_actions(order(3, 1, 3, 3, deferral=1)) == (
+        "0F0 1F0 0B0 2F0 1B0 3F0 2B0 4F0 3B0 U0 5F0 4B0 6F0 5B0 7F0 6B0 U1 8F0 7B0 8B0 U2"
+    )
+
+
 def test_the_rule_of_the_paper() -> None:
     """Micro-batch k, from 1, with m = 4: max(floor((k - 1) / m) - 1, 0)."""
     assert [version_of(k - 1, 4) for k in range(1, 17)] == [0] * 8 + [1] * 4 + [2] * 4
 
 
 @given(settings())
-def test_it_is_1f1b_over_all_micro_batches(setting: tuple[int, int, int]) -> None:
+def test_it_is_1f1b_over_all_micro_batches(setting: Setting) -> None:
     """Filled once, drained once; so p - s micro-batches in flight, as with flushes."""
-    pipeline, microbatches, batches = setting
+    pipeline, microbatches, batches, _ = setting
     for stage, steps in orders(setting):
         assert actions(steps) == one_f_one_b.order(pipeline, stage, microbatches * batches)
         assert most_in_flight(actions(steps)) <= pipeline - stage
 
 
 @given(settings())
-def test_an_update_follows_its_last_backward_at_once(setting: tuple[int, int, int]) -> None:
-    _, microbatches, batches = setting
-    for _, steps in orders(setting):
+def test_an_update_follows_its_last_backward(setting: Setting) -> None:
+    """At once, or as many backwards of the next batch later as it is deferred; at once where the pipeline drains."""
+    _, microbatches, batches, share = setting
+    for stage, steps in orders(setting):
         places = [index for index, step in enumerate(steps) if isinstance(step, Update)]
         assert [steps[place] for place in places] == [Update(batch) for batch in range(batches)]
         for batch, place in enumerate(places):
-            assert steps[place - 1] == Action((batch + 1) * microbatches - 1, "B")
+            later = deferral(stage, share) if batch < batches - 1 else 0
+            assert steps[place - 1] == Action((batch + 1) * microbatches - 1 + later, "B")
 
 
 @given(settings())
-def test_two_buffers_are_enough(setting: tuple[int, int, int]) -> None:
+def test_two_gradients_are_enough(setting: Setting) -> None:
+    """A backward adds to its batch's gradient, in buffer batch mod 2: no other batch's is left in there, all of its own is."""
+    _, microbatches, _, share = setting
+    for stage, steps in orders(setting):
+        buffers: list[set[int]] = [set(), set()]
+        for step in steps:
+            if isinstance(step, Update):
+                batch = range(step.batch * microbatches, (step.batch + 1) * microbatches)
+                assert buffers[step.batch % 2] == set(batch)
+                buffers[step.batch % 2] = set()
+            elif step.kind == "B":
+                own = step.micro_batch // microbatches
+                assert {other // microbatches for other in buffers[own % 2]} <= {own}
+                buffers[own % 2].add(step.micro_batch)
+                assert all(buffers) is False or deferral(stage, share) > 0, "one buffer is enough without deferral"
+        assert buffers == [set(), set()]
+
+
+@given(settings())
+def test_two_buffers_are_enough(setting: Setting) -> None:
     """Played through with two buffers: every forward and every backward finds the version of the rule in its buffer.
 
     A version overwritten too early, an update that comes too late, or a third version would show.
     """
-    _, microbatches, batches = setting
+    _, microbatches, batches, _ = setting
     for _, steps in orders(setting):
         buffers: list[int | None] = [0, None]
         for step in steps:
@@ -81,9 +112,9 @@ def test_two_buffers_are_enough(setting: tuple[int, int, int]) -> None:
 
 
 @given(settings())
-def test_an_update_leaves_those_in_flight_alone(setting: tuple[int, int, int]) -> None:
+def test_an_update_leaves_those_in_flight_alone(setting: Setting) -> None:
     """One micro-batch of the next batch for every stage behind this one; they use the version that the update keeps."""
-    pipeline, microbatches, batches = setting
+    pipeline, microbatches, batches, _ = setting
     for stage, steps in orders(setting):
         in_flight: list[int] = []
         for step in steps:
@@ -98,15 +129,16 @@ def test_an_update_leaves_those_in_flight_alone(setting: tuple[int, int, int]) -
 
 
 @given(settings(), st.data())
-def test_a_batch_that_drains_leaves_nothing_in_flight(setting: tuple[int, int, int], data: st.DataObject) -> None:
+def test_a_batch_that_drains_leaves_nothing_in_flight(setting: Setting, data: st.DataObject) -> None:
     """Where to stop may be decided when a batch begins: the batches before it are the same."""
-    pipeline, microbatches, batches = setting
+    pipeline, microbatches, batches, share = setting
     stop = data.draw(st.integers(1, batches))
-    for stage, steps in orders((pipeline, microbatches, stop)):
+    for stage, steps in orders((pipeline, microbatches, stop, share)):
+        wait = deferral(stage, share)
         counted = actions(steps)
         assert sum(action.kind == "F" for action in counted) == stop * microbatches == len(counted) / 2
-        going_on = order(pipeline, stage, microbatches, batches)
-        begun = sum(len(batch_order(pipeline, stage, microbatches, batch)) for batch in range(stop - 1))
+        going_on = order(pipeline, stage, microbatches, batches, deferral=wait)
+        begun = sum(len(batch_order(pipeline, stage, microbatches, batch, deferral=wait)) for batch in range(stop - 1))
         assert steps[:begun] == going_on[:begun]
 
 
