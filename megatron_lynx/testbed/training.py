@@ -228,7 +228,10 @@ def with_ddp(
         use_distributed_optimizer=job.parallel.distributed_optimizer,
         bucket_size=20_000,
     )
-    return [DistributedDataParallel(get_model_config(chunk), config, chunk) for chunk in chunks]
+    return [
+        DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as pretraining does it
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def megatron_optimizer(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
@@ -38,6 +39,13 @@ def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
     plan = plan_for(job, lambda layer: replayable(job))
     outcomes = checked(pool_of, job, [plan], Trial(model=fields))
     assert [rank[0].planned.counts[0].hidden for rank in outcomes] == [2 * microbatches, microbatches]
+
+
+def test_reductions_in_backward(pool_of: Pools) -> None:
+    """Gradients of two replicas are reduced chunk by chunk, as soon as the last micro-batch has passed."""
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=2, replicas=2)
+    overlapped = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
+    checked(pool_of, job, [uniform_plan(job)], Trial(training=overlapped))
 
 
 def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:

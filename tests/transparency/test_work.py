@@ -21,14 +21,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "TP2": {"tensor": 2},
     "TP2+SP": {"tensor": 2, "sequence_parallel": True},
-    "PP2": {"pipeline": 2, "microbatches": 4},
+    "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
 }
 
 
 def replayed_by(job: Job, plan: Plan, stage: int) -> int:
     """FLOPs that one rank of a stage repeats in one step, by the cost model."""
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
-    rules = (plan.stages[stage].rule_for(layer) for layer in plan.stages[stage].layers)
+    rules = (entry.rule_for(layer) for entry in plan.chunks_of(stage) for layer in entry.layers)
     return job.microbatches * sum(replayed_flops(shape, rule.replay) for rule in rules)
 
 
