@@ -1,0 +1,179 @@
+"""How long planning takes: seconds on one core, medians, for catalogued jobs with analytic profiles.
+
+    python -m benchmarks.solver_speed -o benchmarks/results
+    python -m benchmarks.solver_speed --without-search --rounds 3
+
+    demand                                                    at most
+    heuristic answers of 96 layers on 16 stages                 0.05 s     options priced, every stage solved
+    an exact answer for one stage of 24 layers, proven            10 s     the slowest of several budgets
+    a search over every layout of 256 devices, 175B                5 s
+
+Then the growth of each with its size. A profile is at hand when the clock starts; the process is bound to one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.measure.machine import Links, this_machine
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.search import search
+from megatron_lynx.solver import exact, heuristic
+from megatron_lynx.solver.answer import Solved
+from megatron_lynx.solver.baselines import keep_all
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.yaml_file import read_yaml
+
+SHARES = (0.02, 0.1, 0.3, 0.6, 0.9)
+"""Budgets, from the least that a stage needs (0) to what it holds if it keeps everything (1)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was timed."""
+
+    what: str
+    size: str
+    median_s: float
+    slowest_s: float
+    at_most_s: float | None = None
+    note: str = ""
+
+
+def job_of(model: str, cluster: str, *, tensor: int, pipeline: int, layers: int | None = None, gpus: int | None = None) -> Job:
+    """A catalogued model, with another number of layers if one is given; 8 micro-batches for every stage."""
+    size = read_yaml(bundled_configs() / "models" / f"{model}.yaml")
+    ranks = gpus or tensor * pipeline
+    fields = {
+        "model": size | ({"layers": layers} if layers else {}),
+        "cluster": read_yaml(bundled_configs() / "clusters" / f"{cluster}.yaml"),
+        "gpus": ranks,
+        "parallel": {
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "sequence_parallel": cluster == "h800-80g",
+            "distributed_optimizer": True,
+        },
+        "batch": {"micro": 1, "global": 8 * pipeline * ranks // (tensor * pipeline)},
+        "policy": "planned",
+    }
+    return Job.model_validate(fields)
+
+
+def timed(action: Callable[[], Any], rounds: int) -> list[float]:
+    seconds = []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
+
+
+def with_budget(problem: StageProblem, share: float) -> StageProblem:
+    least, most = heuristic.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    return replace(problem, budget_bytes=least + int(share * (most - least)))
+
+
+def heuristic_row(model: str, cluster: str, layers: int, stages: int, rounds: int, at_most_s: float | None = None) -> Row:
+    """All stages of a job, nothing priced before. The slowest of several budgets counts."""
+    job = job_of(model, cluster, tensor=8, pipeline=stages, layers=layers)
+    profile = analytic_profile(job)
+    medians, slowest = [], []
+    for share in SHARES:
+        budgets = [with_budget(StageProblems(job, profile).of(stage), share).budget_bytes for stage in range(stages)]
+
+        def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
+            problems = StageProblems(job, profile)
+            return [heuristic.solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
+
+        seconds = timed(plan, rounds)
+        medians.append(statistics.median(seconds))
+        slowest.append(max(seconds))
+    return Row("heuristic", f"{layers} layers x {stages} stages", max(medians), max(slowest), at_most_s, f"{model}, {cluster}")
+
+
+def exact_row(model: str, cluster: str, layers: int, rounds: int, at_most_s: float | None = None) -> Row:
+    """One stage with 8 micro-batches in flight. The slowest of several budgets counts; how much faster its answers are, too."""
+    job = job_of(model, cluster, tensor=8, pipeline=8, layers=8 * layers)
+    problem = replace(StageProblems(job, analytic_profile(job)).of(0), in_flight=8)
+    limited = [with_budget(problem, share) for share in SHARES]
+    seconds = [timed(lambda one=one: exact.solve(one), rounds) for one in limited]  # type: ignore[misc]
+    answers = [(exact.solve(one), heuristic.solve(one).exposed_s) for one in limited]
+    proven = sum(answer.proven for answer, _ in answers)
+    above = max((by_form_s / answer.exposed_s - 1 for answer, by_form_s in answers if answer.exposed_s), default=0.0)
+    note = f"{model}, {cluster}: {proven} of {len(answers)} proven; the heuristic exposes up to {above:.1%} more"
+    return Row(
+        "exact", f"one stage of {layers} layers", max(map(statistics.median, seconds)), max(map(max, seconds)), at_most_s, note
+    )
+
+
+def search_row(gpus: int, rounds: int, at_most_s: float | None = None) -> Row:
+    job = job_of("gpt-175b", "h800-80g", tensor=8, pipeline=8, gpus=gpus)
+    seconds = timed(lambda: search(job, gpus), rounds)
+    note = f"{search(job, gpus).considered} layouts considered"
+    return Row("search", f"{gpus} devices, gpt-175b", statistics.median(seconds), max(seconds), at_most_s, note)
+
+
+def rows(rounds: int, searching: bool) -> Iterator[Row]:
+    """Demands first, then growth."""
+    yield heuristic_row("gpt-175b", "h800-80g", 96, 16, rounds, 0.05)
+    yield heuristic_row("gpt-175b", "a100-80g", 96, 16, rounds, 0.05)
+    yield exact_row("gpt-175b", "h800-80g", 24, rounds, 10.0)
+    yield exact_row("gpt-175b", "a100-80g", 24, rounds, 10.0)
+    if searching:
+        yield search_row(256, min(rounds, 3), 5.0)
+    for stages in (1, 2, 4, 8, 32):
+        yield heuristic_row("gpt-175b", "a100-80g", 96, stages, rounds)
+    for layers in (16, 32, 192, 384):
+        yield heuristic_row("gpt-175b", "a100-80g", layers, 16, rounds)
+    for layers in (6, 12, 48, 96):
+        yield exact_row("gpt-175b", "a100-80g", layers, rounds)
+    for gpus in (1024, 4096, 16384) if searching else ():
+        yield search_row(gpus, 1)
+
+
+def markdown(found: Sequence[Row], machine: str) -> str:
+    lines = [f"# Seconds of planning, {date.today()}", "", machine, ""]
+    lines += ["| what | size | median s | slowest s | at most s | |", "|---|---|--:|--:|--:|---|"]
+    for row in found:
+        bound = "" if row.at_most_s is None else f"{row.at_most_s:g}"
+        lines.append(f"| {row.what} | {row.size} | {row.median_s:.4f} | {row.slowest_s:.4f} | {bound} | {row.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7, help="every figure is the median of so many")
+    parser.add_argument("--without-search", action="store_true")
+    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
+    asked = parser.parse_args()
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    found = []
+    for row in rows(asked.rounds, not asked.without_search):
+        print(f"{row.what:10} {row.size:28} {row.median_s:9.4f} s   {row.note}", flush=True)
+        found.append(row)
+    machine = this_machine(Links(kind="none"))
+    text = markdown(found, f"One core of {machine.cpu}, Python {machine.python}; medians of {asked.rounds} rounds.")
+    print(text)
+    if asked.output is not None:
+        name = f"{date.today()}-solver-speed"
+        (asked.output / f"{name}.md").write_text(text)
+        content = {"machine": machine.model_dump(), "rounds": asked.rounds, "rows": [asdict(row) for row in found]}
+        (asked.output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
