@@ -7,30 +7,22 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.stage_memory import StageMemory
-from megatron_lynx.plan.plan import Plan
 from megatron_lynx.search.spent import Spent
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`job` states it whole: its layout, micro-batch size, policy and offload ratio."""
+    """`job` states it whole: its layout, micro-batch size and policy; its offload ratio, but where a plan is to say it."""
 
     job: Job
     step_s: float
     """As simulated, with gradients and optimizer."""
     spent: Spent
     """The closed form's account of a step."""
+    offload_ratio: float
+    """The largest of all stages: plans have one for each."""
     memory_bytes: int
     """Of the fullest stage, everything counted."""
-    memory: StageMemory | None = None
-    """The same, part by part; of a plan, the plan says it."""
-    plan: Plan | None = None
-
-    @property
-    def offload_ratio(self) -> float:
-        assert self.job.offload_ratio != "auto", "the search puts the number that it found"
-        return self.job.offload_ratio
 
     @property
     def tokens_per_s(self) -> float:

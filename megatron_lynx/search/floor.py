@@ -61,19 +61,27 @@ class LayerCost:
         )
 
     def floor(self, job: Job) -> Spent:
-        """A step under the job's policy, without copies, gradients and optimizer. All stages have as many layers."""
+        """A step under the job's policy, without copies, gradients and optimizer; a plan's may hide all that it replays.
+
+        All stages have as many layers.
+        """
         pipeline, microbatches = job.parallel.pipeline, job.microbatches
-        layers, replay_s = job.model.layers // pipeline, self.replay_s[job.policy]
-        largest_end_s, other_end_s = max(self.embedding_s, self.head_s), min(self.embedding_s, self.head_s)
-        slowest_end_s = largest_end_s if pipeline > 1 else largest_end_s + other_end_s
-        others_s = (pipeline - 1) * layers * (self.layer_s + replay_s) + (other_end_s if pipeline > 1 else 0.0)
+        layers, replay_s = job.model.layers // pipeline, self.replay_s.get(job.policy, 0.0)
+        others_s = (pipeline - 1) * layers * (self.layer_s + replay_s)
+        if pipeline > 1:
+            others_s += min(self.embedding_s, self.head_s)
         collectives_s = microbatches * layers * self.collectives_s
         return Spent(
-            compute_s=microbatches * (layers * self.layer_s + slowest_end_s) - collectives_s,
+            compute_s=microbatches * self.slowest_s(job) - collectives_s,
             replay_s=microbatches * layers * replay_s,
             communication_s=collectives_s + 2 * (pipeline - 1) * self.message_s,
             bubble_s=others_s / job.chunks,
         )
+
+    def slowest_s(self, job: Job) -> float:
+        """One micro-batch on the slowest stage, if nothing is replayed."""
+        ends_s = max(self.embedding_s, self.head_s) if job.parallel.pipeline > 1 else self.embedding_s + self.head_s
+        return job.model.layers // job.parallel.pipeline * self.layer_s + ends_s
 
 
 def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:

@@ -1,6 +1,7 @@
 """Why the others lost, in families: how many, and the best of each beside the winner.
 
-cannot run     the runtime does not do what this policy needs here        planned alone
+cannot run     no plan can do what the layout needs
+no plan        everything fits as it is: nothing is replayed, and the plan says what policy `none` does
 state          parameters, gradients and optimizer alone do not fit
 activations    everything that may be offloaded is, and it does not fit
 host memory    the host has no room for what must be offloaded
@@ -19,14 +20,15 @@ from megatron_lynx.search.spent import Spent
 from megatron_lynx.units import format_bytes, format_seconds
 
 OF_BYTES = ("state", "activations", "host memory")
-REASONS = ("cannot run", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
+REASONS = ("cannot run", "no plan", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
 
 
 @dataclass(frozen=True)
 class Lost:
     """One family, by its best example: the fastest of those that are slower, of the others the one that lacks least.
 
-    `found` and `limit`: seconds of that part of its step and of the winner's, or bytes and the budget. 0 for what cannot run.
+    `found` and `limit`: seconds of that part of its step and of the winner's, or bytes and the budget. 0 for what cannot run
+    and for what needs no plan.
     """
 
     reason: str
@@ -42,7 +44,7 @@ class Lost:
 
     @property
     def numbers(self) -> str:
-        if self.reason == "cannot run":
+        if self.reason in ("cannot run", "no plan"):
             return ""
         if self.unit == "bytes":
             return f"{format_bytes(self.found)}, at most {format_bytes(self.limit)}"

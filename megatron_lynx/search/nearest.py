@@ -34,7 +34,7 @@ class Asked:
 
 def nothing_fits(asked: Asked, excesses: Sequence[Excess], known: Sequence[Policy]) -> Infeasible:
     """`excesses`: what the search found of candidates whose state fits. `known`: all policies there are."""
-    closest = min(excesses or _of_small_states(asked), key=lambda excess: excess.bytes)
+    closest = min(excesses or _of_small_states(asked), key=lambda excess: (excess.bytes <= 0, excess.bytes))
     devices = "1 device" if asked.space.gpus == 1 else f"{asked.space.gpus} devices"
     headline = f"nothing fits on {devices}: the closest is {in_words(closest.job)}"
     return Infeasible(headline, [_binding(closest, asked.offload), *_changes(asked, closest, known)])

@@ -22,7 +22,7 @@ from megatron_lynx.search.nearest import Asked, nothing_fits
 from megatron_lynx.search.ranking import Ranking
 from megatron_lynx.search.space import Space
 
-POLICIES: tuple[Policy, ...] = STOCK
+POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 
 MOST_GPUS = 2**20
 MOST_SEQUENCES = 2**32
@@ -51,7 +51,7 @@ def search(
     space = Space(job, gpus, across_nodes)
     asked = Asked(space, _checked(space, top, policies), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
-    candidates = tuple(running.run())
+    candidates = running.run()
     if not candidates:
         raise nothing_fits(asked, running.excesses, POLICIES)
     return Ranking(job, gpus, candidates, running.considered, running.losers.families(), time.perf_counter() - began_s)

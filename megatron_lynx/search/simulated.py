@@ -1,8 +1,4 @@
-"""A stock policy's step, simulated: its schedule with the passes of every chunk and their copies to the host.
-
-micro-batches   0 ... 2p ... 3p ............................ m        from 2p on every further p take as long as the last p:
-                simulated │ simulated │ as often as needed            so the time of m follows from those of two shorter steps
-"""
+"""A stock policy's step, simulated: its schedule with the passes of every chunk and their copies to the host."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.search.steady import in_steady_state
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
@@ -24,14 +21,10 @@ NO_BLOCK = BlockProfile()
 
 def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
     """Seconds of forwards and backwards of a whole step, without gradients and optimizer."""
-    pipeline, microbatches = job.parallel.pipeline, job.microbatches
+    pipeline = job.parallel.pipeline
     chunks = [_chunks(job, profile, stage, offload_ratio) for stage in range(pipeline)]
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
-    if microbatches <= 3 * pipeline:
-        return _step_s(job, chunks, microbatches, message_s)
-    whole, rest = divmod(microbatches - 2 * pipeline, pipeline)
-    short_s, longer_s = (_step_s(job, chunks, count * pipeline + rest, message_s) for count in (2, 3))
-    return short_s + whole * (longer_s - short_s)
+    return in_steady_state(lambda microbatches: _step_s(job, chunks, microbatches, message_s), job.microbatches, pipeline)
 
 
 def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> float:

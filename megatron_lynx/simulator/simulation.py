@@ -64,6 +64,15 @@ class Simulation:
 
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
+        if stage not in self._curves:
+            self._curves[stage] = self._curve(stage)
+        return self._curves[stage]
+
+    @cached_property
+    def _curves(self) -> dict[int, MemoryCurve]:
+        return {}
+
+    def _curve(self, stage: int) -> MemoryCurve:
         passes = ((each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory)
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
 

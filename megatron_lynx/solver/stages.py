@@ -11,8 +11,9 @@ share a link to the host share its rate, so that a copy is as long as the profil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.solver import baselines
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.heuristic import solve
@@ -57,6 +59,8 @@ class StageAnswer:
     """Without replays."""
     exposed_copies_s: float
     """Of a whole step."""
+    host_sets: tuple[int, ...] = ()
+    """Micro-batches of each chunk that are in host memory at once."""
 
     @property
     def exposed_s(self) -> float:
@@ -75,7 +79,7 @@ class StageAnswer:
     @property
     def host_bytes(self) -> int:
         """Pinned, of one rank."""
-        return ceil(self.offload_ratio * max(0, self.in_flight - 2) * self.chunk_bytes)
+        return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
 
     def offloaded_bytes(self, chunk: int) -> int:
         """Of one micro-batch of a chunk."""
@@ -96,30 +100,35 @@ class Stages:
     """(stage, share): not to be offloaded."""
 
     def answer(self, stage: int) -> StageAnswer:
-        """The best there is. Raises `Infeasible` where nothing fits."""
-        budget_bytes = layers_budget_bytes(self.job, stage)
-        best: StageAnswer | None = None
-        problems = [_lagging(stage)]
-        for ratio in self._ratios(stage):
-            try:
-                candidate = self._offloading(stage, ratio, budget_bytes)
-            except Infeasible as error:
-                problems = self._shortage(stage, error)
-                continue
-            if too_small := self._host_shortage(candidate):
-                problems = [too_small]
-                continue
-            if best is None or self._late_s(candidate) < self._late_s(best):
-                best = candidate
-            if self._late_s(best) == 0:
-                break
-        if best is None:
-            raise Infeasible(NOTHING_FITS, problems)
-        return best
+        """The best there is; sought once. Raises `Infeasible` where nothing fits."""
+        if stage not in self._answers:
+            self._answers[stage] = self._best(stage)
+        return self._answers[stage]
 
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
         return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
+
+    def _best(self, stage: int) -> StageAnswer:
+        budget_bytes = layers_budget_bytes(self.job, stage)
+        best: StageAnswer | None = None
+        problems: Callable[[], list[Problem]] = partial(_lagging, stage)
+        for ratio in self._ratios(stage):
+            try:
+                candidate = self._offloading(stage, ratio, budget_bytes)
+            except Infeasible as error:
+                problems = partial(self._shortage, stage, error)
+                continue
+            if too_small := self._host_shortage(candidate):
+                problems = partial(list, (too_small,))
+                continue
+            if best is None or self._late_s(candidate) < self._late_s(best):
+                best = candidate
+            if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
+                break
+        if best is None:
+            raise Infeasible(NOTHING_FITS, problems())
+        return best
 
     def _ratios(self, stage: int) -> list[float]:
         asked = self.job.offload_ratio
@@ -134,12 +143,15 @@ class Stages:
         by_layers: dict[int, Solved] = {}
         for layers in self.job.chunk_layers(stage):
             if layers not in by_layers:
-                problem = replace(self._problems.of(stage, layers), in_flight=held, budget_bytes=budget_bytes)
+                problem = replace(self._problem(stage, layers), in_flight=held, budget_bytes=budget_bytes)
                 by_layers[layers] = _solved(self.job, problem)
         chunks = tuple(by_layers[layers] for layers in self.job.chunk_layers(stage))
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         answer = StageAnswer(stage, chunks, count, ratio, stock, 0.0)
-        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer))
+        if not ratio:
+            return answer
+        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks
+        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offload_ratio * answer.chunk_bytes))
@@ -178,6 +190,20 @@ class Stages:
             )
         ]
 
+    def _problem(self, stage: int, layers: int) -> StageProblem:
+        """The same for all shares."""
+        if (stage, layers) not in self._known:
+            self._known[stage, layers] = self._problems.of(stage, layers)
+        return self._known[stage, layers]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], StageProblem]:
+        return {}
+
+    @cached_property
+    def _answers(self) -> dict[int, StageAnswer]:
+        return {}
+
     @cached_property
     def _problems(self) -> StageProblems:
         return StageProblems(self.job, self.profile)
@@ -203,8 +229,7 @@ def _least_in_words(job: Job, least: StageAnswer) -> str:
     return f"{replayed}{offloaded}, {least.in_flight} in flight"
 
 
-def _lagging(stage: int) -> Problem:
+def _lagging(stage: int) -> list[Problem]:
     todo = "make the passes longer than the copies: a larger micro-batch, or more layers on the stage"
-    return Problem(
-        f"offload_ratio, stage {stage}", "copies that lag behind, so that what they copy is held longer than fits", "", todo
-    )
+    found = "copies that lag behind, so that what they copy is held longer than fits"
+    return [Problem(f"offload_ratio, stage {stage}", found, "", todo)]

@@ -1,0 +1,133 @@
+"""Candidates for which a plan is made, as late as possible: a plan of all stages costs as much as a hundred floors.
+
+[1] does everything fit as it is?     then there is nothing to plan: policy `none` is the plan
+[2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
+[3] all stages
+[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`steady`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide, least_memory
+from megatron_lynx.planner.writing import device_memory, written
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.entry import Entry
+from megatron_lynx.search.fit import Excess, Fits, fit
+from megatron_lynx.search.floor import LayerCost
+from megatron_lynx.search.spent import Spent
+from megatron_lynx.search.steady import in_steady_state
+from megatron_lynx.solver.stages import StageAnswer, Stages
+from megatron_lynx.units import GIB
+
+
+@dataclass(frozen=True)
+class Floored(Entry):
+    """What it takes if every replay and every copy is hidden."""
+
+    offload: bool
+
+    def closer(self) -> Ends | Excess | None:
+        """[1] [2]"""
+        if isinstance(fit(self.job.model_copy(update={"policy": "none"}), offload=False), Fits):
+            return None
+        job = _to_be_planned(self.job, self.offload)
+        stages = Stages(job, self.cost.profile)
+        try:
+            ends = [stages.answer(stage) for stage in {0, job.parallel.pipeline - 1}]
+        except Infeasible:
+            return _excess(job, stages)
+        return Ends(job, self.cost, _spent(self.spent, self.cost, job, ends), stages)
+
+
+@dataclass(frozen=True)
+class Ends(Entry):
+    """What it takes if no other stage takes more than the first one or the last."""
+
+    stages: Stages
+
+    def closer(self) -> AllStages | Excess:
+        """[3]"""
+        try:
+            answers = [self.stages.answer(stage) for stage in range(self.job.parallel.pipeline)]
+        except Infeasible:
+            return _excess(self.job, self.stages)
+        return AllStages(self.job, self.cost, _spent(self.spent, self.cost, self.job, answers), self.stages, answers)
+
+
+@dataclass(frozen=True)
+class AllStages(Entry):
+    """What it takes by the solver's account."""
+
+    stages: Stages
+    answers: Sequence[StageAnswer]
+    fits = True
+
+    def closer(self) -> Candidate | Excess:
+        """[4]"""
+        update_s = step_seconds(self.job.model_copy(update={"policy": "none"}), self.cost.profile).update_s
+        answers, pipeline_s, memory_bytes = self.answers, *self._rehearsed()
+        if (
+            memory_bytes > self.job.memory_budget_bytes
+        ):  # copies lag behind what the solver counts on: the planner knows what to do
+            try:
+                decision = decide(self.job, self.cost.profile)
+            except Infeasible:
+                return _excess(self.job, self.stages)
+            answers, pipeline_s = decision.stages, decision.simulation.step_s
+            memory_bytes = max(memory.total for memory in decision.memory)
+        step_s, ratio = pipeline_s + update_s, max(answer.offload_ratio for answer in answers)
+        return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, memory_bytes)
+
+    def _rehearsed(self) -> tuple[float, int]:
+        """Seconds of all micro-batches, and the bytes of the fullest stage."""
+        profile = self.cost.profile
+        plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
+        held: list[int] = []
+
+        def rehearsed_s(microbatches: int) -> float:
+            simulation = rehearse(_shorter(plan, microbatches), profile)
+            peaks = [simulation.memory(answer.stage).peak_bytes for answer in self.answers]
+            held.extend(device_memory(self.job, answer, peak).total for answer, peak in zip(self.answers, peaks, strict=True))
+            return simulation.step_s
+
+        return in_steady_state(rehearsed_s, self.job.microbatches, self.job.parallel.pipeline), max(held)
+
+
+def _shorter(plan: Plan, microbatches: int) -> Plan:
+    return plan.model_copy(update={"batch": plan.batch.model_copy(update={"microbatches": microbatches})})
+
+
+def _to_be_planned(job: Job, offload: bool) -> Job:
+    """With a budget, which the planner takes as the cluster's only on a GPU."""
+    budget = job.budget if job.budget.memory_gib is not None else job.budget.model_copy(update={"memory_gib": _device_gib(job)})
+    return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
+
+
+def _device_gib(job: Job) -> float:
+    return job.memory_budget_bytes / GIB
+
+
+def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
+    """What these stages replay and copy in the open, on top of a floor. The slowest one sets the pace."""
+    slowest_s = max(answer.stock.both_s + answer.exposed_s for answer in answers)
+    replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
+    return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
+
+
+def _excess(job: Job, stages: Stages) -> Excess:
+    """Of the stage that is most over its budget with everything replayed and offloaded that can be; if that is none, of the
+    host."""
+    memory = least_memory(stages.job, stages.profile)
+    stage = max(range(len(memory)), key=lambda number: memory[number].total)
+    if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
+        return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
+    needed = min(job.cluster.node.gpus, job.gpus) * max(stages.least(each).host_bytes for each in range(len(memory)))
+    return Excess(job, stage, memory[stage], needed, job.cluster.node.host_memory_gib * GIB, host=True)

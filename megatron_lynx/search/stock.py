@@ -1,0 +1,40 @@
+"""Candidates whose policy is stock Megatron's, or needs no plan: kept, selective, balanced, full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.entry import Entry
+from megatron_lynx.search.fit import Excess, Fits, fit
+from megatron_lynx.search.simulated import pipeline_s
+
+
+@dataclass(frozen=True)
+class Floored(Entry):
+    """What it takes at least, if nothing has to be copied. `offload`: whether activations may go to the host."""
+
+    offload: bool
+
+    def closer(self) -> Fitting | Excess:
+        fits = fit(self.job, self.offload)
+        if isinstance(fits, Excess):
+            return fits
+        job = self.job.model_copy(update={"offload_ratio": fits.offload_ratio})
+        copies_s = step_seconds(job, self.cost.profile, fits.offload_ratio).copies_s
+        return Fitting(job, self.cost, replace(self.spent, copies_s=copies_s), fits)
+
+
+@dataclass(frozen=True)
+class Fitting(Entry):
+    """What it takes by the closed form."""
+
+    fit: Fits
+    fits = True
+
+    def closer(self) -> Candidate:
+        """Simulated. The closed form alone knows that copies and messages take turns: no less than it says."""
+        profile, ratio = self.cost.profile, self.fit.offload_ratio
+        step_s = pipeline_s(self.job, profile, ratio) + step_seconds(self.job, profile).update_s
+        return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, self.fit.memory.total)
