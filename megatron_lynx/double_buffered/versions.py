@@ -21,7 +21,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatron_lynx.schedule.double_buffered import VERSIONS, buffer_of
+from megatron_lynx.double_buffered.buffers import TwoBuffers
+from megatron_lynx.schedule.double_buffered import buffer_of
 
 
 class TwoVersions:
@@ -35,51 +36,38 @@ class TwoVersions:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], owners: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = tuple(parameters)
         self._owners = owners
-        storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in self._parameters}
-        twins = [torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device) for storage in storages.values()]
-        self._buffers = (list(storages.values()), [twin.untyped_storage() for twin in twins])
-        self._place = {storage.data_ptr(): index for buffer in self._buffers for index, storage in enumerate(buffer)}
-        self._views = [[self._in_buffer(parameter, buffer) for parameter in self._parameters] for buffer in range(VERSIONS)]
-        self._first_buffer = 0
+        self.buffers = TwoBuffers(self._parameters)
         self.newest = 0
         """The version that the optimizer owns: how many updates were made since the start."""
+        self._first_buffer = 0
         self._shown = 0
-
-    @property
-    def extra_bytes(self) -> int:
-        """What the second version costs."""
-        return sum(storage.nbytes() for storage in self._buffers[1])
 
     def show(self, version: int) -> None:
         """Let the parameters be those of `version`: the newest one or the one before."""
         assert max(self.newest - 1, 0) <= version <= self.newest, f"version {version} is gone or not there yet ({self.newest})"
         if version != self._shown:
-            for parameter, view in zip(self._parameters, self._views[self._buffer(version)], strict=True):
-                parameter.data = view
+            self.buffers.point(self._parameters, self._buffer(version))
             self._shown = version
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """The optimizer's step goes inside: it makes the next version. Nobody may need the one before the newest any more."""
         self.show(self.newest)
-        source, target = self._buffer(self.newest), self._buffer(self.newest + 1)
-        self.refill(source, target)
+        target = self._buffer(self.newest + 1)
+        self.refill(self._buffer(self.newest), target)
         # An in-place step counts up the version that autograd compares in backward. What was saved of these parameters is in
         # the other buffer, which is not written to.
         with ExitStack() as counters:
             for parameter in self._parameters:
                 counters.enter_context(_unsafe_preserve_version_counter(parameter))
-            for owner in self._owners():
-                if owner.untyped_storage().data_ptr() in self._place:
-                    owner.data = self._in_buffer(owner, target)
+            self.buffers.point(self._owners(), target)
             yield
         self.newest += 1
         self._shown = self.newest
 
     def refill(self, source: int, target: int) -> None:
         """Copy one buffer's bytes over the other's."""
-        for original, copy in zip(self._buffers[source], self._buffers[target], strict=True):
-            _bytes_of(copy).copy_(_bytes_of(original))
+        self.buffers.copy(source, target)
 
     def start_anew(self) -> None:
         """Count versions from the newest one. Nothing may be in flight."""
@@ -87,19 +75,8 @@ class TwoVersions:
         self._first_buffer, self.newest, self._shown = self._buffer(self.newest), 0, 0
 
     def retired(self) -> list[torch.Tensor]:
-        """The bytes of the buffer that the next update overwrites."""
-        return [_bytes_of(storage) for storage in self._buffers[self._buffer(self.newest + 1)]]
+        """The bytes that the next update overwrites."""
+        return self.buffers.memory(self._buffer(self.newest + 1))
 
     def _buffer(self, version: int) -> int:
         return buffer_of(version + self._first_buffer)
-
-    def _in_buffer(self, tensor: torch.Tensor, buffer: int) -> torch.Tensor:
-        """What `tensor` would be if it looked into that buffer, at the same place."""
-        storage = self._buffers[buffer][self._place[tensor.untyped_storage().data_ptr()]]
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

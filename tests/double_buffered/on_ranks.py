@@ -234,18 +234,15 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
         "run": run,
         "retired": len(looking_into_retired(versions)),
         "parameters": sum(parameter.nbytes for parameter in training.parameters().values()),
-        "extra": versions.extra_bytes,
+        "extra": versions.buffers.extra_bytes,
     }
 
 
 def looking_into_retired(versions: Any) -> list[torch.Tensor]:
-    """Tensors anywhere in this process that share memory with the retired buffer, other than the buffer's own."""
+    """Tensors anywhere in this process that share memory with the retired buffer."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in versions.retired()}
-    own = {id(view) for views in versions._views for view in views}
     return [
-        thing
-        for thing in gc.get_objects()
-        if isinstance(thing, torch.Tensor) and id(thing) not in own and thing.untyped_storage().data_ptr() in memory
+        thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.untyped_storage().data_ptr() in memory
     ]
 
 
