@@ -51,19 +51,14 @@ class HalfMemory:
 NOTHING = HalfMemory(0, 0, 0)
 
 
-def half_memory(
-    half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, ahead: bool = False, early: bool = False
-) -> HalfMemory:
-    """`gathered_bytes`: the buffer of an input that is gathered once (sequence parallelism). `ahead`: whether the half is
-    replayed in a window of the one before it; `early`: in a window before all of them."""
+def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
+    """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once."""
     argument = sum(tensor.bytes for tensor in profile.tensors if COLUMN_PARALLEL[half] in tensor.saved_by)
-    regenerated = replay.regenerated_bytes + gathered_bytes
     return HalfMemory(
         resident=profile.input_bytes + replay.stays_bytes,
-        regenerated=regenerated,
+        regenerated=replay.regenerated_bytes + gathered_bytes,
         tail=profile.input_bytes + argument + gathered_bytes,
-        ahead=0 if early else regenerated if ahead else gathered_bytes,
-        early=regenerated if early else 0,
+        ahead=gathered_bytes,
     )
 
 

@@ -6,17 +6,17 @@ subsets of items ──replay_of──> what runs, stays, is regenerated ──S
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import microbatches_in_flight
 from megatron_lynx.cost.layer import LayerShape, item_flops
-from megatron_lynx.cost.memory import half_memory
-from megatron_lynx.cost.replay import Replay, replay_of, sensible_choices
+from megatron_lynx.cost.memory import HalfMemory, half_memory
+from megatron_lynx.cost.replay import replay_of, sensible_choices
 from megatron_lynx.solver.problem import Choices, Option, Seat, StageProblem, is_ahead, is_early
-from megatron_lynx.solver.seats import Place, Seats, StageSeats, half_of
+from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
 from megatron_lynx.units import MIB
 
 if TYPE_CHECKING:
@@ -36,10 +36,29 @@ class Subset:
 
     place: Place
     replay: tuple[str, ...]
-    replayed: Replay
+    backward: tuple[Wait, ...]
+    """Windows of its backward that come in time."""
     replay_s: float
     flops: int
-    gathered_bytes: int
+    memory: HalfMemory
+    """On demand."""
+
+    def option(self, seat: Seat, interference: float) -> Option:
+        exposed_s = seat.exposed_s(self.replay_s, interference)
+        return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops)
+
+    def _memory(self, window: str) -> HalfMemory:
+        if is_early(window):
+            return self._early
+        return self._ahead if is_ahead(window, half_of(self.place)) else self.memory
+
+    @cached_property
+    def _early(self) -> HalfMemory:
+        return replace(self.memory, ahead=0, early=self.memory.regenerated)
+
+    @cached_property
+    def _ahead(self) -> HalfMemory:
+        return replace(self.memory, ahead=self.memory.regenerated)
 
 
 @dataclass(frozen=True)
@@ -73,13 +92,16 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     def _priced(self, subsets: Iterable[Subset], seats: StageSeats) -> Iterator[Option]:
-        return (self._option(subset, seat) for subset in subsets for seat in seats.of(subset.place, subset.replay))
+        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.place, subset.replay, subset.backward))
+        return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, Choices, Choices]:
         attention, mlp, last_mlp = (
             Choices(
-                self._option(subset, seat) for subset in subsets for seat in self._seats.everywhere(subset.place, subset.replay)
+                subset.option(seat, self.profile.interference)
+                for subset in subsets
+                for seat in self._seats.everywhere(subset.place, subset.replay, subset.backward)
             )
             for subsets in self._subsets
         )
@@ -98,26 +120,14 @@ class StageProblems:
         half, costs = half_of(place), self.profile.half(half_of(place))
         shape = LayerShape(self.job.model, self.job.parallel, self.job.batch.micro)
         flops = item_flops(shape)
-        for replay in sensible_choices(half, costs.tensors):
-            replayed = replay_of(half, costs.tensors, replay)
+        for items in sensible_choices(half, costs.tensors):
+            replayed = replay_of(half, costs.tensors, items)
+            gathered_bytes = shape.gathered_bytes if self._seats.gathers(half, items) else 0
             yield Subset(
                 place,
-                replay,
-                replayed,
+                items,
+                tuple(self._seats.backward(place, items)),
                 replay_s=sum(costs.items[item].forward_s for item in replayed.runs),
-                flops=sum(flops[item] for item in replayed.runs if item in replay),
-                gathered_bytes=shape.gathered_bytes if self._seats.gathers(half, replay) else 0,
+                flops=sum(flops[item] for item in replayed.runs if item in items),
+                memory=half_memory(half, costs, replayed, gathered_bytes=gathered_bytes),
             )
-
-    def _option(self, subset: Subset, seat: Seat) -> Option:
-        half = half_of(subset.place)
-        memory = half_memory(
-            half,
-            self.profile.half(half),
-            subset.replayed,
-            gathered_bytes=subset.gathered_bytes,
-            ahead=is_ahead(seat.steady, half),
-            early=is_early(seat.steady),
-        )
-        exposed_s = seat.exposed_s(subset.replay_s, self.profile.interference)
-        return Option(subset.replay, memory, seat, subset.replay_s, exposed_s, subset.flops)

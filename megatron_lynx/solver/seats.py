@@ -17,16 +17,16 @@ too early for it. Every window has one half to hide, so no two replays share one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
+from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, Half
-from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
 
@@ -61,12 +61,12 @@ class Seats:
     job: Job
     profile: Profile
 
-    def everywhere(self, place: Place, replay: Collection[str]) -> tuple[Seat, ...]:
+    def everywhere(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> tuple[Seat, ...]:
         """Those that every stage has, beginning with the one on demand. Of the last MLP half: that one alone."""
         if not replay:
             return (ON_DEMAND_SEAT,)
         half = half_of(place)
-        windows = [NOWHERE, *self.backward(place, replay)]
+        windows = [NOWHERE, *backward]
         if not self.gathers(half, replay):
             return tuple(_seat(window) for window in windows)
         if place == "last_mlp":
@@ -134,32 +134,41 @@ class StageSeats:
     seats: Seats
     stage: int
 
-    def of(self, place: Place, replay: Collection[str]) -> Iterator[Seat]:
-        half, job = half_of(place), self.seats.job
-        if not replay or self.seats.gathers(half, replay) or self.stage == job.parallel.pipeline - 1:
+    def of(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> Iterator[Seat]:
+        """`backward`: what `Seats.backward` says of this half."""
+        half = half_of(place)
+        if not replay or self.seats.gathers(half, replay):
             return
-        steady = [wait for wait in [self.seats.forward(half)] if self._forward_precedes and wait.seconds > 0]
-        late = self.seats.backward(place, replay)
-        if place == "last_mlp":  # the receive in cool-down may hide more than a window of its backward
-            steady += [*late, Wait(RECV_BACKWARD, self.seats.p2p_s)]
+        steady, late = [*self._forwards[half]], [*backward]
+        if place == "last_mlp" and self._received_s is not None:  # in cool-down it may hide more than a window of its backward
+            steady += [*backward, Wait(RECV_BACKWARD, self.seats.p2p_s)]
             late.append(Wait(RECV_BACKWARD, self._received_s))
         cooldown = max(late, key=lambda wait: wait.seconds, default=NOWHERE)
         for wait in steady:
             yield Seat(wait.name, cooldown.name, wait.seconds, cooldown.seconds, self._phases.steady_share)
 
     @cached_property
+    def _forwards(self) -> dict[Half, list[Wait]]:
+        """Windows of the forwards that come right before a backward."""
+        job = self.seats.job
+        precedes = self._phases.steady > 0 and job.chunks == 1 and job.parallel.tensor > 1 and not self._last
+        waits = {half: self.seats.forward(half) for half in HALVES}
+        return {half: [wait] if precedes and wait.seconds > 0 else [] for half, wait in waits.items()}
+
+    @cached_property
     def _phases(self) -> Phases:
         return phases_of(self.seats.job, self.stage)
 
     @property
-    def _forward_precedes(self) -> bool:
-        """Whether some backwards come right behind a forward that hides their replays."""
-        return self._phases.steady > 0 and self.seats.job.chunks == 1 and self.seats.job.parallel.tensor > 1
+    def _last(self) -> bool:
+        return self.stage == self.seats.job.parallel.pipeline - 1
 
     @cached_property
-    def _received_s(self) -> float:
-        """How long the gradient is awaited in cool-down."""
+    def _received_s(self) -> float | None:
+        """How long the gradient is awaited in cool-down, if it is."""
         seats = self.seats
+        if self._last:
+            return None
         return seats.p2p_s + stage_seconds(seats.job, seats.profile, self.stage + 1, seats.message_bytes).forward_s
 
 
