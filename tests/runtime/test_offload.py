@@ -43,6 +43,34 @@ def there_and_back(made: Offloader, shipment: Shipment) -> None:
     made.fetch(shipment)
 
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_memory_is_used_again_only_behind_the_copies(kind: str) -> None:
+    """Kernels are late, copies are many, and what is let go is allocated and overwritten at once."""
+    device, count = torch.device(kind), 1 << 22 if kind == "cuda" else 1 << 12
+    made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 1, 3)}, device=device, limit_bytes=10**9)
+    for step in range(3):
+        in_flight = []
+        for number in range(3):
+            shipment = made.open(number, 0)
+            if kind == "cuda":
+                torch.cuda._sleep(20_000_000)
+            tensors = [torch.full((count,), 100.0 * step + 10.0 * number + index, device=device) for index in range(3)]
+            in_flight.append((shipment, stowed(shipment, *tensors)))
+            del tensors
+            made.depart(shipment, None)
+            torch.full((6 * count,), float("nan"), device=device)
+        for number, (shipment, handles) in enumerate(in_flight):
+            made.fetch(shipment)
+            torch.full((6 * count,), float("nan"), device=device)
+            for index, handle in enumerate(handles):
+                assert bool((handle.tensor() == 100.0 * step + 10.0 * number + index).all())
+            handles.clear()
+    made.close()
+
+
 def test_views_come_back_with_shape_stride_and_offset() -> None:
     with offloader(10**6) as made:
         shipment = made.open(0, 0)
