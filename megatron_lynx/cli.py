@@ -130,17 +130,18 @@ def plan(
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
     from megatron_lynx.planner import decide
-    from megatron_lynx.planner.summary import summary
+    from megatron_lynx.planner.summary import job_flags, summary
 
     job = _job(job_file)
     _make_folder(output.parent)
-    decision = decide(job, _costs(job, profile_file))
+    costs = _costs(job, profile_file)
+    decision = decide(job, costs)
     save_plan(decision.plan, output)
     if as_json:
-        _print_json({"plan": os.fspath(output), **summary(decision)})
+        _print_json({"plan": os.fspath(output), **summary(decision, costs)})
     else:
         _print(explanation(decision.plan))
-        typer.echo(f"wrote {output}")
+        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
 
 
 def _finite(figure: float | None) -> float | None:

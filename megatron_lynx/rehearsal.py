@@ -36,6 +36,7 @@ def rehearse(plan: Plan, profile: Profile) -> Simulation:
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
+    _check_alike(plan)
     stages = range(plan.parallel.pipeline)
     chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
@@ -91,6 +92,13 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     ]
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
+
+
+def _check_alike(plan: Plan) -> None:
+    places = [f"plan: stages.{at}.whole" for at, stage in enumerate(plan.stages) if stage.whole is not None]
+    if places:
+        needed = "none: the simulator treats all micro-batches of a stage alike"
+        raise PlanMismatch("this plan cannot be simulated", [Problem(place, "some micro-batches", needed) for place in places])
 
 
 def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:

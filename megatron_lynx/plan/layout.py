@@ -45,9 +45,9 @@ def layout_text(counts: Sequence[int]) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """The flags, ready to paste; and the one that a plan cannot know."""
+    """The flags, ready to paste, a line each; and the one that a plan cannot know."""
     size = plan.batch.micro * plan.batch.microbatches
-    return f"{' '.join(launch_flags(plan))}\n--global-batch-size {size} x data-parallel size"
+    return " \\\n".join(launch_flags(plan)) + f"\n(--global-batch-size is {size} x the data-parallel size)"
 
 
 def _ends(counts: Sequence[int]) -> Iterator[str]:

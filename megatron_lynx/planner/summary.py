@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
+from megatron_lynx.config.job import Job
 from megatron_lynx.plan.layout import launch_flags
 from megatron_lynx.planner.decision import Decision
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.solver.trade_offs import pareto_front
 
 
-def summary(decision: Decision) -> dict[str, Any]:
-    """As `megatron-lynx plan --json` prints it."""
+def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
+    """As `megatron-lynx plan --json` prints it. `layer_trade_offs`: sets of replayed items of a layer that no other beats."""
     plan = decision.plan
     return {
         "step_s": decision.simulation.step_s,
         "partition": [len(stage.layers) for stage in plan.stages],
-        "launch_flags": list(launch_flags(plan)),
+        "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
         "stages": list(_stages(decision)),
+        "layer_trade_offs": [asdict(one) for one in pareto_front(decision.job, profile)],
     }
+
+
+def job_flags(job: Job) -> list[str]:
+    """What a launch has to say besides, of which a plan does not know."""
+    optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
+    return [*optimizer, f"--global-batch-size {job.batch.global_}"]
 
 
 def _stages(decision: Decision) -> Iterator[dict[str, Any]]:

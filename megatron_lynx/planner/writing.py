@@ -11,6 +11,7 @@ from math import ceil
 from typing import Literal
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage_memory import StageMemory
 from megatron_lynx.items import HALVES, ITEMS, Half
 from megatron_lynx.plan import order
@@ -34,6 +35,7 @@ from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import SECOND_DIGITS, Option
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.units import MIB
 from megatron_lynx.version import __version__
 
 
@@ -87,7 +89,9 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
     )
 
 
-def stage_of(job: Job, place: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offloaded_bytes: int = 0) -> Stage:
+def stage_of(
+    job: Job, place: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offload: Offload | None = None
+) -> Stage:
     """One entry, as deep ahead as its windows need. `place`: stage and chunk."""
     layers, (stage, chunk) = job.layers_of(*place), place
     entry = Stage(
@@ -96,7 +100,7 @@ def stage_of(job: Job, place: tuple[int, int], rules: Sequence[Rule], predicted:
         layers=LayerRange(first=layers[0], last=layers[-1]),
         ahead_depth=int(any(_windows(rules))),
         rules=joined(rules),
-        offload=Offload(bytes=offloaded_bytes) if offloaded_bytes else None,
+        offload=offload,
         predicted=predicted,
     )
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, order.depth(entry, job.parallel.sequence_parallel))})
@@ -128,7 +132,13 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, place = answer.chunks[chunk], (answer.stage, chunk)
     rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*place), solved.layers, strict=True)]
     predicted = _predicted(job, answer, solved)
-    return stage_of(job, place, rules, predicted, answer.offloaded_bytes(chunk))
+    return stage_of(job, place, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
+
+
+def _offload(job: Job, size_bytes: int) -> Offload | None:
+    """Of layers so small that a tensor of 1 MiB is a large part of what they keep, smaller ones go, too."""
+    small_bytes = LayerShape.of(job).input_bytes // 4
+    return Offload(bytes=size_bytes, smallest_tensor_bytes=min(MIB, small_bytes)) if size_bytes else None
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:

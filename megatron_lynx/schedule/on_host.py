@@ -1,0 +1,39 @@
+"""How many micro-batches of each chunk are in host memory at once, where they are offloaded: the size of its pool.
+
+stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves behind its forward, and comes back `prefetch` backwards before
+on the host      1   2   3 |  3               its own, or behind the forward before them. The pool of stage s holds p-1-s sets.
+                              (F3 left, F0 is back)
+
+What runs (`runtime.offload`) counts the same from the order that it is handed; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+
+
+@lru_cache(maxsize=1024)
+def sets_on_host(pipeline: int, stage: int, microbatches: int, chunks: int = 1, prefetch: int = 1) -> tuple[int, ...]:
+    """By chunk; a micro-batch whose backward follows its forward at once stays."""
+    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks)
+    order = [*schedule.phases(stage)]
+    backwards = [action for action, _ in order if action.kind == "B"]
+    behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
+    away: set[Action] = set()
+    most, begun = [0] * chunks, 0
+    for action, phase in order:
+        own = Action(action.micro_batch, "B", action.chunk)
+        at_once = behind.get(action) == own
+        begun += action.kind == "B"
+        away.discard(action)
+        if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
+            away.difference_update(backwards[begun : begun + prefetch])
+        if action.kind == "F" and not at_once:
+            away.add(own)
+            most[action.chunk] = max(most[action.chunk], sum(one.chunk == action.chunk for one in away))
+    return tuple(most)

@@ -1,0 +1,80 @@
+"""`megatron-lynx plan` for clusters that are not here: what it says of the launch, and where its seconds are from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.config import load_job
+from megatron_lynx.plan import load_plan
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import save_profile
+from tests.test_cli import lynx
+
+JOB = "jobs/llama3-8b-a100-80g"
+
+
+def planned(folder: Path, *options: object) -> dict[str, object]:
+    result = lynx("plan", JOB, "-o", folder / "plan.yaml", "--json", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> None:
+    answer = planned(tmp_path)
+    assert answer["partition"] == [len(stage.layers) for stage in load_plan(tmp_path / "plan.yaml").stages] == [17, 15]
+    assert "--decoder-last-pipeline-num-layers 15" in answer["launch_flags"]
+    assert [stage["memory_bytes"]["total"] for stage in answer["stages"]] == [
+        stage["predicted"]["memory_bytes"] for stage in answer["stages"]
+    ]
+    front = answer["layer_trade_offs"]
+    assert front[0] == {"replay": [], "saved_bytes": 0, "replay_s": 0.0}
+    assert ["input_layernorm", "pre_mlp_layernorm", "activation"] in [each["replay"] for each in front]
+    shown = lynx("explain", tmp_path / "plan.yaml").stdout
+    assert answer["launch_flags"][-2:] == ["--use-distributed-optimizer", "--global-batch-size 128"]
+    for flag in answer["launch_flags"][:-2]:
+        assert f"{flag} \\\n" in shown or f"{flag}\n" in shown
+    assert "(--global-batch-size is 32 x the data-parallel size)" in shown
+    assert "whole device 64." in shown
+
+
+def test_layers_measured_on_one_gpu_plan_a_cluster(tmp_path: Path) -> None:
+    """They have no links; the cluster's figures give them."""
+    job = load_job(JOB)
+    measured = analytic_profile(job).model_copy(update={"links": ()})
+    save_profile(measured, tmp_path / "profile.yaml")
+    assert planned(tmp_path, "--profile", tmp_path / "profile.yaml")["step_s"] == planned(tmp_path)["step_s"]
+    other = measured.model_copy(update={"shape": measured.shape.model_copy(update={"tensor": 8})})
+    save_profile(other, tmp_path / "profile.yaml")
+    refused = lynx("plan", JOB, "--profile", tmp_path / "profile.yaml", "-o", tmp_path / "plan.yaml")
+    assert refused.exit_code == 2
+    assert "shape.tensor: found 8, needed 1" in refused.stderr
+
+
+def test_simulate_takes_a_clusters_figures_for_its_job(tmp_path: Path) -> None:
+    answer = planned(tmp_path)
+    result = lynx("simulate", tmp_path / "plan.yaml", "--job", JOB, "--json")
+    assert json.loads(result.stdout)["step_s"] == pytest.approx(answer["step_s"])
+
+
+def test_a_job_that_cannot_fit_says_no(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "configs" / f"{JOB}.yaml").read_text()
+    (tmp_path / "job.yaml").write_text(f"{text}budget: {{memory_gib: 30}}\n")
+    result = lynx("plan", tmp_path / "job.yaml", "-o", tmp_path / "plan.yaml")
+    assert result.exit_code == 1
+    assert "memory of a device, stage 0: found at least" in result.stderr
+    assert "nearest change that fits" in result.stderr
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_the_share_of_an_estimate_can_be_asked_for() -> None:
+    sizes = []
+    for ratio in ("0", "0.5", "auto"):
+        result = lynx("estimate", "jobs/llama-65b", "--offload-ratio", ratio, "--json")
+        sizes.append(json.loads(result.stdout)["stages"][0]["memory_bytes"]["total"])
+    assert sizes[1] < sizes[2] <= sizes[0]
+    wrong = lynx("estimate", "jobs/llama-65b", "--offload-ratio", "1.5")
+    assert wrong.exit_code == 2
+    assert "offload_ratio" in wrong.stderr
