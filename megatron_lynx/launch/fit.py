@@ -36,6 +36,10 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
         if found != planned:
             todo = "launch with the plan's, or make a plan for this launch"
             yield Problem(f"--{name.replace('_', '-')}", str(found), f"{planned}, as the plan has it", todo)
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    if chunks != plan.parallel.chunks:
+        needed_chunks = f"{plan.parallel.chunks}, as the plan has it"
+        yield Problem("--num-virtual-stages-per-pipeline-rank", f"{chunks} (chunks on each stage)", needed_chunks)
     parallel = bool(getattr(args, "sequence_parallel", False)) and plan.parallel.tensor > 1
     if parallel != plan.parallel.sequence_parallel:
         flag = {True: "given", False: "not given"}

@@ -1,0 +1,104 @@
+"""Launches for tests: torchrun, a script, and what it printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lynx.plan import save_plan
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+ROOT = Path(__file__).parents[2]
+ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
+LONGEST_S = 240
+
+LAYOUTS = {
+    "1": {"microbatches": 4},
+    "tensor 2 x pipeline 2, sequence parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4},
+}
+SIZE = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 256}
+
+MODEL = shlex.split(
+    """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --attention-dropout 0.1 --hidden-dropout 0.1 --vocab-size 255 --tokenizer-type NullTokenizer
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10
+    --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1 --num-workers 0
+    --transformer-impl local --distributed-backend gloo --use-cpu-initialization
+    --no-persist-layer-norm --no-gradient-accumulation-fusion
+    """
+)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What became of one launch."""
+
+    status: int
+    text: str
+
+    @property
+    def iterations(self) -> list[tuple[str, ...]]:
+        """(iteration, loss, gradient norm), each digit as printed."""
+        return [match.groups() for match in ITERATION.finditer(self.text)]
+
+    @property
+    def ours(self) -> list[str]:
+        """Lines that megatron-lynx printed, and the problems listed under them."""
+        return [line for line in self.text.splitlines() if line.startswith(("megatron-lynx", "  - "))]
+
+
+def launch(
+    script: Path,
+    arguments: Sequence[str | Path],
+    *,
+    ranks: int = 1,
+    module: str = "megatron_lynx.testbed",
+    path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+) -> Launched:
+    """`torchrun -m MODULE SCRIPT ARGUMENTS`, on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])),
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
+    done = subprocess.run(
+        [*command, str(script), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    return Launched(done.returncode, done.stdout)
+
+
+def plan_of(layout: str, **options: object) -> Plan:
+    return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE), **options)
+
+
+def saved(plan: Plan, path: Path) -> Path:
+    save_plan(plan, path)
+    return path
+
+
+def flags_of(layout: str) -> list[str]:
+    """Megatron's flags of a layout."""
+    facts = LAYOUTS[layout]
+    flags = ["--tensor-model-parallel-size", str(facts.get("tensor", 1))]
+    flags += ["--pipeline-model-parallel-size", str(facts.get("pipeline", 1))]
+    return [*flags, *(["--sequence-parallel"] if facts.get("sequence_parallel") else [])]

@@ -1,0 +1,74 @@
+"""The command line alone: what is read, and what is refused before anything is imported."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch.command import main, read
+from megatron_lynx.launch.flags import Flags, add_flags, read_flags
+
+
+def test_our_flags_among_those_of_the_script():
+    flags = read_flags(["--lr", "1e-3", "--lynx-plan", "plan.yaml", "--lynx-trace=out.json", "--bf16", "--lynx-trace-step", "7"])
+    assert flags == Flags("plan.yaml", "out.json", 7, "warning")
+    assert flags.plan == Path("plan.yaml")
+
+
+def test_no_flags_is_a_plain_run():
+    assert read_flags(["--num-layers", "4"]) == Flags()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--lynx-paln", "plan.yaml"], "--lynx-paln: found no such flag"),
+        (["--lynx-plan"], "--lynx-plan: expected one argument"),
+        (["--lynx-trace", "out.json"], "--lynx-trace: found no --lynx-plan"),
+        (["--lynx-plan", "p", "--lynx-trace", "t", "--lynx-trace-step", "0"], "--lynx-trace-step: found 0, needed a step"),
+        (["--lynx-log", "loud"], "--lynx-log: invalid choice: 'loud'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistyped_flag(arguments, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        read_flags(arguments)
+    assert refused.value.exit_status == 2
+
+
+def test_megatrons_parser_reads_the_same():
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False))
+    assert Flags(**vars(parser.parse_args(["--lynx-plan", "plan.yaml"]))) == Flags("plan.yaml")
+    assert "megatron-lynx" in parser.format_help()
+
+
+def test_everything_is_handed_to_the_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    command = read([str(script), "--lynx-plan", "p", "--lr", "1"])
+    assert (command.script, command.arguments) == (script, ("--lynx-plan", "p", "--lr", "1"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lynx-plan", "p"], ["nowhere.py"]], ids=str)
+def test_no_script(arguments, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megatron-lynx: the launch cannot be read")
+    assert "Traceback" not in said
+
+
+def test_a_script_without_megatron(tmp_path, capsys, monkeypatch):
+    """The installed megatron-core 0.16 brings no `megatron.training`."""
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.delitem(__import__("sys").modules, "megatron.training", raising=False)
+    assert main([str(script)]) == 2
+    assert "put the Megatron-LM checkout that the script belongs to on PYTHONPATH" in capsys.readouterr().err
+
+
+def test_usage(capsys):
+    assert main(["--help"], module="megatron_lynx.testbed") == 0
+    assert "-m megatron_lynx.testbed SCRIPT" in capsys.readouterr().out
