@@ -8,8 +8,11 @@ from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.rehearsal import rehearse, stage_passes_of
+from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -152,3 +155,31 @@ def test_a_profile_of_another_job_is_refused():
     with pytest.raises(PlanMismatch) as refusal:
         rehearse(uniform_plan(tiny_job(tensor=2)), made_up_profile(tiny_job(tensor=1, hidden=64)))
     assert {problem.where for problem in refusal.value.problems} >= {"profile: shape.hidden", "profile: shape.tensor"}
+
+
+def test_copies_are_in_the_timeline_and_what_they_carry_leaves_the_device():
+    """Five stages, so that the first one has five micro-batches in flight."""
+    job = tiny_job("llama", pipeline=5, layers=5, microbatches=10).model_copy(update={"policy": "none", "offload_ratio": 0.5})
+    profile = made_up_profile(job, 1e-9)
+    seconds = sum(profile.half(half).forward_s for half in ("attention", "mlp")) / 50
+    size = profile.attention.input_bytes
+    hosted = profile.model_copy(update={"links": (*profile.links, LinkPoint(kind="host", bytes=size, seconds=seconds))})
+    kept, plan = make_plan(job.model_copy(update={"offload_ratio": 0.0}), hosted), make_plan(job, hosted)
+    offload = plan.stages[0].offload
+    assert offload.bytes == plan.stages[0].predicted.resident_activation_bytes // 2
+    assert offload.smallest_tensor_bytes < size, "or nothing of so small a layer would leave"
+    assert all(stage.offload is None for stage in plan.stages[1:])
+    simulation = rehearse(plan, hosted)
+    spans = simulation.timeline().ranks[0]
+    assert [sum(span.kind == kind for span in spans) for kind in ("offload", "reload")] == [10, 10]
+    assert simulation.memory(0).peak_bytes < rehearse(kept, hosted).memory(0).peak_bytes
+    assert simulation.memory(0).bytes[-1] == 0
+    assert as_json(simulation)["stages"][0]["exposed_copy_s"] == simulation.exposed_copy_s(0)
+
+
+def test_a_plan_with_whole_micro_batches_is_not_simulated_as_if_it_had_none():
+    job = job_of(LAYOUTS["pp"])
+    data = uniform_plan(job).model_dump(mode="json")
+    data["stages"][0]["whole"] = {"of_every": 2, "first": 1}
+    with pytest.raises(PlanMismatch, match=r"stages\.0\.whole"):
+        rehearse(Plan.model_validate(data), made_up_profile(job))

@@ -18,13 +18,14 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 def table(simulation: Simulation) -> Table:
     """A row for each stage."""
     result = Table(title=f"one step: {format_seconds(simulation.step_s)}", title_justify="left", title_style="bold")
-    for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", "activations at most"):
+    for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", *_of_copies(simulation), "activations at most"):
         result.add_column(column, justify="right")
     for row in as_json(simulation)["stages"]:
         seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
+        copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
-        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, format_bytes(row["peak_activation_bytes"]))
+        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, *copies, format_bytes(row["peak_activation_bytes"]))
     return result
 
 
@@ -34,7 +35,14 @@ def note(simulation: Simulation, stage: int) -> str:
     lines = [f"bubble {_share(simulation, simulation.bubble_s(stage))}"]
     if hidden or exposed:
         lines += [f"replays: {format_seconds(hidden)} hidden,", f"{format_seconds(exposed)} exposed"]
+    if simulation.copied[stage]:
+        lines.append(f"waits for copies: {format_seconds(simulation.exposed_copy_s(stage))}")
     return "\n".join(lines)
+
+
+def _of_copies(simulation: Simulation) -> list[str]:
+    """Their column, where there are any."""
+    return ["waits for copies"] if any(simulation.copied) else []
 
 
 def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
@@ -48,6 +56,7 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "bubble_s": simulation.bubble_s(stage),
         "hidden_replay_s": simulation.hidden_replay_s(stage),
         "exposed_replay_s": simulation.exposed_replay_s(stage),
+        "exposed_copy_s": simulation.exposed_copy_s(stage),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,
         "actions": actions,
     }

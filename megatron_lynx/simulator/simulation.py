@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
@@ -77,8 +78,9 @@ class Simulation:
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
 
     def timeline(self) -> Timeline:
-        """The step as spans, a row for each stage: halves, windows, replays, and waits for neighbours."""
-        return Timeline({stage: tuple(_spans(executed)) for stage, executed in enumerate(self.executed)})
+        """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
+        both = zip(self.executed, self.copied, strict=True)
+        return Timeline({stage: (*_spans(executed), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)})
 
 
 def _spans(executed: Sequence[Executed]) -> Iterator[Span]:
@@ -96,6 +98,12 @@ def _spans(executed: Sequence[Executed]) -> Iterator[Span]:
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
             placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=whose)
             yield from _parted(placed, each.end_s - each.content.exposed_s) if each.action.kind == "R" else (placed,)
+
+
+def _copy(copied: Copied) -> Span:
+    """One way of what a micro-batch of a chunk offloads."""
+    kind: Literal["offload", "reload"] = "offload" if copied.action.kind == "F" else "reload"
+    return Span(kind, copied.start_s, copied.end_s, micro_batch=copied.action.micro_batch, name=f"{kind} {copied.action}")
 
 
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
