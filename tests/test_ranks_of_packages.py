@@ -44,7 +44,7 @@ TORCH = {
 }
 MEGATRON = {
     *("apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"),
-    *("double_buffered.interpreter", "double_buffered.match"),
+    *("double_buffered.exchange", "double_buffered.interpreter", "double_buffered.match"),
 }
 """Where the two heavy libraries may be imported; everything else must work without them."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
@@ -49,6 +50,9 @@ UNPROVEN_WITH_DDP: dict[str, tuple[object, str]] = {
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights and gradients would share memory"),
     "nccl_ub": (False, "its weights live in memory registered with NCCL"),
 }
+UNPROVEN_WITH_DEFERRAL: dict[str, tuple[object, str]] = {
+    "overlap_grad_reduce": (False, "the next batch's backward would move the buffer that is being reduced"),
+}
 UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
     "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),
     "use_precision_aware_optimizer": (False, "it was not tried"),
@@ -56,7 +60,9 @@ UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
 }
 
 
-def check(model: Sequence[torch.nn.Module], optimizer: Any, pipeline: int, microbatches: int) -> None:
+def check(
+    model: Sequence[torch.nn.Module], optimizer: Any, pipeline: int, microbatches: int, defer_updates: bool = False
+) -> None:
     """Raise if this rank's run cannot be trained without flushes.
 
     Raises:
@@ -67,7 +73,10 @@ def check(model: Sequence[torch.nn.Module], optimizer: Any, pipeline: int, micro
     if len(model) != 1:
         problem = Problem("model chunks of a stage", str(len(model)), "1", "train without interleaving")
         raise ConfigError("only plain 1F1B can run without flushes", [problem])
-    if problems := list(_refusals(model[0], optimizer)):
+    problems = list(_refusals(model[0], optimizer))
+    if defer_updates:
+        problems += _refusals_of_deferral(model[0], optimizer)
+    if problems:
         raise HookRefused("this run cannot keep two versions of its weights", problems)
 
 
@@ -89,6 +98,16 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
             "none",
             "replays in windows of another version's micro-batch are not built yet: use Megatron's own recomputation",
         )
+
+
+def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
+    if not hasattr(chunk, "ddp_config"):
+        yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "its gradient buffers are doubled")
+    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), UNPROVEN_WITH_DEFERRAL)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(getattr(part, "grad_scaler", None), DynamicGradScaler):
+            found = "dynamic, and the next batch has begun with the scale of this one"
+            yield Problem("loss scale", found, "a constant one, or none", "do not defer updates")
 
 
 def _unproven(where: str, config: Any, needed: dict[str, tuple[object, str]]) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
-"""Every tensor of Megatron's that looks into the weights' memory, and has to follow when the current version moves.
+"""Every tensor of Megatron's that looks into the memory of weights or gradients, and has to follow when they move.
 
+    weights
 parameter.data                          all of them
 the flat buffer and its buckets         of DDP with the distributed optimizer, which gathers updated weights into them
 a rank's shards of the buckets          as DDP remembers them between gathers
@@ -33,3 +34,13 @@ def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
         yield from (bucket.param_data for bucket in buffer.buckets)
     for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
         yield from (shard for shards in group.cached_param_buffer_shard_list for shard in shards or ())
+
+
+def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
+    """The tensors that look into the gradient buffers of a chunk in DDP. Gathered anew each time, too."""
+    yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        yield buffer.grad_data
+        yield from (bucket.grad_data for bucket in buffer.buckets)
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        yield from (shard for shards in group.cached_grad_buffer_shard_list for shard in shards or ())

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.double_buffered.exchange import Posted, Waiting
+from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.match import check
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.double_buffered import batch_order, version_of
+from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
 
 
 class DoubleBuffered:
@@ -36,6 +38,8 @@ class DoubleBuffered:
         microbatches: of one batch, at least as many as there are stages.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
+        defer_updates: keep a second gradient buffer on the stages that would wait for the first one before an update that is a
+            barrier (clipping, loss scaling, tied embeddings), and go on with the next batch meanwhile.
 
     Raises:
         ConfigError: fewer micro-batches than stages, or more than one chunk.
@@ -50,20 +54,30 @@ class DoubleBuffered:
         microbatches: int,
         seq_length: int,
         micro_batch_size: int,
+        defer_updates: bool = False,
     ) -> None:
         self._interpreter = Interpreter(
             model[0],
             microbatches=microbatches,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            before=lambda action: self.versions.show(version_of(action.micro_batch, microbatches)),
+            exchange=Posted if defer_updates else Waiting,
+            before=self._show,
         )
         self._pipeline, self._stage, self._microbatches = self._interpreter.pipeline, self._interpreter.stage, microbatches
-        check(model, optimizer, self._pipeline, microbatches)
+        check(model, optimizer, self._pipeline, microbatches, defer_updates)
         self.optimizer = optimizer
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
+        self._deferral = deferral(self._stage) if defer_updates else 0
+        self.gradients = TwoGradients(model[0]) if self._deferral else None
         self._batch = 0
         self._drains = True
+
+    def _show(self, action: Action) -> None:
+        """The weights that this micro-batch sees, and the gradient that it adds to."""
+        self.versions.show(version_of(action.micro_batch, self._microbatches))
+        if self.gradients is not None and action.kind == "B":
+            self.gradients.show(action.micro_batch // self._microbatches)
 
     @property
     def in_flight(self) -> int:
@@ -81,9 +95,10 @@ class DoubleBuffered:
         Returns:
             What the loss function reported, by micro-batch of this batch: on the last stage, elsewhere nothing.
         """
-        steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, drains=drains)
+        steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
         actions = [step for step in steps if isinstance(step, Action)]
-        losses = self._interpreter.run(actions, forward_step_func, batches, None if drains else self._next_forward())
+        then = None if drains else self._next_forward()
+        losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then)
         self.versions.show(self.versions.newest)
         self._drains = drains
         return losses
@@ -94,11 +109,16 @@ class DoubleBuffered:
             result = self.optimizer.step()
         self._batch += 1
         if self._drains:
-            self.versions.start_anew()
-            self._batch = 0
+            self._start_anew()
         return result
+
+    def _start_anew(self) -> None:
+        self._batch = 0
+        self.versions.start_anew()
+        if self.gradients is not None:
+            self.gradients.start_anew()
 
     def _next_forward(self) -> Action:
         """The first one that this batch leaves to the next."""
-        ahead = one_f_one_b.warmup(self._pipeline, self._stage)
+        ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,16 +81,19 @@ class Trained(Run):
 def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> tuple[Trained, Trained]:
     """Some batches under the independent reference, and without flushes.
 
-    `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite.
+    `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite;
+    `defer_updates`: with a second gradient buffer.
     """
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
 
     initialise(job)
     runs = Trained(), Trained()
-    for train, run in zip((reference, double_buffered), runs, strict=True):
-        training = build(job, how)
-        seed_random_numbers(7)
-        train(job, how, training, range(batches), run)
+    with stand_in_for_fused_gradient() if how.get("fused") else nullcontext():
+        for train, run in zip((reference, double_buffered), runs, strict=True):
+            training = build(job, how)
+            seed_random_numbers(7)
+            train(job, how, training, range(batches), run)
     return runs
 
 
@@ -113,7 +117,7 @@ def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run:
 def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
     from megatron_lynx.testbed.training import synthetic_batches
 
-    pipeline = pipeline or without_flushes(job, training)
+    pipeline = pipeline or without_flushes(job, training, how)
     text = (micro_batch for batch in batches for micro_batch in synthetic_batches(job, batch))
     for batch in batches:
         clear_gradients(training)
@@ -121,6 +125,8 @@ def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range
         run.gradients.append(training.gradients())
         run.steps.append(pipeline.update())
         run.parameters.append(weights(training))
+        for buffer in getattr(training.chunks[0], "bucket_groups", []) and training.chunks[0].buffers:
+            buffer.grad_data.fill_(float("nan"))  # an update leaves nothing there that is still needed
 
 
 def build(job: Job, how: dict[str, Any]) -> Any:
@@ -131,8 +137,8 @@ def build(job: Job, how: dict[str, Any]) -> Any:
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt"}}
-    training = Training(job, build_model(job), **settings)
+    settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt", "defer_updates", "fused"}}
+    training = Training(job, build_model(job, gradient_accumulation_fusion=how.get("fused", False)), **settings)
     if fields := how.get("optimizer_config"):
         config = get_model_config(training.chunks[0])
         given = {"lr": 0.1, "bf16": job.model.dtype == "bf16", "params_dtype": config.params_dtype, **fields}
@@ -159,7 +165,7 @@ def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
     return spoiling
 
 
-def without_flushes(job: Job, training: Any) -> Any:
+def without_flushes(job: Job, training: Any, how: dict[str, Any]) -> Any:
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
 
     return DoubleBuffered(
@@ -168,6 +174,7 @@ def without_flushes(job: Job, training: Any) -> Any:
         microbatches=job.microbatches,
         seq_length=job.model.seq,
         micro_batch_size=job.batch.micro,
+        defer_updates=how.get("defer_updates", False),
     )
 
 
@@ -184,7 +191,7 @@ def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Traine
     runs = [Trained() for _ in range(3)]
     for run, train in zip(runs, (reference, double_buffered), strict=False):
         training = build(job, how)
-        extra = {"pipeline": without_flushes(job, training)} if train is double_buffered else {}
+        extra = {"pipeline": without_flushes(job, training, how)} if train is double_buffered else {}
         seed_random_numbers(7)
         train(job, how, training, range(3), run, **extra)
         run.evaluation = training.evaluate(synthetic_batches(job, 9))
@@ -208,7 +215,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
     initialise(job)
     run = Trained()
     training = build(job, how)
-    pipeline = without_flushes(job, training)
+    pipeline = without_flushes(job, training, how)
     versions, backward_step, backwards = pipeline.versions, schedules.backward_step, 0
 
     def spoil() -> None:
@@ -256,7 +263,7 @@ def refused(rank: int, job: Job, how: dict[str, Any], spoil: Callable[[Any], Non
     undo = spoil(training)
     before = [parameter.data_ptr() for parameter in training.parameters().values()]
     try:
-        without_flushes(job, training)
+        without_flushes(job, training, how)
     except LynxError as error:
         assert before == [parameter.data_ptr() for parameter in training.parameters().values()]
         return type(error), str(error)

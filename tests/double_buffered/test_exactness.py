@@ -23,12 +23,26 @@ LAYOUTS = [
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, MEGATRON),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, MEGATRON),
 ]
+DEFERRED = [
+    ({"pipeline": 2, "microbatches": 2}, {}),
+    ({"pipeline": 2, "microbatches": 3, "dtype": "bf16"}, {"fused": True}),
+    ({"pipeline": 4, "microbatches": 4}, {}),
+    ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2}, {"fused": True}),
+    ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, {}),
+    ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, {}),
+]
 BATCHES = 4
 
 
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS, ids=str)
 def test_the_version_rule_to_the_bit(pool_of, layout, how):
     compare(pool_of, tiny_job("gpt", **layout), how)
+
+
+@pytest.mark.parametrize(("layout", "how"), DEFERRED, ids=str)
+def test_deferred_updates_to_the_bit(pool_of, layout, how):
+    """Some backwards of the next batch come before the update: they add to another gradient, and see the version of the rule."""
+    compare(pool_of, tiny_job("gpt", **layout), {**MEGATRON, "defer_updates": True, **how})
 
 
 def test_clipping_with_momentum(pool_of):
@@ -38,11 +52,12 @@ def test_clipping_with_momentum(pool_of):
         assert all(norm > 0.05 for _, norm, _ in run.steps)
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-def test_a_batch_that_overflows_is_skipped(pool_of, distributed_optimizer):
+@pytest.mark.parametrize(("distributed_optimizer", "defer_updates"), [(False, False), (True, False), (True, True)])
+def test_a_batch_that_overflows_is_skipped(pool_of, distributed_optimizer, defer_updates):
     """Then W(j+1) is W(j), and the gradient that batch j + 1 took at W(j-1) is applied to it."""
     job = tiny_job("gpt", pipeline=2, microbatches=2, dtype="bf16", distributed_optimizer=distributed_optimizer)
     how = {"ddp": True, "optimizer": None, "optimizer_config": {"optimizer": "adam", "loss_scale": 1024.0}, "spoilt": 1}
+    how["defer_updates"] = defer_updates
     for run in compare(pool_of, job, how):
         assert [success for success, *_ in run.steps] == [True, False, True, True]
         assert same(run.parameters[0], run.parameters[1])

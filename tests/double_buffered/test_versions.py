@@ -34,11 +34,11 @@ def test_all_who_owned_the_weights_have_moved(pool_of, distributed_optimizer):
         assert seen["extra"] >= seen["parameters"] if distributed_optimizer else seen["extra"] == seen["parameters"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_stopping_evaluating_and_resuming(pool_of, dtype):
+@pytest.mark.parametrize(("dtype", "defer_updates"), [("fp32", True), ("bf16", False)])
+def test_stopping_evaluating_and_resuming(pool_of, dtype, defer_updates):
     """Going on behind a drain, and resuming from what was saved there, are the same: versions are counted anew."""
     job = tiny_job("gpt", pipeline=2, microbatches=3, dtype=dtype)
-    for expected, run, resumed in pool_of(2).run(on_ranks.stopped_and_resumed, job, ADAM):
+    for expected, run, resumed in pool_of(2).run(on_ranks.stopped_and_resumed, job, {**ADAM, "defer_updates": defer_updates}):
         assert same(expected.losses, run.losses)
         assert same(expected.evaluation, run.evaluation)
         assert same(expected.parameters, run.parameters)

@@ -1,0 +1,36 @@
+"""Two gradient buffers: one holds a batch's whole gradient until its deferred update, the other one begins the next batch's.
+
+    deferral 2      B(j, last)   B(j+1, 0)   B(j+1, 1)   Uj        B(j+1, 2) ...
+    buffer j mod 2   += ─────────  whole gradient of batch j ── step, then cleared for batch j + 2
+    buffer j+1 mod 2              += ──────── += ────────────────── += ...
+
+DDP's buffers, its buckets and the parameters' `main_grad` are pointed at one or the other. Between calls they are at the batch
+that was updated last: what Megatron's training clears before each step is that one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lynx.double_buffered.buffers import TwoBuffers
+from megatron_lynx.double_buffered.owners import gradient_owners
+
+
+class TwoGradients:
+    """The gradient buffers of one chunk in Megatron's DistributedDataParallel, twice."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._chunk = chunk
+        self.buffers = TwoBuffers(gradient_owners(chunk))
+        self._first_buffer = 0
+        self._shown = 0
+
+    def show(self, batch: int) -> None:
+        """Let gradients be those of `batch`."""
+        if batch != self._shown:
+            self.buffers.point(gradient_owners(self._chunk), (batch + self._first_buffer) % 2)
+            self._shown = batch
+
+    def start_anew(self) -> None:
+        """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
+        self._first_buffer, self._shown = (self._shown + self._first_buffer) % 2, 0
