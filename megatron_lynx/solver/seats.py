@@ -62,7 +62,7 @@ class Seats:
     profile: Profile
 
     def everywhere(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> tuple[Seat, ...]:
-        """Those that every stage has, beginning with the one on demand. Of the last MLP half: that one alone."""
+        """Those that every stage has, beginning with the one on demand. `backward`: what `backward()` says of this half."""
         if not replay:
             return (ON_DEMAND_SEAT,)
         half = half_of(place)
@@ -113,16 +113,13 @@ class Seats:
 
     @cached_property
     def _gathers_s(self) -> dict[tuple[Half, Half | None], float]:
-        befores: tuple[tuple[Half, Half | None], ...] = (
-            ("attention", None),
-            ("attention", "mlp"),
-            ("mlp", None),
-            ("mlp", "attention"),
-        )
-        return {(half, before): gather_once_s(self.profile, half, before, self.message_bytes) for half, before in befores}
+        """By half, and by the half behind whose first collective its input is gathered."""
+        behind: list[tuple[Half, Half | None]] = [(half, other) for half in HALVES for other in (None, BEFORE[half][0])]
+        return {(half, other): gather_once_s(self.profile, half, other, self.message_bytes) for half, other in behind}
 
     @cached_property
     def p2p_s(self) -> float:
+        """Seconds of one message between stages."""
         shape = LayerShape(self.job.model, self.job.parallel, self.job.batch.micro)
         return self.profile.link_s("p2p", shape.input_bytes)
 
@@ -135,7 +132,7 @@ class StageSeats:
     stage: int
 
     def of(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> Iterator[Seat]:
-        """`backward`: what `Seats.backward` says of this half."""
+        """`backward`: what `Seats.backward()` says of this half."""
         half = half_of(place)
         if not replay or self.seats.gathers(half, replay):
             return

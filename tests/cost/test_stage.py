@@ -32,6 +32,17 @@ def test_a_half_regenerated_ahead_meets_what_the_one_before_still_needs():
     assert peak_bytes([SMALL, LARGE_AHEAD], in_flight=1) == 10 + 12 + 40
 
 
+def test_what_is_regenerated_early_is_held_once_until_its_backward():
+    early = HalfMemory(resident=10, regenerated=40, tail=12, early=40)
+    assert peak_bytes([SMALL, early], in_flight=1) == 10 + 5 + 10 + 40
+    assert peak_bytes([early, early], in_flight=1) == 2 * 50
+    assert peak_bytes([early, early], in_flight=3) == 2 * 50 + 2 * 20
+
+
+def test_what_is_offloaded_counts_for_less_than_a_micro_batch():
+    assert peak_bytes([LARGE, SMALL], in_flight=2.5) == 60 + 30
+
+
 def test_keeping_the_first_half_of_a_backward_costs_nothing_at_the_peak():
     kept = HalfMemory(resident=LARGE.whole, regenerated=0, tail=12)
     assert peak_bytes([kept, SMALL, SMALL], in_flight=1) == peak_bytes([LARGE, SMALL, SMALL], in_flight=1)
