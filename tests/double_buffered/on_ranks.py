@@ -301,3 +301,11 @@ def plan_installed(training: Any) -> Callable[[], None]:
 
 def nothing(training: Any) -> None:
     pass
+
+
+def dynamic_loss_scale(training: Any) -> None:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    scales = {"initial_scale": 2.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    part = training.optimizer.chained_optimizers[0]
+    part.grad_scaler = DynamicGradScaler(**scales, growth_interval=2, hysteresis=1)
