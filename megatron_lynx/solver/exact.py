@@ -32,7 +32,7 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 
 
 def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
-    """The fastest answer: `proven`, or its `gap` says what part of its seconds a faster one could save at most.
+    """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
 
     Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Raises
     `Infeasible` where nothing fits, or nothing was found in time.

@@ -73,11 +73,11 @@ class Form:
         first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[above])
         return np.maximum(first, self._below_end[above])
 
-    def middle(self, below: Numbers, above: Numbers, usual_count: Floats) -> Floats:
+    def middle(self, below: Numbers, above: Numbers, count_below: Floats) -> Floats:
         following = self.mlp.ahead[below]
         single = np.maximum(self.attention.tail[above] + following, self._hump[below])
         several = self.attention.tail[below] + following - self.layer_held[below]
-        return np.maximum(single, np.where(usual_count > 1, several, single))
+        return np.maximum(single, np.where(count_below > 1, several, single))
 
     def count(self, below: Numbers, above: Numbers, last: Numbers, budget_bytes: float) -> Floats:
         """The best k for which both lines stay within the budget, with two of `below` left; 0 if there is none."""
