@@ -42,7 +42,7 @@ def forward_step(batches, model):
 
 
 if __name__ == "__main__":
-    datasets.is_distributed = True
+    datasets.is_distributed = True  # on every rank, instead of a broadcast
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,135 @@
+"""The launch of a script of our own through the `megatron.training` of the newest wheel, on ranks of this machine.
+
+`make test` puts that wheel into build/megatron-core-0.19 and sets MEGATRON_CORE_0_19_DIR.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from .launched import MODEL, flags_of, launch, plan_of, saved
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "pretrain_tiny.py"
+LAYOUT = "tensor 2 x pipeline 2, sequence parallel"
+
+
+@pytest.fixture(scope="module")
+def run():
+    """`run(flags, ranks=...)` launches the script."""
+    wheel = Path(os.environ.get("MEGATRON_CORE_0_19_DIR", "")).resolve()
+    if not (wheel / "megatron" / "training").is_dir():
+        pytest.skip(f"no megatron.training in {wheel} (MEGATRON_CORE_0_19_DIR; `make test` downloads it where it can)")
+    return partial(launch, path=[wheel])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("launch")
+
+
+@pytest.fixture(scope="module")
+def layout_flags() -> list[str]:
+    return [*MODEL, *flags_of(LAYOUT)]
+
+
+@pytest.fixture(scope="module")
+def stock(run, folder, layout_flags):
+    return run(SCRIPT, [*layout_flags, "--save", folder / "stock", "--save-interval", "3"], ranks=4)
+
+
+@pytest.fixture(scope="module")
+def planned(run, folder, layout_flags):
+    """Everything replayed, its inputs gathered once."""
+    plan = saved(plan_of(LAYOUT, gather="once"), folder / "once.yaml")
+    flags = ["--lynx-plan", plan, "--lynx-trace", folder / "trace.json", "--save", folder / "planned", "--save-interval", "3"]
+    return run(SCRIPT, [*layout_flags, *flags], ranks=4)
+
+
+def test_every_printed_digit_is_stocks(stock, planned):
+    assert (stock.status, planned.status) == (0, 0), planned.text
+    assert len(stock.iterations) == 5
+    assert planned.iterations == stock.iterations
+
+
+def test_it_says_what_it_does(stock, planned):
+    assert stock.ours == []
+    begun, traced, done = planned.ours
+    assert "once.yaml" in begun
+    assert "megatron-core 0.19." in begun
+    assert traced.startswith("megatron-lynx: step 3 of this run is traced in ")
+    # 5 steps x 4 micro-batches x 2 layers x 2 halves; behind its first half a stage that gathers has no window in steady state
+    assert done == "megatron-lynx: rank 0 replayed 80 layer halves: 60 inside windows, 20 on demand"
+
+
+def test_flags_are_among_megatrons(planned):
+    assert "  lynx_plan ......" in planned.text, "Megatron logs its arguments"
+
+
+def test_a_trace_holds_one_step_of_all_ranks(planned, folder):
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    replays = [event for event in events if event.get("cat") == "replay"]
+    assert {event["pid"] for event in replays} == {0, 1, 2, 3}
+    assert len([event for event in replays if event["pid"] == 0]) == 4 * 2 * 2
+
+
+@pytest.mark.parametrize("plan", ["another", "none"])
+def test_a_run_resumes_under_another_plan(run, folder, layout_flags, stock, planned, plan):
+    """From what was saved under a plan at step 3, against stock that resumes what stock saved."""
+    for name in ("stock", "planned"):
+        (folder / name / "latest_checkpointed_iteration.txt").write_text("3")
+    expected = run(SCRIPT, [*layout_flags, "--load", folder / "stock"], ranks=4)
+    flags = []
+    if plan == "another":
+        flags = ["--lynx-plan", saved(plan_of(LAYOUT, replay=("activation", "core_attention")), folder / "another.yaml")]
+    resumed = run(SCRIPT, [*layout_flags, *flags, "--load", folder / "planned"], ranks=4)
+    assert [number for number, _, _ in resumed.iterations] == ["4", "5"]
+    assert resumed.iterations == expected.iterations
+    assert resumed.iterations[0] == stock.iterations[3]
+
+
+def test_help_shows_our_flags(run):
+    shown = run(SCRIPT, ["--help"])
+    assert shown.status == 0
+    assert "--lynx-plan PLAN" in shown.text
+    assert "--num-layers" in shown.text
+
+
+def without_traceback_of_ours(launched) -> bool:
+    return "/megatron_lynx/" not in launched.text
+
+
+def test_a_plan_for_another_launch(run, folder):
+    """All that is wrong is said, once."""
+    plan = saved(plan_of("1"), folder / "one.yaml")
+    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--micro-batch-size", "1", "--recompute-activations"]
+    refused = run(SCRIPT, [*flags, "--lynx-plan", plan, "--lynx-trace", "/proc/trace.json"], ranks=2)
+    assert refused.status != 0
+    headline, *problems = refused.ours
+    assert headline == "megatron-lynx: this launch and its plan do not fit"
+    assert [problem.split(":")[0].strip(" -") for problem in problems] == [
+        "tensor-model-parallel-size",
+        "micro-batch-size",
+        "recompute-*",
+        "rank 0",
+    ]
+    assert "drop these flags: the plan decides" in refused.text
+    assert "--lynx-trace: found /proc/trace.json (" in refused.text
+    assert refused.iterations == []
+    assert without_traceback_of_ours(refused)
+
+
+def test_a_plan_that_one_rank_has_not(run, folder, monkeypatch):
+    """Rank 0 could go on, and would wait for rank 1 in its next collective."""
+    saved(plan_of("1"), folder / "here.yaml")
+    monkeypatch.chdir(folder)
+    refused = run(HERE / "pretrain_elsewhere.py", [*MODEL, "--lynx-plan", "here.yaml"], ranks=2)
+    assert refused.status != 0
+    assert len(refused.ours) == 2
+    assert refused.ours[1].startswith("  - rank 1: here.yaml: found no such file")
+    assert without_traceback_of_ours(refused)
