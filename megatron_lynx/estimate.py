@@ -13,7 +13,7 @@ from typing import Any
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.stage_memory import StageMemory, memory_of_stages
-from megatron_lynx.cost.step import StepSeconds, step_seconds
+from megatron_lynx.cost.step import StepSeconds, step_seconds, update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
@@ -116,10 +116,10 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             None,
         )
     ratio = max(stage.offload_ratio for stage in decision.stages)
-    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), _simulated(decision, costs))
+    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), _simulated(decision))
 
 
-def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
+def _simulated(decision: Decision) -> StepSeconds:
     """The parts of a rehearsed step, by its busiest stage; messages between stages are in its bubble."""
     simulation, stages = decision.simulation, range(decision.job.parallel.pipeline)
     busiest = max(stages, key=simulation.busy_s)
@@ -128,7 +128,7 @@ def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
         bubble_s=simulation.bubble_s(busiest),
         messages_s=0.0,
         copies_s=simulation.exposed_copy_s(busiest),
-        update_s=step_seconds(decision.job.model_copy(update={"policy": "none"}), costs).update_s,
+        update_s=update_s(decision.job),
     )
 
 

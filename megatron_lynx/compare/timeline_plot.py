@@ -103,10 +103,16 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, labels: Sequence[s
     return used
 
 
+MOST_IN_A_LINE = 5
+"""Of a legend, or it is wider than the picture."""
+
+
 def add_legend(figure: Figure, used: set[Style]) -> None:
     """Explains only what is there."""
     handles = [Patch(facecolor=style.face, label=style.label) for style in STYLES if style in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9.5)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(MOST_IN_A_LINE, max(1, len(handles))), frameon=False, fontsize=9.5
+    )
 
 
 def plot_timeline(timeline: Timeline, path: str | os.PathLike[str], title: str) -> None:

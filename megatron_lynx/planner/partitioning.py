@@ -69,15 +69,24 @@ class _Times:
             return inf
         if (stage, count) not in self.known:
             try:
-                self.known[stage, count] = self._stages(count).answer(stage).seconds(self.job.microbatches)
+                answer = self._stages(count).answer(stage)
+                self.known[stage, count] = answer.seconds(self.job.microbatches) + self._messages_s(stage)
             except Infeasible:
                 self.known[stage, count] = inf
         return self.known[stage, count]
 
     def least(self, stage: int, count: int) -> float:
         """If nothing is replayed."""
-        even = with_partition(self.job, (count,) * self.job.parallel.pipeline)
-        return stage_seconds(even, self.profile, stage, LayerShape.of(self.job).gathered_bytes).both_s
+        alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
+        stock = stage_seconds(alike, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
+        return stock.both_s + self._messages_s(stage)
+
+    def _messages_s(self, stage: int) -> float:
+        """Without chunks they hold up both sides (`cost.stage.step_s`), stages with two neighbours twice."""
+        if self.job.chunks > 1:
+            return 0.0
+        neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
+        return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)
 
     def _stages(self, count: int) -> Stages:
         """All of them with as many layers: what they share is priced once."""

@@ -26,7 +26,7 @@ SECOND_DIGITS = 12
 
 
 def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:
-    """Without messages between stages, which take as long however the layers are spread."""
+    """The closed form of 1F1B (`cost.stage.step_s`); messages that hold a stage up are in its time."""
     times = [time(stage, count) for stage, count in enumerate(counts)]
     return inf if inf in times else round((microbatches - 1) * max(times) + sum(times), SECOND_DIGITS)
 
