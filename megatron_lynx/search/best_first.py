@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.step import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
 from megatron_lynx.search import planned, stock
@@ -98,9 +98,10 @@ class BestFirst:
 
     def _floored(self, job: Job) -> Entry:
         cost = self._cost(job)
-        spent = cost.floor(job).with_update(self._update_s(job, cost))
-        kind = planned.Floored if job.policy == "planned" else stock.Floored
-        return kind(job, cost, spent, self.offload)
+        spent = cost.floor(job).with_update(self._update_s(job))
+        if job.policy == "planned":
+            return planned.Floored(job, cost, spent, self.offload, besides_none="none" in self.policies)
+        return stock.Floored(job, cost, spent, self.offload)
 
     def _look(self, order: int, entry: Entry) -> None:
         """[2] [3]"""
@@ -128,12 +129,11 @@ class BestFirst:
             self._costs[key] = LayerCost.of(job)
         return self._costs[key]
 
-    def _update_s(self, job: Job, cost: LayerCost) -> float:
+    def _update_s(self, job: Job) -> float:
         """Of gradients, optimizer and parameters, which are as many however they are run."""
         key = (job.parallel.tensor, job.parallel.context, job.parallel.pipeline)
         if key not in self._updates_s:
-            kept = job.model_copy(update={"policy": "none"})
-            self._updates_s[key] = step_seconds(kept, cost.profile).update_s
+            self._updates_s[key] = update_s(job)
         return self._updates_s[key]
 
     def _told(self) -> None:

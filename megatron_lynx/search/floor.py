@@ -1,4 +1,5 @@
-"""Seconds that a step takes at least, from the seconds of one layer: all of `cost.step` but copies to the host.
+"""Seconds that a step takes at least, from the seconds of one layer: the closed form of `cost.step` but for copies to the host,
+and with every message between stages waited for once only.
 
     one (tensor, context, sequence parallelism, micro-batch)  ──profile──>  LayerCost
     times many (pipeline, chunks, data)                       ──floor────>  Spent      a few additions each

@@ -1,7 +1,7 @@
 """Why the others lost, in families: how many, and the best of each beside the winner.
 
 cannot run     no plan can do what the layout needs
-no plan        everything fits as it is: nothing is replayed, and the plan says what policy `none` does
+no plan        everything fits as it is: a plan would do what policy `none` does
 state          parameters, gradients and optimizer alone do not fit
 activations    everything that may be offloaded is, and it does not fit
 host memory    the host has no room for what must be offloaded

@@ -1,6 +1,6 @@
 """Candidates for which a plan is made, as late as possible: a plan of all stages costs as much as a hundred floors.
 
-[1] does everything fit as it is?     then there is nothing to plan: policy `none` is the plan
+[1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
 [2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
 [3] all stages
 [4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`steady`)
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.step import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, least_memory
@@ -30,13 +30,15 @@ from megatron_lynx.units import GIB
 
 @dataclass(frozen=True)
 class Floored(Entry):
-    """What it takes if every replay and every copy is hidden."""
+    """What it takes if every replay and every copy is hidden. `besides_none`: whether policy `none` is a candidate, too."""
 
     offload: bool
+    besides_none: bool
 
     def closer(self) -> Ends | Excess | None:
         """[1] [2]"""
-        if isinstance(fit(self.job.model_copy(update={"policy": "none"}), offload=False), Fits):
+        kept = self.job.model_copy(update={"policy": "none"})
+        if self.besides_none and isinstance(fit(kept, offload=False), Fits):
             return None
         job = _to_be_planned(self.job, self.offload)
         stages = Stages(job, self.cost.profile)
@@ -72,7 +74,6 @@ class AllStages(Entry):
 
     def closer(self) -> Candidate | Excess:
         """[4]"""
-        update_s = step_seconds(self.job.model_copy(update={"policy": "none"}), self.cost.profile).update_s
         answers, pipeline_s, memory_bytes = self.answers, *self._rehearsed()
         if (
             memory_bytes > self.job.memory_budget_bytes
@@ -83,7 +84,7 @@ class AllStages(Entry):
                 return _excess(self.job, self.stages)
             answers, pipeline_s = decision.stages, decision.simulation.step_s
             memory_bytes = max(memory.total for memory in decision.memory)
-        step_s, ratio = pipeline_s + update_s, max(answer.offload_ratio for answer in answers)
+        step_s, ratio = pipeline_s + update_s(self.job), max(answer.offload_ratio for answer in answers)
         return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, memory_bytes)
 
     def _rehearsed(self) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.step import step_seconds, update_s
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess, Fits, fit
@@ -22,8 +22,9 @@ class Floored(Entry):
         if isinstance(fits, Excess):
             return fits
         job = self.job.model_copy(update={"offload_ratio": fits.offload_ratio})
-        copies_s = step_seconds(job, self.cost.profile, fits.offload_ratio).copies_s
-        return Fitting(job, self.cost, replace(self.spent, copies_s=copies_s), fits)
+        step = step_seconds(job, self.cost.profile, fits.offload_ratio)
+        messages_s = self.spent.communication_s + step.total_s - step.copies_s - self.spent.total_s  # those that hold up a stage
+        return Fitting(job, self.cost, replace(self.spent, communication_s=messages_s, copies_s=step.copies_s), fits)
 
 
 @dataclass(frozen=True)
@@ -36,5 +37,5 @@ class Fitting(Entry):
     def closer(self) -> Candidate:
         """Simulated. The closed form alone knows that copies and messages take turns: no less than it says."""
         profile, ratio = self.cost.profile, self.fit.offload_ratio
-        step_s = pipeline_s(self.job, profile, ratio) + step_seconds(self.job, profile).update_s
+        step_s = pipeline_s(self.job, profile, ratio) + update_s(self.job)
         return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, self.fit.memory.total)

@@ -1,0 +1,52 @@
+"""Floors: of stock policies the closed form but for copies, and messages in 1F1B; of plans no more than that."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.search.floor import STOCK, LayerCost
+from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.search.space import Space
+from megatron_lynx.search.steady import in_steady_state
+from tests.config.jobs import catalogued_job
+from tests.search.jobs import small_job
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama-7b", "a800-80g"), ("gpt-22b", "a100-80g-pcie")])
+def test_a_floor_is_the_closed_form_as_far_as_it_goes(model: str, cluster: str) -> None:
+    for job in list(Space(small_job(model, cluster, batch=8), 8))[::5]:
+        cost = LayerCost.of(job)
+        for policy in STOCK:
+            own = job.model_copy(update={"policy": policy})
+            step = step_seconds(own, analytic_profile(job))
+            spent = cost.floor(own).with_update(step.update_s)
+            if job.chunks > 1 or job.parallel.pipeline == 1:
+                assert spent.total_s == pytest.approx(step.total_s, rel=1e-9)
+            else:
+                assert 0.9 * step.total_s < spent.total_s <= step.total_s * (1 + 1e-9)
+            assert spent.bubble_s == pytest.approx(step.bubble_s, rel=1e-9)
+            assert cost.floor(own.model_copy(update={"policy": "planned"})).total_s <= cost.floor(own).total_s
+
+
+@pytest.mark.parametrize("layout", [(2, 4, None), (2, 4, 2), (1, 8, 1)], ids=["1F1B", "interleaved", "a layer a chunk"])
+@pytest.mark.parametrize("ratio", [0.0, 0.9])
+def test_a_full_pipeline_goes_on_as_it_began(
+    layout: tuple[int, int, int | None], ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that nothing hides pile up from the start, too."""
+    tensor, pipeline, chunk = layout
+    parallel = {"tensor": tensor, "pipeline": pipeline, "layers_per_chunk": chunk, "sequence_parallel": tensor > 1}
+    job = catalogued_job("llama-7b", "a800-80g", gpus=8, batch=72, seq=4096, parallel=parallel, policy="none")
+    profile = analytic_profile(job)
+    microbatches, asked = job.microbatches, []
+
+    def of(count: int) -> float:
+        asked.append(count)
+        batch = job.batch.model_copy(update={"global_": count * job.replicas})
+        return pipeline_s(job.model_copy(update={"batch": batch}), profile, ratio)
+
+    monkeypatch.setattr("megatron_lynx.search.simulated.in_steady_state", lambda step_s, count, pipeline: step_s(count))
+    assert in_steady_state(of, microbatches, pipeline) == pytest.approx(of(microbatches), rel=1e-9)
+    assert asked == [2 * pipeline, 3 * pipeline, microbatches]
