@@ -24,6 +24,7 @@ from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.match import check
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.versions import TwoVersions
+from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
@@ -67,6 +68,7 @@ class DoubleBuffered:
         self._pipeline, self._stage, self._microbatches = self._interpreter.pipeline, self._interpreter.stage, microbatches
         check(model, optimizer, self._pipeline, microbatches, defer_updates)
         self.optimizer = optimizer
+        self.made_for = {"num_microbatches": microbatches, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._deferral = deferral(self._stage) if defer_updates else 0
         self.gradients = TwoGradients(model[0]) if self._deferral else None
@@ -103,14 +105,25 @@ class DoubleBuffered:
         self._drains = drains
         return losses
 
-    def update(self) -> Any:
-        """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns."""
+    def update(self, step: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns.
+
+        Args:
+            step: what to call; by default the optimizer's own.
+        """
         with self.versions.update():
-            result = self.optimizer.step()
+            result = (step or self.optimizer.step)()
         self._batch += 1
         if self._drains:
             self._start_anew()
         return result
+
+    def check_drained(self, what: str) -> None:
+        """Raise `HookRefused`, on all stages alike, if the last batch did not drain: `what` needs one version of the weights."""
+        if not self._drains:
+            found = f"forwards of the next batch have begun ({self.in_flight} on this stage)"
+            problem = Problem("pipeline", found, "an empty one", "let the batch before it drain")
+            raise HookRefused(f"{what} while micro-batches are in flight", [problem])
 
     def _start_anew(self) -> None:
         self._batch = 0

@@ -206,6 +206,47 @@ def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Traine
     return runs
 
 
+def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, list[str]]:
+    """The reference, and a loop written for Megatron's schedules under the hooks; what was refused on the way."""
+    from megatron_lynx.apply.hook import give_back, put_in_place
+    from megatron_lynx.double_buffered.hooks import claims
+    from megatron_lynx.errors import HookRefused
+    from megatron_lynx.testbed import training as loop
+    from megatron_lynx.testbed.training import initialise, seed_random_numbers, synthetic_batches
+
+    initialise(job)
+    expected, run, refused = Trained(), Trained(), []
+    training = build(job, how)
+    seed_random_numbers(7)
+    reference(job, how, training, range(3), expected)
+    expected.evaluation = training.evaluate(synthetic_batches(job, 9))
+
+    training = build(job, how)
+    pipeline = without_flushes(job, training, how)
+    original, batch = (loop.get_forward_backward_func, training.optimizer.step), 0
+    hooks = put_in_place(list(claims(loop, pipeline, lambda: batch == 2)))
+    seed_random_numbers(7)
+    text = (micro_batch for batch in range(3) for micro_batch in synthetic_batches(job, batch))
+    sizes = {"num_microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
+    for batch in range(3):
+        clear_gradients(training)
+        run_batch = loop.get_forward_backward_func()
+        given = {"forward_step_func": loop.forward_step, "data_iterator": text, "model": training.chunks, "forward_only": False}
+        if batch == 1:
+            for other in ({"num_microbatches": 1 + job.microbatches}, {"forward_only": True}):
+                try:
+                    run_batch(**{**given, **sizes, **other})
+                except HookRefused as error:
+                    refused.append(str(error))
+        run.losses += run_batch(**given, **sizes)
+        run.steps.append(training.optimizer.step())
+        run.parameters.append(weights(training))
+    run.evaluation = training.evaluate(synthetic_batches(job, 9))
+    give_back(hooks)
+    assert (loop.get_forward_backward_func, training.optimizer.step) == original
+    return expected, run, refused
+
+
 def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> dict[str, Any]:
     """Three batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`."""
     from megatron.core.pipeline_parallel import schedules

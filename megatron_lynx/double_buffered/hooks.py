@@ -1,0 +1,70 @@
+"""Training without flushes, in a training loop written for Megatron's schedules.
+
+Replaces              `get_forward_backward_func` in the module of the training loop (`megatron.training.training`), and `step` of
+                      its optimizer.
+Why                   the loop's order is ours as well: clear gradients, forward and backward, step. What the function returns
+                      leaves forwards of the next batch in flight, and the step goes to the buffer that is retired.
+Calls the original    `step` once per call; Megatron's own function for everything that only runs forward.
+Holds                 the pipeline.
+Passes through when   `forward_only`: an evaluation. It is refused while micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+from megatron_lynx.errors import HookRefused, Problem
+
+
+def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:
+    """What to put in place (`apply.hook.put_in_place`) before the first step, with nothing in flight.
+
+    Args:
+        loop: the module whose global `get_forward_backward_func` the training loop calls.
+        drains: asked before each batch: whether the pipeline is to be empty behind it, as weights are then evaluated or saved,
+            or training ends. All ranks must answer alike.
+    """
+
+    def get_function(original: Any) -> Any:
+        @wraps(original)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return _without_flushes(original(*args, **kwargs), pipeline, drains)
+
+        return get_forward_backward_func
+
+    def step(original: Any) -> Any:
+        @wraps(original)
+        def updating(*args: Any, **kwargs: Any) -> Any:
+            return pipeline.update(lambda: original(*args, **kwargs))
+
+        return updating
+
+    yield Claim(loop, "get_forward_backward_func", get_function, "runs micro-batches without flushes")
+    yield Claim(pipeline.optimizer, "step", step, "updates the version that is retired")
+
+
+def _without_flushes(stock: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Any:
+    @wraps(stock)
+    def forward_backward(*, forward_step_func: Any, data_iterator: Any, **settings: Any) -> Any:
+        if settings.get("forward_only"):
+            pipeline.check_drained("evaluation")
+            return stock(forward_step_func=forward_step_func, data_iterator=data_iterator, **settings)
+        if problems := list(_changed(pipeline, settings)):
+            raise HookRefused("a batch is not as the pipeline was made for", problems)
+        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        return pipeline.forward_backward(forward_step_func, batches, drains=drains())
+
+    return forward_backward
+
+
+def _changed(pipeline: DoubleBuffered, settings: dict[str, Any]) -> Iterator[Problem]:
+    for name, needed in pipeline.made_for.items():
+        if settings.get(name) != needed:
+            yield Problem(name, str(settings.get(name)), str(needed), "batch sizes may not ramp up")
+    for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
+        if settings.get(name):
+            yield Problem(name, str(settings[name]), "none")
