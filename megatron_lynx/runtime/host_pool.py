@@ -47,6 +47,7 @@ class Slab:
 
     def __del__(self) -> None:
         if getattr(self, "_locked", False):
+            torch.cuda.synchronize()  # copies may be under way; it happens when sizes change and at the end
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
 
 

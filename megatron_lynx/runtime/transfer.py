@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -72,7 +72,7 @@ class Copier(ABC):
 
     @abstractmethod
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        """Copy behind what the compute stream was given so far, and behind `after`. Both tensors are held until then."""
+        """Copy behind what the compute stream was given so far, and behind `after`. The caller need not hold the tensors."""
 
     @abstractmethod
     def wait(self, copy: Copy) -> None:
@@ -131,10 +131,9 @@ def copiers_for(device: torch.device, trace: Trace) -> tuple[Copier, Copier]:
 
 @final
 class _StreamCopy(Copy):
-    def __init__(self, direction: Direction, owner: Owner, target: Tensor, source: Tensor) -> None:
-        super().__init__(direction, owner, target.nbytes)
+    def __init__(self, direction: Direction, owner: Owner, size_bytes: int) -> None:
+        super().__init__(direction, owner, size_bytes)
         self.event = torch.cuda.Event()
-        self.tensors: Sequence[Tensor] = (target, source)
 
     @property
     def done(self) -> bool:
@@ -143,18 +142,17 @@ class _StreamCopy(Copy):
 
 @final
 class StreamCopier(Copier):
-    """A stream of its own. Memory of the device is recorded with the caching allocator, and held until the copy is done."""
+    """A stream of its own. It holds no tensor: the device's memory is recorded with the caching allocator, and a slab of host
+    memory goes only when the device is idle."""
 
     def __init__(self, direction: Direction, trace: Trace, device: torch.device) -> None:
         super().__init__(direction, trace)
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._under_way: list[_StreamCopy] = []
         self._waits: list[tuple[Any, Any]] = []
 
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        self._under_way = [copy for copy in self._under_way if not copy.done]
-        copy = _StreamCopy(self.direction, owner, target, source)
+        copy = _StreamCopy(self.direction, owner, target.nbytes)
         self._bytes += copy.bytes
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # [1]
         for before in after:
@@ -165,11 +163,10 @@ class StreamCopier(Copier):
                 target.copy_(source, non_blocking=True)
         except Exception as error:
             raise failed(self.direction, owner, copy.bytes, error) from error
-        for tensor in copy.tensors:
+        for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
         copy.event.record(self._stream)
-        self._under_way.append(copy)
         return copy
 
     def wait(self, copy: Copy) -> None:
@@ -185,7 +182,6 @@ class StreamCopier(Copier):
 
     def drain(self) -> None:
         self._stream.synchronize()
-        self._under_way.clear()
 
     def cancel(self) -> None:
         self.drain()

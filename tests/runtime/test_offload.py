@@ -140,7 +140,7 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
         moved: list[int] = []
 
         def held_up(target: Tensor, source: Tensor) -> None:
-            may_go.wait()
+            may_go.wait(10)
             target.copy_(source)
             moved.append(int(target[0]))
 

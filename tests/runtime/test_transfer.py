@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.transfer import Copier, Owner, ThreadCopier
+from megatron_lynx.testbed.ranks import RankPool
+from tests.runtime.on_ranks import there_and_back_on_streams
 
 OWNER = Owner("stage 1, chunk 0", 7)
 
@@ -37,7 +39,7 @@ def test_a_reload_comes_behind_its_own_way_out(copiers: tuple[ThreadCopier, Thre
 
     def slowly(target: Tensor, source: Tensor) -> None:
         timeline.append("out begins")
-        may_leave.wait()
+        may_leave.wait(10)
         target.copy_(source)
         timeline.append("out ends")
 
@@ -83,14 +85,14 @@ def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: tu
 
     def held_up(target: Tensor, source: Tensor) -> None:
         begun.set()
-        may_go.wait()
+        may_go.wait(10)
         target.copy_(source)
         targets.append(target)
 
     out.move = held_up
     hosts = [filled(0), filled(0)]
     first, second = (out.start(host, filled(3), OWNER) for host in hosts)
-    begun.wait()
+    begun.wait(10)
     threading.Timer(0.02, may_go.set).start()
     out.cancel()
     assert first.done
@@ -126,3 +128,9 @@ def test_both_directions_are_copiers() -> None:
     out, back = copiers_for(torch.device("cpu"), Trace())
     assert isinstance(out, Copier)
     assert (out.direction, back.direction) == ("offload", "reload")
+
+
+def test_streams_are_asked_for_what_they_can_do(pool_of: Callable[[int], RankPool]) -> None:
+    """As far as a machine without a GPU can run it."""
+    found = pool_of(1).run(there_and_back_on_streams)[0]
+    assert [name for name, true in found.items() if not true] == []

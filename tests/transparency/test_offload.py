@@ -20,7 +20,7 @@ from tests.plan.strategies import plans
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
-from tests.transparency.test_every_bit import checked
+from tests.transparency.test_every_bit import OVERLAPPED, checked
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
@@ -118,6 +118,14 @@ def assert_in_order(outcome: Outcome) -> None:
         of_memory[host].append(event)
     for events in of_memory.values():
         assert events == ["out begins", "out ends", "back begins", "back ends"] * (len(events) // 4)
+
+
+def test_parameters_stay_themselves(pool_of: Pools) -> None:
+    """Fused weight gradients leave a mark on the parameter that backward is handed; DDP asserts that it finds it (rule R11)."""
+    job = tiny_job("llama", pipeline=2, replicas=2, distributed_optimizer=True, dtype="bf16", microbatches=3)
+    fused = {"gradient_accumulation_fusion": True, "qk_layernorm": True}
+    plan = offloading(plan_for(job, lambda layer: ["activation"]), chunk_bytes(job))
+    checked(pool_of, job, [plan], Trial(training=OVERLAPPED, model=fused, compared="weights"))
 
 
 def test_backward_in_a_second_thread(pool_of: Pools) -> None:
