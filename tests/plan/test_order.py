@@ -69,3 +69,18 @@ def test_the_dropout_mask_is_needed_before_the_halfs_own_window() -> None:
     raw = raw_plan(tensor=2, sequence_parallel=True)
     raw["stages"][0]["rules"][3]["windows"]["mlp"] = "bwd.mlp.0"
     assert "comes after backward needs the half" in refused(raw)
+
+
+def test_forward_windows_on_interleaved_schedules() -> None:
+    """The forward before may be that of any chunk of the stage, so that it must have the layer; before the last virtual stage's
+    backward it is the micro-batch's own."""
+    raw = raw_plan(tensor=2, pipeline=2, layers=6, partition=(1, 2, 2, 1), microbatches=4)
+    ahead = {"steady": "fwd.attention.0", "cooldown": "on_demand"}
+    raw["stages"][2]["rules"][0]["windows"]["mlp"] = ahead
+    raw["stages"][2]["ahead_depth"] = 2
+    Plan.model_validate(raw)
+    raw["stages"][2]["rules"][1]["windows"]["mlp"] = ahead
+    assert "in layer 2 of the chunk whose forward runs just before, but stage 0 has a chunk of 1 layers" in refused(raw)
+    raw["stages"][2]["rules"][1]["windows"]["mlp"] = "on_demand"
+    raw["stages"][3]["rules"][0]["windows"]["mlp"] = ahead
+    assert "a micro-batch's own forward runs just before its backward" in refused(raw)
