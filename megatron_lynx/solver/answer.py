@@ -63,6 +63,8 @@ class Solved:
     gap: float | None = None
     """No answer exposes less by more than this part of what this one does; 0 for a proven optimum, None where nobody knows."""
     whole: WholeMicroBatches | None = None
+    cooldown_peak_bytes: int = 0
+    """Where more is there at once in cool-down than an option says (`solver.receive`)."""
 
     @property
     def proven(self) -> bool:
@@ -100,7 +102,7 @@ class Solved:
     def peak_bytes(self) -> int:
         """While a micro-batch that replays goes backward, or one that is whole: so many of either are there beside it."""
         if self.whole is None:
-            return peak_bytes(self.backward_order, self.in_flight)
+            return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
         count, others = self.whole.count, self.whole.of_every - self.whole.count
         replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others)
         whole = (count - 1) * self.whole.resident_bytes + self.whole.peak_bytes + others * self.resident_bytes

@@ -15,7 +15,7 @@ from megatron_lynx.cost.in_flight import microbatches_in_flight
 from megatron_lynx.cost.layer import LayerShape, item_flops
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.solver.problem import Choices, Option, Seat, StageProblem, is_ahead, is_early
+from megatron_lynx.solver.problem import Choices, Option, Receive, Seat, StageProblem, is_ahead, is_early
 from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
 from megatron_lynx.units import MIB
 
@@ -70,14 +70,22 @@ class StageProblems:
 
     def of(self, stage: int, layers: int | None = None) -> StageProblem:
         """One stage, with so many layers if the partition is still open."""
-        budget_mib = self.job.budget.activation_mib
+        budget_mib, in_flight = self.job.budget.activation_mib, microbatches_in_flight(self.job, stage)
         return StageProblem(
             stage,
             len(self.job.layers_of(stage)) if layers is None else layers,
             *self.choices(stage),
-            in_flight=microbatches_in_flight(self.job, stage),
+            in_flight=in_flight,
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
+            receive=self._receive(stage, in_flight),
         )
+
+    def _receive(self, stage: int, in_flight: int) -> Receive | None:
+        seats = StageSeats(self._seats, stage)
+        if seats.received_s is None or self.job.chunks > 1:
+            return None
+        done = int(seats.phases.steady > 0)
+        return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
     def choices(self, stage: int) -> tuple[Choices, Choices, Choices]:
         """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""

@@ -155,6 +155,19 @@ def _costs(option: Option) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
+class Receive:
+    """The wait for a gradient in cool-down, which the replays of several halves can share."""
+
+    seconds: float
+    interference: float
+    """How many times longer a replay takes in it."""
+    share: float
+    """The part of the micro-batches whose backward is in cool-down."""
+    in_flight: float
+    """Micro-batches that are there when the first of those begins."""
+
+
+@dataclass(frozen=True)
 class StageProblem:
     """One stage. `budget_bytes` bounds what its layers hold at once; without one the least memory is wanted."""
 
@@ -166,3 +179,5 @@ class StageProblem:
     in_flight: float = 1
     """Micro-batches whose resident bytes are held at once; below their number where a share is offloaded."""
     budget_bytes: int | None = None
+    receive: Receive | None = None
+    """None on the last stage."""

@@ -137,23 +137,23 @@ class StageSeats:
         if not replay or self.seats.gathers(half, replay):
             return
         steady, late = [*self._forwards[half]], [*backward]
-        if place == "last_mlp" and self._received_s is not None:  # in cool-down it may hide more than a window of its backward
+        if place == "last_mlp" and self.received_s is not None:  # in cool-down it may hide more than a window of its backward
             steady += [*backward, Wait(RECV_BACKWARD, self.seats.p2p_s)]
-            late.append(Wait(RECV_BACKWARD, self._received_s))
+            late.append(Wait(RECV_BACKWARD, self.received_s))
         cooldown = max(late, key=lambda wait: wait.seconds, default=NOWHERE)
         for wait in steady:
-            yield Seat(wait.name, cooldown.name, wait.seconds, cooldown.seconds, self._phases.steady_share)
+            yield Seat(wait.name, cooldown.name, wait.seconds, cooldown.seconds, self.phases.steady_share)
 
     @cached_property
     def _forwards(self) -> dict[Half, list[Wait]]:
         """Windows of the forwards that come right before a backward."""
         job = self.seats.job
-        precedes = self._phases.steady > 0 and job.chunks == 1 and job.parallel.tensor > 1 and not self._last
+        precedes = self.phases.steady > 0 and job.chunks == 1 and job.parallel.tensor > 1 and not self._last
         waits = {half: self.seats.forward(half) for half in HALVES}
         return {half: [wait] if precedes and wait.seconds > 0 else [] for half, wait in waits.items()}
 
     @cached_property
-    def _phases(self) -> Phases:
+    def phases(self) -> Phases:
         return phases_of(self.seats.job, self.stage)
 
     @property
@@ -161,7 +161,7 @@ class StageSeats:
         return self.stage == self.seats.job.parallel.pipeline - 1
 
     @cached_property
-    def _received_s(self) -> float | None:
+    def received_s(self) -> float | None:
         """How long the gradient is awaited in cool-down, if it is."""
         seats = self.seats
         if self._last:
