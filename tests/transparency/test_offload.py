@@ -171,17 +171,19 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
 
 @pytest.mark.parametrize("replayed", [(), ("input_layernorm", "pre_mlp_layernorm", "activation")])
 def test_device_bytes_fall_by_what_the_plan_offloads(pool_of: Pools, replayed: tuple[str, ...]) -> None:
-    """At the end of warm-up forward k of the first stage, k micro-batches are on the host; at the end of its first steady forward
-    one of them is on its way back."""
+    """At the end of warm-up forward k, k micro-batches are on the host; at the end of the first steady forward one of them is on
+    its way back. What the second stage received stays: Megatron holds it."""
     job = tiny_job("gpt", pipeline=4, microbatches=5)
     plan = plan_for(job, lambda layer: replayed, windows=False)
     size = 4 * (kept_bytes(LayerShape.of(job), "balanced" if replayed else "none") // 4)
     candidates = [offloading(plan, int(ratio * size)) for ratio in RATIOS]
-    nothing, *marks = pool_of(4).run(bytes_at_marks, job, candidates)[0]
-    for ratio, found in zip(RATIOS[1:], marks, strict=True):
-        for forward, away in enumerate([0, 1, 2, 2]):
-            predicted_bytes = nothing[forward] - away * ratio * size
-            assert abs(found[forward] - predicted_bytes) <= 0.02 * predicted_bytes, f"ratio {ratio}, forward {forward}"
+    of_stage = pool_of(4).run(bytes_at_marks, job, candidates)
+    for stage, ratios, forwards in ((0, RATIOS, (0, 1, 2, 2)), (1, RATIOS[:-1], (0, 1, 1))):
+        for ratio, found in zip(ratios, of_stage[stage], strict=False):
+            for forward, away in enumerate(forwards):
+                predicted_bytes = of_stage[stage][0][forward] - away * ratio * size
+                off = f"stage {stage}, ratio {ratio}, forward {forward}: {found[forward]} bytes, {predicted_bytes} predicted"
+                assert abs(found[forward] - predicted_bytes) <= 0.02 * predicted_bytes, off
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
