@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "solver": {"config", "schedule", "cost", "simulator"},
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
+    "launch_arguments": {"config"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "estimate": {"config", "profiler", "cost", "solver", "planner"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},

@@ -1,0 +1,79 @@
+"""A command that launches Megatron, taken apart. Nothing in it is run, no variable is filled in.
+
+CUDA_DEVICE_MAX_CONNECTIONS=1  torchrun --nproc-per-node 8 --nnodes 4  pretrain_gpt.py  --num-layers 32 ...
+└────── environment ─────────┘ └───────────── launcher ─────────────┘  └── script ───┘  └── arguments ──┘
+                                             32 GPUs
+
+Or the arguments alone; then nobody has said how many GPUs there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from megatron_lynx.errors import ConfigError, Problem
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+HEADLINE = "the launch cannot be read"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The parts of a launch."""
+
+    environment: tuple[tuple[str, str], ...]
+    """Variables that are set in front of the command."""
+    launcher: tuple[str, ...]
+    script: str | None
+    arguments: tuple[str, ...]
+    """What the script is given."""
+
+    @property
+    def gpus(self) -> int | None:
+        """Processes of the whole job, one for each GPU. None where the launcher does not say a number."""
+        if any(PurePath(word).name in TORCHRUN for word in self.launcher):
+            return _product(self._number("--nproc-per-node", 1), self._number("--nnodes", 1))
+        if any(PurePath(word).name == "srun" for word in self.launcher):
+            tasks = self._number("--ntasks", self._number("-n", None))
+            per_node, nodes = self._number("--ntasks-per-node", None), self._number("--nodes", self._number("-N", None))
+            return _product(per_node, nodes) if tasks is None else tasks
+        return _whole(dict(self.environment).get("WORLD_SIZE", ""))
+
+    def _number(self, option: str, otherwise: int | None) -> int | None:
+        """The number given to an option of the launcher; None where what is given is no number (`auto`, `2:4`)."""
+        for index, word in enumerate(self.launcher):
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")
+            if name == option:
+                following = self.launcher[index + 1] if index + 1 < len(self.launcher) else ""
+                return _whole(value if equals else following)
+        return otherwise
+
+
+def command_line(words: Sequence[str]) -> CommandLine:
+    """Take a launch apart. Raises `ConfigError` where no script can be found in it."""
+    rest = list(words)
+    environment = []
+    while rest and (rest[0] == "env" or ASSIGNMENT.fullmatch(rest[0])):
+        if found := ASSIGNMENT.fullmatch(rest.pop(0)):
+            environment.append((found[1], found[2]))
+    if not rest or rest[0].startswith("-"):
+        return CommandLine(tuple(environment), (), None, tuple(rest))
+    at = next((index for index, word in enumerate(rest) if word.endswith(".py")), None)
+    if at is None:
+        needed = "a Python script among its words, or the script's arguments alone"
+        todo = "a shell script's variables are for the shell to fill in: give the command that it runs"
+        raise ConfigError(HEADLINE, [Problem("launch", f"no word that ends in .py, beginning at {rest[0]!r}", needed, todo)])
+    return CommandLine(tuple(environment), tuple(rest[:at]), rest[at], tuple(rest[at + 1 :]))
+
+
+def _product(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else first * second
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,270 @@
+"""What each flag of Megatron is to a plan. Every recorded flag is one of these; a test holds that none is left out.
+
+read           the job is made of it                      --num-layers
+priced as      counted as something else, and said so     --fp16: as bf16
+refused        what it does is not modelled               --num-experts
+no matter      neither activations nor their seconds      --lr: learning rate
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.launch_arguments.flag_table import Flag
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a flag is, and why: the reason of a refusal, what it is priced as, or what it is about."""
+
+    kind: Literal["read", "priced as", "refused", "no matter"]
+    why: str = ""
+
+
+def kind_of(flag: Flag) -> Kind | None:
+    """None: nobody has said yet."""
+    name = flag.sets
+    if name in READ:
+        return Kind("read")
+    if name in REFUSED:
+        return Kind("refused", REFUSED[name])
+    if name in PRICED_AS:
+        return Kind("priced as", PRICED_AS[name])
+    about = next((about for about, names in NO_MATTER.items() if name in names), GROUPS.get(flag.group))
+    about = about or next((about for about, prefixes in PREFIXES.items() if name.startswith(prefixes)), None)
+    return None if about is None else Kind("no matter", about)
+
+
+def names_in(text: str) -> frozenset[str]:
+    """The words of a text: for lists of names that are easier to read without quotes."""
+    return frozenset(text.split())
+
+
+READ = names_in(
+    """
+    num_layers encoder_num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
+    num_query_groups seq_length encoder_seq_length max_position_embeddings position_embedding_type
+    use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu
+    untie_embeddings_and_output_weights attention_dropout hidden_dropout transformer_impl attention_backend bf16 fp16
+    vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by tokenizer_type vocab_file
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
+    rampup_batch_size step_batch_size_schedule recompute_activations recompute_granularity recompute_method
+    recompute_num_layers recompute_modules yaml_cfg
+    """
+)
+"""The job is made of them: `model_facts`, `layer_facts`, `batch_facts`."""
+
+_OTHER_LAYERS = "its layers are not the transformer layers that are planned"
+_OTHER_CALLS = "the sites of a layer are not called one by one"
+_MORE_SAVED = "what it saves for backward is not counted"
+_NO_WINDOWS = "it goes round the windows that replays run in"
+_OTHER_OFFLOAD = "the plan decides what is offloaded"
+_TOO_OLD = "Megatron itself no longer takes it"
+_SHARDED = "sharded parameters are not modelled"
+_OPTIMIZER = "Adam's two moments and a copy of the weights in fp32, all on the device"
+
+REFUSED = {
+    "num_experts": "mixture-of-experts layers are not planned yet",
+    "multi_latent_attention": "multi-latent attention is not modelled: its projections are no sites",
+    "mtp_num_layers": "multi-token prediction has layers outside those that are planned",
+    "experimental_attention_variant": "its projections are no sites",
+    "linear_attention_freq": "linear attention is not modelled",
+    "attention_output_gate": _MORE_SAVED,
+    "hybrid_layer_pattern": _OTHER_LAYERS,
+    "hybrid_override_pattern": _OTHER_LAYERS,
+    "hybrid_attention_ratio": _OTHER_LAYERS,
+    "hybrid_mlp_ratio": _OTHER_LAYERS,
+    "is_hybrid_model": _OTHER_LAYERS,
+    "heterogeneous_layers_config_path": "layers that differ are not modelled",
+    "heterogeneous_layers_config_encoded_json": "layers that differ are not modelled",
+    "spec": "a layer specification of your own: what its layers save is not known",
+    "use_legacy_models": _OTHER_LAYERS,
+    "decoder_num_layers": "encoder-decoder models are not modelled",
+    "relative_attention_num_buckets": "relative positions are not modelled",
+    "squared_relu": "only GELU and SwiGLU are modelled",
+    "quick_geglu": "only GELU and SwiGLU are modelled",
+    "use_te_activation_func": _OTHER_CALLS,
+    "activation_func_clamp_value": _MORE_SAVED,
+    "glu_linear_offset": _MORE_SAVED,
+    "softmax_type": "only the plain softmax is modelled",
+    "window_size": "sliding-window attention is not modelled",
+    "window_attn_skip_freq": "sliding-window attention is not modelled",
+    "qk_layernorm": _MORE_SAVED,
+    "qk_l2_norm": _MORE_SAVED,
+    "fp32_residual_connection": "a residual stream in fp32 is not modelled",
+    "apply_residual_connection_post_layernorm": "post-norm layers are not modelled",
+    "fp8": "FP8 is not modelled: nobody has recorded what its layers save and how long they take",
+    "fp4": "FP4 is not modelled: nobody has recorded what its layers save and how long they take",
+    "te_precision_config_file": "precision by layer is not modelled",
+    "use_kitchen_attention": "kitchen's kernels are not modelled",
+    "fused_residual_rmsnorm": "its norm hands on two tensors",
+    "use_transformer_engine_op_fuser": _OTHER_CALLS,
+    "use_grouped_gemm_for_dense_mlp": _OTHER_CALLS,
+    "mlp_chunks_for_training": "each of the MLP's sites would be called several times",
+    "enable_cuda_graph": "CUDA graphs bypass every hook",
+    "external_cuda_graph": "CUDA graphs bypass every hook",
+    "cuda_graph_impl": "CUDA graphs bypass every hook",
+    "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
+    "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
+    "tp_comm_overlap": "userbuffers hide what a replay would hide behind: no windows are left",
+    "overlap_moe_expert_parallel_comm": _NO_WINDOWS,
+    "delay_wgrad_compute": "weight gradients would be computed after what they need is gone",
+    "defer_embedding_wgrad_compute": _MORE_SAVED,
+    "use_ring_exchange_p2p": _NO_WINDOWS,
+    "fake_process_group": "nothing is communicated, so there are no windows",
+    "cpu_offloading_num_layers": _OTHER_OFFLOAD,
+    "fine_grained_activation_offloading": _OTHER_OFFLOAD,
+    "distribute_saved_activations": "it belongs to stock recomputation: the plan decides what is recomputed",
+    "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
+    "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
+    "use_tp_pp_dp_mapping": "links are priced for Megatron's usual order of ranks",
+    "use_megatron_fsdp": _SHARDED,
+    "use_torch_fsdp2": _SHARDED,
+    "num_distributed_optimizer_instances": "optimizer state that only some replicas share is not modelled",
+    "optimizer": "only Adam is modelled",
+    "freeze_all_layers": "layers without gradients save nothing",
+    "perform_rl_step": "reinforcement learning is not modelled",
+    "sft": "packed sequences are not modelled",
+    "dataloader_inter_document_masking": "packed sequences are not modelled",
+    "logits_load_dir": "distillation's second loss is not counted",
+    "modelopt_enabled": "what ModelOpt puts into layers is not modelled",
+    "enable_gpt_oss": "that model's layers are not modelled",
+    "export_kd_teacher_load": "a second model beside the first is not counted",
+    "use_checkpoint_args": "arguments that only a checkpoint knows: write them out",
+    "use_mp_args_from_checkpoint_args": "arguments that only a checkpoint knows: write them out",
+    "batch_size": _TOO_OLD,
+    "warmup": _TOO_OLD,
+    "model_parallel_size": _TOO_OLD,
+    "checkpoint_activations": _TOO_OLD,
+}
+"""Refused where they say something else than Megatron's default does."""
+
+ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
+"""Values of refused flags that are as good as none."""
+
+_FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
+
+PRICED_AS = {
+    "add_qkv_bias": "no bias: some thousand parameters",
+    "no_rope_freq": "rotary positions in every layer",
+    "cross_entropy_loss_fusion": "the loss without fusion, which holds more",
+    "cross_entropy_fusion_impl": "the loss without fusion, which holds more",
+    "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
+    "grad_reduce_in_bf16": "gradients in fp32",
+    "main_grads_dtype": "gradients in fp32",
+    "main_params_dtype": _OPTIMIZER,
+    "exp_avg_dtype": _OPTIMIZER,
+    "exp_avg_sq_dtype": _OPTIMIZER,
+    "use_precision_aware_optimizer": _OPTIMIZER,
+    "optimizer_cpu_offload": _OPTIMIZER,
+    "optimizer_offload_fraction": _OPTIMIZER,
+    "bias_dropout_fusion": _FUSED,
+    "bias_gelu_fusion": _FUSED,
+    "bias_swiglu_fusion": _FUSED,
+    "masked_softmax_fusion": "the fused kernel: Transformer Engine has its own",
+    "apply_rope_fusion": _FUSED,
+    "disable_jit_fuser": _FUSED,
+    "gradient_accumulation_fusion": "weight gradients that are added up in place",
+    "async_tensor_model_parallel_allreduce": "gradients that are reduced behind the GEMM of the weight gradient",
+    "overlap_p2p_comm": "messages as the simulator has them for this schedule",
+    "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
+    "cp_comm_type": "a ring of point-to-point messages",
+    "hierarchical_context_parallel_sizes": "a ring of point-to-point messages",
+}
+"""Counted as something else, which is said."""
+
+GROUPS = {
+    "In-process restart": "restarts",
+    "RNG and initialization": "random numbers",
+    "autoresume": "restarts",
+    "biencoder": "other models",
+    "checkpointing": "checkpoints",
+    "data and dataloader": "data",
+    "experimental": "a feature that is not switched on",
+    "fault injector": "restarts",
+    "ft_package": "restarts",
+    "inference": "inference",
+    "learning rate and weight decay": "learning rate",
+    "logging": "logging",
+    "Logits Distillation": "a feature that is not switched on",
+    "mixed precision": "loss scale and precision of sums",
+    "mla": "a feature that is not switched on",
+    "modelopt-generic": "a feature that is not switched on",
+    "moe": "a feature that is not switched on",
+    "msc": "data",
+    "one logger": "logging",
+    "profiling": "logging",
+    "regularization": "optimizer",
+    "rerun engine": "restarts",
+    "rl": "a feature that is not switched on",
+    "sft": "a feature that is not switched on",
+    "straggler": "logging",
+    "tokenizer": "data",
+    "validation": "evaluation",
+    "vision": "other models",
+    "workload inspector": "logging",
+    "distributed": "data-parallel communication",
+    "distributed init": "data-parallel communication",
+}
+"""Megatron's own headings, whole: what they are about."""
+
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "a feature that is not switched on": (
+        *("moe_", "mtp_", "mup_", "mamba_", "dsa_", "linear_", "expert_", "fp8_", "fp4_", "tp_comm_", "cuda_graph_", "kitchen_"),
+        *(
+            "inference_",
+            "cpu_offloading_",
+            "qk_clip",
+            "yarn_",
+            "offload_",
+            "activation_offload",
+            "delta_offload",
+            "delay_offload",
+        ),
+        *("fine_grained_offloading_", "ep_overlap_"),
+    ),
+}
+
+NO_MATTER: dict[str, frozenset[str]] = {
+    "a feature that is not switched on": names_in(
+        """
+        min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 first_last_layers_bf16
+        use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert wgrad_deferral_limit high_priority_a2a_comm_stream
+        overlap_dispatch_backward_with_experts_wgrad use_mamba_mem_eff_path fp8_param_gather fp4_param_gather mrope_section
+        max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
+        mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
+        overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_torch_optimizer_for_cpu_offload
+        """
+    ),
+    "numerics": names_in(
+        """
+        apply_query_key_layer_scaling attention_softmax_in_fp32 layernorm_zero_centered_gamma layernorm_epsilon
+        rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
+        init_method_std embedding_init_method_std init_model_with_meta_device perform_initialization use_cpu_initialization
+        openai_gelu onnx_safe deterministic_mode batch_invariant_mode disable_bf16_reduced_precision_matmul
+        calculate_per_token_loss flash_attention_version no_persist_layer_norm
+        """
+    ),
+    "pipeline's plumbing": frozenset({"pipeline_model_parallel_comm_backend", "clone_scatter_output_in_embedding"}),
+    "logging": frozenset({"config_logger_dir"}),
+    "no effect with core models": frozenset({"use_flash_attn", "deprecated_use_mcore_models"}),
+    "length of the training, and how it ends": names_in(
+        """
+        train_iters train_samples train_sync_interval exit_duration_in_mins exit_interval exit_signal exit_signal_handler
+        exit_signal_handler_for_dataloader exit_signal_handler_for_training iterations_to_skip dataloader_type
+        decrease_batch_size_if_needed result_rejected_tracker_filename
+        """
+    ),
+    "housekeeping": names_in(
+        """
+        check_for_large_grads check_for_nan_in_loss_and_grad check_weight_hash_across_dp_replicas_interval
+        dump_param_to_param_group_map empty_unused_memory_level enable_gloo_process_groups gpu_sniff_test_interval
+        high_priority_stream_groups manual_gc manual_gc_eval manual_gc_interval
+        """
+    ),
+}
+"""Single flags that matter neither to activations nor to their seconds, by what they are about."""

@@ -1,0 +1,121 @@
+"""The model of a launch, with what Megatron makes of the flags that were left out.
+
+hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
+vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.fact import Fact
+from megatron_lynx.launch_arguments.given import Given
+
+NULL_TOKENIZER_ADDS_ONE = ("0.16", "0.17")
+"""Releases whose NullTokenizer has an end-of-document token beside the entries it is told."""
+
+
+def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """What the model is made of. What is missing, and what a job cannot say, is added to `problems`."""
+    for place, names in {
+        "layers": ("num_layers", "encoder_num_layers"),
+        "hidden": ("hidden_size",),
+        "heads": ("num_attention_heads",),
+        "seq": ("seq_length", "encoder_seq_length"),
+    }.items():
+        value = next((given[name] for name in names if given[name] is not None), None)
+        if value is not None:
+            yield Fact(f"model.{place}", value, given.origin(*names))
+        elif not any(name in given.values for name in names):
+            problems.append(Problem(f"--{names[0].replace('_', '-')}", "nothing", "this flag"))
+    yield from _widths(given, problems)
+    yield from _vocabulary(given, problems)
+    yield from _kinds(given, problems)
+    yield Fact("model.attention_dropout", given["attention_dropout"], given.origin("attention_dropout"))
+    yield Fact("model.hidden_dropout", given["hidden_dropout"], given.origin("hidden_dropout"))
+
+
+def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    hidden, heads, gated = given["hidden_size"], given["num_attention_heads"], given["swiglu"]
+    if given["ffn_hidden_size"] is not None:
+        yield Fact("model.ffn", given["ffn_hidden_size"], given.origin("ffn_hidden_size"))
+    elif hidden:
+        ffn, formula = (int(4 * hidden * 2 / 3 / 64) * 64, "64 floor(8/3 hidden / 64)") if gated else (4 * hidden, "4 hidden")
+        yield Fact("model.ffn", ffn, f"{formula}: no --ffn-hidden-size")
+    if given["group_query_attention"]:
+        yield Fact("model.kv_groups", given["num_query_groups"], given.origin("num_query_groups", "group_query_attention"))
+    elif heads:
+        yield Fact("model.kv_groups", heads, "heads: no --group-query-attention")
+    size = given["kv_channels"]
+    if size is not None and hidden and heads and size * heads != hidden:
+        needed = f"hidden / heads ({hidden} / {heads})"
+        problems.append(Problem(given.origin("kv_channels"), str(size), needed, "other sizes of a head are not modelled"))
+
+
+def _vocabulary(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    if given["padded_vocab_size"] is not None:
+        yield Fact("model.vocab", given["padded_vocab_size"], given.origin("padded_vocab_size"))
+        return
+    size, origin = given["vocab_size"], given.origin("vocab_size")
+    if size is None and given["vocab_file"] is not None:
+        size, origin = _entries(Path(given["vocab_file"])), given.origin("vocab_file")
+    elif size is not None and given["tokenizer_type"] == "NullTokenizer" and given.release in NULL_TOKENIZER_ADDS_ONE:
+        size, origin = size + 1, f"{origin} + 1: NullTokenizer"
+    if size is None:
+        if "vocab_size" not in given.values:
+            tokenizer = given["tokenizer_type"] or "GPT2BPETokenizer"
+            todo = f"add --vocab-size N (for planning): {tokenizer} is not loaded here"
+            problems.append(Problem("--vocab-size", "nothing", "the entries of the tokenizer", todo))
+        return
+    multiple = given["make_vocab_size_divisible_by"] * (given["tensor_model_parallel_size"] or 1)
+    if given["pad_vocab_size"] is False:
+        yield Fact("model.vocab", size, origin)
+    else:
+        padded = -(-size // multiple) * multiple
+        yield Fact("model.vocab", padded, f"{origin} ({size}), padded to a multiple of {multiple}")
+
+
+def _entries(path: Path) -> int | None:
+    """How many entries a vocabulary file (GPT-2's: JSON) has; None where there is none such here."""
+    try:
+        return len(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    swiglu = given["swiglu"]
+    yield Fact("model.activation", "swiglu" if swiglu else "gelu", given.origin("swiglu"))
+    yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
+    yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
+    untied = given["untie_embeddings_and_output_weights"]
+    yield Fact("model.tied_embeddings", not untied, given.origin("untie_embeddings_and_output_weights"))
+    yield _position(given, problems)
+    yield _attention(given)
+    if given["fp16"] and given["bf16"]:
+        problems.append(Problem("--fp16", "also --bf16", "one of them"))
+    half = given["bf16"] or given["fp16"]
+    origin = f"{given.origin('fp16')}: the same bytes and peak" if given["fp16"] else given.origin("bf16")
+    yield Fact("model.dtype", "bf16" if half else "fp32", origin)
+
+
+def _position(given: Given, problems: list[Problem]) -> Fact:
+    found = "rope" if given["use_rotary_position_embeddings"] else given["position_embedding_type"]
+    known = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope"}
+    origin = given.origin("use_rotary_position_embeddings", "position_embedding_type")
+    if found not in known:
+        problems.append(Problem(origin, str(found), f"one of {', '.join(known)}", "other positions are not modelled"))
+    if known.get(found) == "learned" and given["add_position_embedding"] is False:
+        problems.append(Problem(given.origin("add_position_embedding"), "given", "--position-embedding-type rope beside it"))
+    return Fact("model.position", known.get(found, "rope"), origin)
+
+
+def _attention(given: Given) -> Fact:
+    """Transformer Engine's fused kernels unless told otherwise; Megatron's own layers have an unfused one."""
+    if given["transformer_impl"] == "local":
+        return Fact("model.attention", "unfused", given.origin("transformer_impl"))
+    unfused = given["attention_backend"] in ("unfused", "local")
+    return Fact("model.attention", "unfused" if unfused else "flash", given.origin("attention_backend"))

@@ -1,0 +1,110 @@
+"""A launch, understood: the job it trains, which of its words said what, and what of it cannot be planned for.
+
+words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──> facts ─> a job's data
+                        (or --yaml-cfg)                                          ├─ priced as ──> said
+                                                                                 ├─ refused ────> problems
+                                                                                 └─ no matter ──> listed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts, recomputation
+from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, command_line
+from megatron_lynx.launch_arguments.fact import Fact, as_job_data
+from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
+from megatron_lynx.launch_arguments.kinds import ALLOWED, Kind, kind_of
+from megatron_lynx.launch_arguments.layer_facts import layer_facts
+from megatron_lynx.launch_arguments.model_facts import model_facts
+from megatron_lynx.launch_arguments.yaml_cfg import given_file
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a launch says."""
+
+    command: CommandLine
+    given: Given
+    facts: tuple[Fact, ...]
+    priced_as: tuple[tuple[str, str], ...]
+    """(flag, what it is counted as) of flags that are not modelled as they are."""
+    no_matter: dict[str, tuple[str, ...]]
+    """Flags that change neither activations nor seconds, by what they are about."""
+    problems: tuple[Problem, ...]
+    """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
+
+    def job_data(self, cluster: str) -> dict[str, Any]:
+        """As a job file would have it. Raises `ConfigError` with all problems."""
+        if self.problems:
+            raise ConfigError(HEADLINE, self.problems)
+        return {**as_job_data(self.facts), "cluster": cluster}
+
+
+def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True) -> Reading:
+    """Understand a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
+
+    `gpus`: instead of what the launcher says. `planning`: for a plan; otherwise for an estimate of the launch as it is, with
+    its own recomputation. Raises `ConfigError` only where there is no launch at all; what else is wrong is in `problems`.
+    """
+    command = command_line(words)
+    given, problems = given_arguments(command.arguments, flag_table())
+    if (file := given["yaml_cfg"]) is not None:
+        given, problems = given_file(Path(file), given, problems)
+    gpus = command.gpus if gpus is None else gpus
+    facts = [*model_facts(given, problems), *group_facts(given), *layer_facts(given, problems, left_open=planning)]
+    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    if gpus is None:
+        needed = "the number of GPUs: --gpus N, or a launcher that says it (torchrun --nproc-per-node N --nnodes M)"
+        problems.append(Problem("launch", "no number of processes", needed))
+    else:
+        facts.insert(0, Fact("gpus", gpus, "the launcher" if command.gpus == gpus else "--gpus"))
+    facts = [fact for fact in facts if fact.value is not None]
+    effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
+    kinds = [(value, kind_of(value.flag)) for value in effective]
+    problems += _refused(kinds)
+    priced = tuple((value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as")
+    return Reading(command, given, tuple(facts), priced, _without_matter(given), tuple(problems))
+
+
+def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[Fact]:
+    unfit: list[Problem] = []
+    asked = recomputation(given, unfit)
+    if not planning:
+        problems += unfit
+        yield asked or Fact("policy", "none", "no stock recomputation")
+        return
+    if asked is not None:
+        problems.append(
+            Problem(asked.origin, str(asked.value), "none", "drop --recompute-*: the plan decides what is recomputed")
+        )
+    if given["context_parallel_size"] not in (None, 1):
+        found, todo = str(given["context_parallel_size"]), "plans for it cannot be run yet; megatron-lynx estimate can price it"
+        problems.append(Problem(given.origin("context_parallel_size"), found, "1", todo))
+    yield Fact("policy", "planned", "a plan is asked for")
+
+
+def _refused(kinds: Sequence[tuple[Value, Kind | None]]) -> Iterator[Problem]:
+    """Every flag that switches on what is not modelled, or of which nobody has said what it is."""
+    for value, kind in kinds:
+        if kind is None:
+            yield Problem(value.said, "a flag that nobody has judged", "one whose cost in memory and time is known")
+        elif kind.kind == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
+            found = "given" if value.value is True else str(value.value)
+            yield Problem(value.said, found, f"a launch without it: {kind.why}")
+
+
+def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
+    by_subject: dict[str, tuple[str, ...]] = {}
+    for value in given.values.values():
+        kind = kind_of(value.flag)
+        default = not value.value or value.value == given.table.default(value.flag.sets, given.release)
+        if kind is not None and (kind.kind == "no matter" or (default and kind.kind == "refused")):
+            subject = kind.why if kind.kind == "no matter" else "not switched on"
+            by_subject[subject] = (*by_subject.get(subject, ()), value.said)
+    return by_subject

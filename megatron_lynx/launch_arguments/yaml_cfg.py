@@ -1,0 +1,86 @@
+"""Megatron's `--yaml-cfg FILE`: the same names as its arguments have, in two sections and beside them.
+
+language_model: {num_layers: 24, activation_func: swiglu, ...}     ─┐
+model_parallel: {tensor_model_parallel_size: 2, ...}                ├─> the same values as from arguments
+micro_batch_size: 2                                                ─┘
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
+from megatron_lynx.launch_arguments.given import SHELL, Given, Value
+from megatron_lynx.launch_arguments.kinds import names_in
+from megatron_lynx.yaml_file import read_yaml
+
+SECTIONS = ("language_model", "model_parallel")
+BESIDE = ("yaml_cfg", "vocab_size")
+RENAMED = {"num_moe_experts": "num_experts", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+"""Fields of Megatron's configuration whose arguments are named otherwise."""
+
+NO_ARGUMENT = names_in(
+    """
+    init_method output_layer_init_method memory_efficient_layer_norm bias_activation_fusion params_dtype timers
+    tp_comm_atomic_ag tp_comm_atomic_rs finalize_model_grads_func pipeline_dtype grad_scale_func enable_autocast autocast_dtype
+    variable_seq_lengths batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs no_sync_func grad_sync_func param_sync_func
+    _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations gated_linear_unit embedding_init_method
+    moe_token_dropping retro_encoder_hidden_dropout
+    """
+)
+"""Fields that no argument sets, and that change neither activations nor seconds; `activation_func` says the gated unit."""
+
+ACTIVATIONS = {"gelu": {"swiglu": False}, "swiglu": {"swiglu": True}, "squaredrelu": {"swiglu": False, "squared_relu": True}}
+
+
+def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[Given, list[Problem]]:
+    """What a file says, in place of the arguments, as in Megatron. Beside it counts only what Megatron asks its tokenizer for."""
+    table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
+    beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
+    if beside:
+        problems = [
+            *problems,
+            Problem("--yaml-cfg", f"also {', '.join(beside)}", "no flag beside it: Megatron reads only the file"),
+        ]
+    found = list(problems)
+    for key, name, value in _entries(read_yaml(path)):
+        flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
+        flag = flag or next(iter(table.of_name.get(name, ())), None)
+        if flag is None:
+            if name not in NO_ARGUMENT and not (value is None or value is False):
+                found.append(_unknown(f"{path}: {key}", name, table))
+        elif value is not None:
+            values[name] = Value(flag, key, _checked(flag, f"{path}: {key}", value, found))
+    return Given(values, arguments.releases, table), found
+
+
+def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Every key as it is written, the argument's name for it, and what it says."""
+    for key, value in data.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
+        elif key == "activation_func":
+            yield from ((key, name, one) for name, one in ACTIVATIONS.get(value, {"activation_func": value}).items())
+        elif key == "cpu_offloading":
+            yield key, "cpu_offloading_num_layers", 1 if value else None
+        elif key != "swiglu":  # only `activation_func` counts
+            yield key, RENAMED.get(key, key), value
+
+
+def _checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
+    needed = {"int": (int, "a whole number"), "float": (int | float, "a number")}.get(flag.type)
+    ones = value if isinstance(value, list) else [value]
+    if flag.takes != 0 and needed is not None and not all(isinstance(one, needed[0]) for one in ones):
+        todo = "Megatron would fill the variable in: write the number" if SHELL.search(str(value)) else ""
+        problems.append(Problem(where, repr(value), needed[1], todo))
+        return None
+    return value
+
+
+def _unknown(where: str, name: str, table: FlagTable) -> Problem:
+    close = difflib.get_close_matches(name, table.of_name, n=1)
+    return Problem(where, "an unknown key", "a name that Megatron's arguments have", f"did you mean {close[0]}?" if close else "")
