@@ -71,31 +71,29 @@ class StageProblems:
     def of(self, stage: int, layers: int | None = None) -> StageProblem:
         """One stage, with so many layers if the partition is still open."""
         budget_mib, in_flight = self.job.budget.activation_mib, microbatches_in_flight(self.job, stage)
+        seats = StageSeats(self._seats, stage)
         return StageProblem(
             stage,
             len(self.job.layers_of(stage)) if layers is None else layers,
-            *self.choices(stage),
+            *self._choices(seats),
             in_flight=in_flight,
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
-            receive=self._receive(stage, in_flight),
+            receive=self._receive(seats, in_flight),
         )
 
-    def _receive(self, stage: int, in_flight: int) -> Receive | None:
-        seats = StageSeats(self._seats, stage)
+    def _receive(self, seats: StageSeats, in_flight: int) -> Receive | None:
         if seats.received_s is None or self.job.chunks > 1:
             return None
         done = int(seats.phases.steady > 0)
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
-    def choices(self, stage: int) -> tuple[Choices, Choices, Choices]:
+    def _choices(self, seats: StageSeats) -> tuple[Choices, Choices, Choices]:
         """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""
-        last = stage == self.job.parallel.pipeline - 1
-        shared = self._everywhere
-        if last:
-            return shared
-        seats = StageSeats(self._seats, stage)
+        if seats.received_s is None:  # the last stage
+            return self._everywhere
         attention, mlp, last_mlp = (
-            Choices((*common, *self._priced(subsets, seats))) for common, subsets in zip(shared, self._subsets, strict=True)
+            Choices((*common, *self._priced(subsets, seats)))
+            for common, subsets in zip(self._everywhere, self._subsets, strict=True)
         )
         return attention, mlp, last_mlp
 
