@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape, replayed_flops
 from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES
 from megatron_lynx.plan.plan import ByPhase
+from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -191,6 +194,33 @@ def test_nothing_is_over_the_devices_budget_in_the_simulator_either(policy, chun
         beside = memory.total - memory.activations - memory.staging - memory.recomputed
         assert decision.simulation.memory(stage).peak_bytes <= job.memory_budget_bytes - beside
     assert {stage.predicted.memory_bytes for stage in decision.plan.stages} == {memory.total for memory in decision.memory}
+
+
+@st.composite
+def jobs_on_gpus(draw):
+    """Llama-65B on 64 GPUs, as anyone may lay it out, with less memory than it would like."""
+    tensor, pipeline = draw(st.sampled_from([(1, 16), (2, 8), (4, 4), (8, 2), (4, 8)]))
+    chunks = draw(st.sampled_from([{}, {"layers_per_chunk": 5}, {"partition": "auto"}]))
+    job = llama_65b(
+        parallel={"tensor": tensor, "pipeline": pipeline, "sequence_parallel": draw(st.booleans()) and tensor > 1} | chunks,
+        policy=draw(st.sampled_from(["planned", "planned", "none", "full", "balanced", "selective"])),
+        offload_ratio=draw(st.sampled_from([0.0, 0.5, "auto"])),
+    )
+    return job.model_copy(update={"budget": Budget(memory_gib=draw(st.floats(30, 80)))})
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs_on_gpus())
+def test_any_answer_fits_in_the_simulator_and_comes_again(job):
+    profile = analytic_profile(job)
+    try:
+        decision = decide(job, profile)
+    except Infeasible:
+        return
+    for stage, memory in enumerate(decision.memory):
+        beside = memory.total - memory.activations - memory.staging - memory.recomputed
+        assert beside + decision.simulation.memory(stage).peak_bytes <= memory.total <= job.memory_budget_bytes
+    assert dump_plan(make_plan(job, profile)) == dump_plan(decision.plan)
 
 
 def test_on_gpus_the_fastest_plan_that_fits_is_wanted_and_on_the_testbed_the_least_memory():

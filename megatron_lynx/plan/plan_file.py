@@ -28,6 +28,8 @@ HEADER = f"""\
 #                 pipe.recv_backward; on_demand, which hides nothing
 #   gather        with sequence parallelism: where the input of a replayed linear_qkv or linear_fc1 is gathered
 #   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
+#   offload       how many bytes of every micro-batch go to the host; smaller tensors than smallest_tensor_bytes stay
+#   whole         micro-batches that keep everything: the first of every so many
 # `predicted` is what the planner expects, `provenance` where the plan came from: edits change neither.
 """
 
@@ -64,7 +66,10 @@ def plan_schema() -> dict[str, Any]:
 
 def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
     """The same data, with what reads better on one line marked as such."""
-    stages = [_flow(stage, "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]} for stage in data["stages"]]
+    stages = [
+        _flow(stage, "offload", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
+        for stage in data["stages"]
+    ]
     return _flow(data, "model", "parallel", "batch") | {"stages": stages}
 
 

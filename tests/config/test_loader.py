@@ -105,6 +105,14 @@ def test_a_partition_gives_every_virtual_stage_its_layers() -> None:
     assert [turns.layers_on(stage) for stage in range(2)] == [2, 2]
 
 
+def test_an_open_partition_is_even_until_a_plan_says_more(tmp_path: Path) -> None:
+    assert tiny_job(pipeline=4, layers=7, partition="auto").partition == (1, 2, 2, 2)
+    assert tiny_job(pipeline=2, layers=8, microbatches=4, layers_per_chunk=2, partition="auto").partition == (2, 2, 2, 2)
+    assert refusals(tmp_path, JOB, **{"parallel.pipeline": 8, "parallel.partition": "auto", "gpus": 16}) == [
+        "job.yaml: model.layers (4) must be at least parallel.pipeline (8)"
+    ]
+
+
 def test_a_partition_must_cover_the_model(tmp_path: Path) -> None:
     assert refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.partition": [3, 2], "gpus": 4}) == [
         "job.yaml: parallel.partition [3, 2] has 5 layers, but model.layers is 4"
