@@ -93,3 +93,14 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     assert "CUDA out of memory" in failed.value.problems[0].found
     assert not engine.busy
     del passes
+
+
+def test_what_comes_back_at_once_does_not_leave() -> None:
+    """As on the last stage, or with one micro-batch."""
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=torch.device("cpu"), limit_bytes=10**7)
+    at_once = Turns([Turn("F", 0, 0, "steady"), Turn("B", 0, 0, "steady")])
+    engine = Engine(order=lambda microbatches: at_once, offloader=offloader)
+    _, output = forward(engine, 0)
+    backward(engine, output)
+    assert engine.take_counts().offloaded_bytes == 0
+    engine.close()
