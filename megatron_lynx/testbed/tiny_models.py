@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.plan.layout import layout_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,16 +72,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if len(set(job.partition)) > 1:
-        fields["pipeline_model_parallel_layout"] = pipeline_layout(job.partition)
+        fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
     return TransformerConfig(**{**fields, **overrides})
-
-
-def pipeline_layout(partition: Sequence[int]) -> list[list[str]]:
-    """Megatron's `pipeline_model_parallel_layout`: what each virtual stage holds, in layer order."""
-    layout = [["decoder"] * layers for layers in partition]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
 
 
 def build_model(
