@@ -64,6 +64,13 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     return job
 
 
+def load_cluster(name: str, where: str) -> Cluster:
+    """A cluster by its name among the bundled ones (`a100-80g`, `clusters/a100-80g`), or its file. `where` asked for it."""
+    bundled = name if os.sep in name or name.endswith(".yaml") else f"clusters/{name}"
+    file = _found(bundled, Path(), where)
+    return validated(Cluster, read_yaml(file), file)
+
+
 def _part(key: str, value: Any, job_file: Path) -> Any:
     """What a named file holds, checked under its own name; a mapping as it stands."""
     if not isinstance(value, str):

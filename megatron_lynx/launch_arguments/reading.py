@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts, recomputation
-from megatron_lynx.launch_arguments.command_line import HEADLINE, CommandLine, command_line
+from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
@@ -39,11 +39,10 @@ class Reading:
     problems: tuple[Problem, ...]
     """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
 
-    def job_data(self, cluster: str) -> dict[str, Any]:
-        """As a job file would have it. Raises `ConfigError` with all problems."""
-        if self.problems:
-            raise ConfigError(HEADLINE, self.problems)
-        return {**as_job_data(self.facts), "cluster": cluster}
+    @property
+    def job_data(self) -> dict[str, Any]:
+        """As a job file would have it, without a cluster; incomplete where there are problems."""
+        return as_job_data(self.facts)
 
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True) -> Reading:

@@ -1,0 +1,30 @@
+"""From a launch and a cluster to the job, or to everything that is in the way."""
+
+from __future__ import annotations
+
+from megatron_lynx.config import Job
+from megatron_lynx.config.loader import load_cluster
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.command_line import HEADLINE
+from megatron_lynx.launch_arguments.reading import Reading
+from megatron_lynx.validation import validated
+
+
+def job_of(reading: Reading, cluster: str) -> Job:
+    """The job of a launch on a cluster (its name, or its file).
+
+    Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
+    """
+    problems: list[Problem] = list(reading.problems)
+    try:
+        machine = load_cluster(cluster, "--cluster").model_dump(mode="json")
+    except ConfigError as error:
+        raise ConfigError(HEADLINE, [*problems, *error.problems]) from None
+    try:
+        job = validated(Job, {**reading.job_data, "cluster": machine}, "launch")
+    except ConfigError as error:
+        # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
+        problems += [] if problems else error.problems
+    if problems:
+        raise ConfigError(HEADLINE, problems)
+    return job

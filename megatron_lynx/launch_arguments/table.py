@@ -1,0 +1,47 @@
+"""What was understood of a launch, for people.
+
+job               value    from
+model.layers      32       --num-layers
+model.ffn         14336    --ffn-hidden-size
+priced as bf16 ... ; no matter: learning rate (--lr --min-lr), ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from megatron_lynx.launch_arguments.reading import Reading
+
+
+def understood(reading: Reading) -> Table:
+    """A row for each fact of the job."""
+    table = Table(header_style="bold")
+    for column in ("job", "value", "from"):
+        table.add_column(column, overflow="fold")
+    for fact in reading.facts:
+        value = ("yes" if fact.value else "no") if isinstance(fact.value, bool) else str(fact.value)
+        table.add_row(fact.place, value, fact.origin, style="dim" if fact.origin == "Megatron's default" else "")
+    return table
+
+
+def remarks(reading: Reading) -> Iterator[str]:
+    """A line for each flag that is counted as something else, then one for those that do not matter."""
+    releases = reading.given.releases
+    yield f"Megatron {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "") + " takes these flags"
+    for flag, instead in reading.priced_as:
+        yield f"{flag}: counted as {instead}"
+    subjects = [f"{subject} ({' '.join(flags)})" for subject, flags in reading.no_matter.items()]
+    if subjects:
+        yield f"no matter for activations and their seconds: {', '.join(subjects)}"
+
+
+def as_json(reading: Reading) -> dict[str, object]:
+    """The same for programs."""
+    return {
+        "facts": [{"place": fact.place, "value": fact.value, "from": fact.origin} for fact in reading.facts],
+        "priced_as": dict(reading.priced_as),
+        "no_matter": {subject: list(flags) for subject, flags in reading.no_matter.items()},
+        "releases": list(reading.given.releases),
+    }
