@@ -17,8 +17,10 @@ def check_plannable(job: Job) -> None:
 def check_profile(job: Job, profile: Profile) -> None:
     """Raises `ConfigError` for every fact in which the profile is of something else than this job."""
     found, needed = profile.shape.model_dump(), shape_of(job).model_dump()
+    ranks = job.parallel.tensor * job.parallel.context
+    todo = f"measure this job, or its layers alone (pipeline 1 on {ranks} devices): megatron-lynx profile"
     problems = [
-        Problem(f"profile: shape.{name}", str(found[name]), str(needed[name]), "measure this job: megatron-lynx profile")
+        Problem(f"profile: shape.{name}", str(found[name]), str(needed[name]), todo)
         for name in needed
         if found[name] != needed[name]
     ]

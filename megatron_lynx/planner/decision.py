@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import StageMemory
-from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.nearest import nearest_change
@@ -58,8 +58,17 @@ def decide(job: Job, profile: Profile) -> Decision:
     try:
         decisions = [_fitting(job, parted, profile) for parted in partitioned(job, profile)]
     except Infeasible as error:
-        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile)]) from None
+        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     return min(decisions, key=lambda decision: decision.simulation.step_s)
+
+
+def _plannable(job: Job, profile: Profile) -> bool:
+    try:
+        check_plannable(job)
+        _fitting(job, partitioned(job, profile)[0], profile)
+    except LynxError:
+        return False
+    return True
 
 
 def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:

@@ -8,7 +8,7 @@ cluster's figures can stand in for are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -27,13 +27,13 @@ NEVER_MORE_TENSOR_RANKS = 8
 MOST_AT_ONCE = 3
 
 
-def nearest_change(job: Job, profile: Profile) -> Iterator[Problem]:
-    """One problem that says it, or none where none of them fits."""
+def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
+    """One problem that says it, or none where none of them fits. `plannable`: whether there is a plan, for those that might."""
     known = list(_changes(job))
     for size in range(1, MOST_AT_ONCE + 1):
         for chosen in combinations(known, size):
             changed = _changed(job, chosen)
-            if changed is not None and _fits(changed, profile):
+            if changed is not None and (costs := _fitting(changed, profile)) and plannable(changed, costs):
                 found = ", ".join(f"{key}: {str(value).lower()}" for key, value in chosen)
                 yield Problem("nearest change that fits", found, "", "or raise the budget by what is missing")
                 return
@@ -69,14 +69,15 @@ def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
         return None
 
 
-def _fits(job: Job, profile: Profile) -> bool:
-    """With everything replayed and offloaded that can be."""
+def _fitting(job: Job, profile: Profile) -> Profile | None:
+    """A profile of the job, if it fits with everything replayed and offloaded that can be; else None."""
     budgets = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
     if any(budget is not None and budget <= 0 for budget in budgets):
-        return False
+        return None
     if shape_of(job) != profile.shape:
         if job.cluster.matmul is None:
-            return False
+            return None
         profile = analytic_profile(job)
     stages = Stages(job, profile)
-    return all(budget is None or stages.least(stage).peak_bytes <= budget for stage, budget in enumerate(budgets))
+    fits = all(budget is None or stages.least(stage).peak_bytes <= budget for stage, budget in enumerate(budgets))
+    return profile if fits else None
