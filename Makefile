@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --no-input --quiet
 TORCH  := torch==2.13.0
 DEMO   := build/demo
-OLD    := build/megatron-core-0.15
+OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
 
 .PHONY: demo test check clean
 
@@ -21,8 +21,9 @@ demo: $(VENV)/installed
 	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
-test: $(VENV)/installed $(OLD)/downloaded
-	MEGATRON_CORE_0_15_DIR=$(OLD) $(BIN)/python -m pytest
+test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded)
+	$(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
+		$(BIN)/python -m pytest
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -36,9 +37,11 @@ $(VENV)/installed: setup.py megatron_lynx/version.py Makefile
 	$(PIP) --editable '.[test]'
 	touch $@
 
-# The release before, beside the installed one. Its smoke test says why it is skipped where this cannot be had.
-$(OLD)/downloaded: | $(VENV)/installed
-	-$(PIP) --no-deps --target $(OLD) megatron-core==0.15.3 && touch $@
+# Other releases, beside the installed one. Their tests say why they are skipped where these cannot be had. Wheels from 0.17 on are for
+# Python 3.12; what is needed of them is Python alone, so they are only unpacked.
+build/megatron-core-%/downloaded: | $(VENV)/installed
+	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
+		megatron-core==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

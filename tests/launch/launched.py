@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
@@ -20,9 +21,11 @@ ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
 LONGEST_S = 240
 
-LAYOUTS = {
+FOUR_RANKS = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4}
+LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"microbatches": 4},
-    "tensor 2 x pipeline 2, sequence parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4},
+    "tensor 2 x pipeline 2, sequence parallel": FOUR_RANKS,
+    "tensor 2 x pipeline 2, sequence parallel, two chunks on each stage": {**FOUR_RANKS, "layers_per_chunk": 1},
 }
 SIZE = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 256}
 
@@ -87,7 +90,7 @@ def launch(
     return Launched(done.returncode, done.stdout)
 
 
-def plan_of(layout: str, **options: object) -> Plan:
+def plan_of(layout: str, **options: Any) -> Plan:
     return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE), **options)
 
 
@@ -101,4 +104,8 @@ def flags_of(layout: str) -> list[str]:
     facts = LAYOUTS[layout]
     flags = ["--tensor-model-parallel-size", str(facts.get("tensor", 1))]
     flags += ["--pipeline-model-parallel-size", str(facts.get("pipeline", 1))]
-    return [*flags, *(["--sequence-parallel"] if facts.get("sequence_parallel") else [])]
+    if facts.get("sequence_parallel"):
+        flags.append("--sequence-parallel")
+    if layers := facts.get("layers_per_chunk"):
+        flags += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
+    return flags
