@@ -31,6 +31,10 @@ class TwoGradients:
             self.buffers.point(gradient_owners(self._chunk), (batch + self._first_buffer) % 2)
             self._shown = batch
 
+    def hidden(self) -> list[torch.Tensor]:
+        """The bytes of the buffer that is not shown."""
+        return self.buffers.memory((self._shown + self._first_buffer + 1) % 2)
+
     def start_anew(self) -> None:
         """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
         self._first_buffer, self._shown = (self._shown + self._first_buffer) % 2, 0

@@ -51,7 +51,7 @@ UNPROVEN_WITH_DDP: dict[str, tuple[object, str]] = {
     "nccl_ub": (False, "its weights live in memory registered with NCCL"),
 }
 UNPROVEN_WITH_DEFERRAL: dict[str, tuple[object, str]] = {
-    "overlap_grad_reduce": (False, "the next batch's backward would move the buffer that is being reduced"),
+    "overlap_grad_reduce": (False, "the next batch would move the buffer that is being reduced; or do not defer updates"),
 }
 UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
     "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),
@@ -102,7 +102,7 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
 
 def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
     if not hasattr(chunk, "ddp_config"):
-        yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "its gradient buffers are doubled")
+        yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "wrap it, or do not defer updates")
     yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), UNPROVEN_WITH_DEFERRAL)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(getattr(part, "grad_scaler", None), DynamicGradScaler):

@@ -39,8 +39,8 @@ class DoubleBuffered:
         microbatches: of one batch, at least as many as there are stages.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a micro-batch.
-        defer_updates: keep a second gradient buffer on the stages that would wait for the first one before an update that is a
-            barrier (clipping, loss scaling, tied embeddings), and go on with the next batch meanwhile.
+        defer_updates: every update of Megatron's optimizer is a barrier between all stages. Let those that would wait for the
+            first one go on with the next batch meanwhile, into a second gradient buffer.
 
     Raises:
         ConfigError: fewer micro-batches than stages, or more than one chunk.
@@ -55,7 +55,7 @@ class DoubleBuffered:
         microbatches: int,
         seq_length: int,
         micro_batch_size: int,
-        defer_updates: bool = False,
+        defer_updates: bool = True,
     ) -> None:
         self._interpreter = Interpreter(
             model[0],

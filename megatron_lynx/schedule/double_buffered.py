@@ -15,9 +15,10 @@ would be needed.
     version     0 0 1 2 3 ...  of batch 0 1 2 3 4 ...           W(v) lives in buffer v mod 2: update j writes W(j+1) over W(j-1),
     buffer      0 0 1 0 1 ...                                   which nobody needs any more, and leaves W(j) to those in flight
 
-An update may be a barrier: clipping wants the norm of the whole gradient, tied embeddings the sum of both ends. The last stage
-reaches it (p - 1) backwards before the first one, and those it would stand still. With a second gradient buffer it goes on
-instead, and makes its update some backwards of the next batch later (`deferral`), when the first stage is there too:
+An update is a barrier, as a rule: Megatron's optimizers take the norm of the whole gradient, clipping or not, and tied embeddings
+want the sum of both ends. The last stage reaches it (p - 1) backwards before the first one, and so long it would stand still.
+With a second gradient buffer it goes on instead, and makes its update some backwards of the next batch later (`deferral`), when
+the first stage is there too:
 
     stage 0   ... 4F0 2B0 U0  5F0 3B0  6F0 4B0  7F0 5B0 U1  8F0 6B0 | 7B0 8B0 U2
     stage 1   ... 3F0 2B0  4F0 3B0 U0  5F0 4B0  6F0 5B0  7F0 6B0 U1  8F0 7B0 | 8B0 U2

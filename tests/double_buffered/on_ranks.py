@@ -82,14 +82,14 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
     """Some batches under the independent reference, and without flushes.
 
     `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite;
-    `defer_updates`: with a second gradient buffer.
+    `defer_updates`: with a second gradient buffer; `model`: fields of TransformerConfig.
     """
     from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
 
     initialise(job)
     runs = Trained(), Trained()
-    with stand_in_for_fused_gradient() if how.get("fused") else nullcontext():
+    with stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext():
         for train, run in zip((reference, double_buffered), runs, strict=True):
             training = build(job, how)
             seed_random_numbers(7)
@@ -137,8 +137,8 @@ def build(job: Job, how: dict[str, Any]) -> Any:
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt", "defer_updates", "fused"}}
-    training = Training(job, build_model(job, gradient_accumulation_fusion=how.get("fused", False)), **settings)
+    settings = {key: how[key] for key in how.keys() - {"optimizer_config", "spoilt", "defer_updates", "model"}}
+    training = Training(job, build_model(job, **how.get("model", {})), **settings)
     if fields := how.get("optimizer_config"):
         config = get_model_config(training.chunks[0])
         given = {"lr": 0.1, "bf16": job.model.dtype == "bf16", "params_dtype": config.params_dtype, **fields}
@@ -247,8 +247,11 @@ def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, 
     return expected, run, refused
 
 
-def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> dict[str, Any]:
-    """Three batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`."""
+def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = False) -> dict[str, Any]:
+    """Three batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`.
+
+    Behind every update the process is searched for tensors that were left behind.
+    """
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
@@ -257,7 +260,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
     run = Trained()
     training = build(job, how)
     pipeline = without_flushes(job, training, how)
-    versions, backward_step, backwards = pipeline.versions, schedules.backward_step, 0
+    versions, backward_step, backwards, left_behind = pipeline.versions, schedules.backward_step, 0, 0
 
     def spoil() -> None:
         for memory in versions.retired():
@@ -270,7 +273,15 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
             spoil()
         return backward_step(*args)
 
-    refill = versions.refill
+    def update() -> Any:
+        nonlocal left_behind
+        result = updating()
+        left_behind += looking_into(versions.retired())
+        if pipeline.gradients is not None:
+            left_behind += looking_into(pipeline.gradients.hidden())
+        return result
+
+    refill, updating, pipeline.update = versions.refill, pipeline.update, update
     versions.refill = lambda *buffers: (spoil(), refill(*buffers))
     schedules.backward_step = backward if too_early else backward_step
     try:
@@ -278,20 +289,23 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool) -> 
         double_buffered(job, how, training, range(3), run, pipeline)
     finally:
         schedules.backward_step = backward_step
+    parameters = training.parameters().values()
     return {
         "run": run,
-        "retired": len(looking_into_retired(versions)),
-        "parameters": sum(parameter.nbytes for parameter in training.parameters().values()),
-        "extra": versions.buffers.extra_bytes,
+        "left behind": left_behind,
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "second version": versions.buffers.extra_bytes,
+        "gradients": sum(parameter.main_grad.nbytes for parameter in parameters),
+        "second gradient": pipeline.gradients.buffers.extra_bytes if pipeline.gradients else 0,
     }
 
 
-def looking_into_retired(versions: Any) -> list[torch.Tensor]:
-    """Tensors anywhere in this process that share memory with the retired buffer."""
-    memory = {tensor.untyped_storage().data_ptr() for tensor in versions.retired()}
-    return [
-        thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.untyped_storage().data_ptr() in memory
-    ]
+def looking_into(buffer: list[torch.Tensor]) -> int:
+    """Tensors anywhere in this process that share memory with `buffer`, besides itself."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in buffer}
+    own = {id(tensor) for tensor in buffer}
+    found = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and id(thing) not in own)
+    return sum(tensor.untyped_storage().data_ptr() in memory for tensor in found)
 
 
 def refused(rank: int, job: Job, how: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[type, str]:
