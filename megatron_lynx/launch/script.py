@@ -6,15 +6,17 @@ its folder first on the import path ─> hold ─> its text as `__main__` ─> g
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.errors import ConfigError, HookRefused, Problem
+from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
 from megatron_lynx.launch.command import Command
+from megatron_lynx.launch.flags import Flags, read_flags
 from megatron_lynx.launch.hooks import arguments, initialisation, loop
 from megatron_lynx.launch.launch import Launch
 
@@ -29,15 +31,34 @@ def run_script(command: Command) -> None:
     logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
     with _as_its_own_process(command):
         _import_training(command)
-        launch = Launch(command.flags)
-        claims = [*arguments.claims(), *initialisation.claims(launch), *loop.claims(launch)]
-        if refused := holding.verify(claims):
-            raise HookRefused("this Megatron-LM cannot be launched under a plan", refused)
-        hooks = holding.put_in_place(claims)
+        hooks = _held(command.flags)
         try:
             runpy.run_path(str(command.script), run_name="__main__")
         finally:
             holding.give_back(hooks)
+
+
+def hold(script_arguments: Sequence[str] | None = None) -> None:
+    """For a script that calls this first (`patches/`): the hooks are held until the process ends.
+
+    `script_arguments`: by default those of this process. Ends the process, and says why, for flags of ours that do not read.
+    """
+    try:
+        flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
+        logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
+        _held(flags)
+    except LynxError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"megatron-lynx: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_status)
+
+
+def _held(flags: Flags) -> list[holding.Hook]:
+    launch = Launch(flags)
+    claims = [*arguments.claims(), *initialisation.claims(launch), *loop.claims(launch)]
+    if refused := holding.verify(claims):
+        raise HookRefused("this Megatron-LM cannot be launched under a plan", refused)
+    return holding.put_in_place(claims)
 
 
 @contextmanager
