@@ -17,8 +17,8 @@ def refuse_foreign_hooks(half: str) -> None:
             "other saved-tensor hooks are active",
             where=f"forward of {half}",
             found="torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or an offload) around the model",
-            needed="none around layers that the plan replays",
-            todo="leave that context before the model runs, or keep every item of these layers in the plan",
+            needed="none around layers that the plan replays or offloads",
+            todo="leave that context before the model runs, or keep every item of these layers in the plan, on the device",
         )
 
 

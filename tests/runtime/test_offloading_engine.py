@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import OffloadError
+from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import HalfPolicy
 from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.runtime.window import Agenda
 
 KEEPS_ALL = HalfPolicy(layer=1, half="mlp", replay=frozenset(), code_behind={}, row_parallel="linear_fc2")
 TWO_IN_FLIGHT = Turns(
@@ -93,6 +94,25 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     assert "CUDA out of memory" in failed.value.problems[0].found
     assert not engine.busy
     del passes
+
+
+def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=torch.device("cpu"), limit_bytes=10**7)
+    engine = Engine([Agenda(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
+    for _, output in [forward(engine, number) for number in range(2)]:
+        backward(engine, output)
+    assert engine.take_counts().offloaded_bytes == 3 * 256
+    engine.close()
+
+
+def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
+    """They would be handed handles, or nothing (rule R14)."""
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        pytest.raises(ReplayError, match="other saved-tensor hooks are active"),
+    ):
+        forward(engine, 0)
+    assert not engine.busy
 
 
 def test_what_comes_back_at_once_does_not_leave() -> None:
