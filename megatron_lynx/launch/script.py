@@ -42,7 +42,10 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
     """For a script that calls this first (`patches/`): the hooks are held until the process ends.
 
     `script_arguments`: by default those of this process. Ends the process, and says why, for flags of ours that do not read.
+    Does nothing where the launcher started the script: it holds them already.
     """
+    if any(getattr(getattr(claim.owner, claim.name), holding.MARK, False) for claim in arguments.claims()):
+        return
     try:
         flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
         logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
