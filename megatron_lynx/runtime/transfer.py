@@ -32,6 +32,9 @@ from megatron_lynx.units import format_bytes
 
 Direction = Literal["offload", "reload"]
 
+MOST_WAITS = 256
+"""Waits of one direction that are timed and not added up yet."""
+
 Move = Callable[[Tensor, Tensor], object]
 """Copies the second tensor's bytes into the first."""
 
@@ -150,6 +153,7 @@ class StreamCopier(Copier):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._waits: list[tuple[Any, Any]] = []
+        self._waited_s = 0.0
 
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         copy = _StreamCopy(self.direction, owner, target.nbytes)
@@ -179,6 +183,8 @@ class StreamCopier(Copier):
         compute.wait_event(copy.event)
         end.record(compute)
         self._waits.append((begin, end))
+        if len(self._waits) >= MOST_WAITS:
+            self._add_up()
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -187,10 +193,20 @@ class StreamCopier(Copier):
         self.drain()
 
     def take_waited_s(self) -> float:
-        waits, self._waits = self._waits, []
-        if waits:
+        if self._waits:
             torch.cuda.synchronize(self._device)
-        return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
+        self._add_up()
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def _add_up(self) -> None:
+        """What the device has passed by now. Nobody may ever ask for the sum, so events must not pile up."""
+        waits, self._waits = self._waits, []
+        for begin, end in waits:
+            if end.query():
+                self._waited_s += float(begin.elapsed_time(end)) / 1e3
+            else:
+                self._waits.append((begin, end))
 
     def close(self) -> None:
         self.drain()
