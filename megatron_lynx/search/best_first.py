@@ -71,7 +71,7 @@ class BestFirst:
             _, order, entry = heappop(self._queue)
             if isinstance(entry, Candidate):  # [4]
                 won.append(entry)
-            elif entry.fits and entry.job.parallel in self._taken:
+            elif entry.job.parallel in self._taken:  # by one that takes no longer than this one at least
                 self._beaten.append(entry)
             else:
                 self._look(order, entry)

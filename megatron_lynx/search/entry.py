@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.search.candidate import Candidate
@@ -27,9 +26,6 @@ class Entry(ABC):
     job: Job
     cost: LayerCost
     spent: Spent
-
-    fits: ClassVar[bool] = False
-    """Whether it is known to fit, so that the next look is the last one."""
 
     @abstractmethod
     def closer(self) -> Entry | Candidate | Excess | None: ...

@@ -70,7 +70,6 @@ class AllStages(Entry):
 
     stages: Stages
     answers: Sequence[StageAnswer]
-    fits = True
 
     def closer(self) -> Candidate | Excess:
         """[4]"""

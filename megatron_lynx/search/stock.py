@@ -32,7 +32,6 @@ class Fitting(Entry):
     """What it takes by the closed form."""
 
     fit: Fits
-    fits = True
 
     def closer(self) -> Candidate:
         """Simulated. The closed form alone knows that copies and messages take turns: no less than it says."""
