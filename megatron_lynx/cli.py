@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config import Job
     from megatron_lynx.estimate import Estimate
+    from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
@@ -57,6 +58,21 @@ app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, add_completion=False,
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
+JobOrLaunch = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="JOB | --cluster C -- LAUNCH",
+        help="A job file, or a bundled one: jobs/demo. With --cluster: a Megatron launch, as in `-- torchrun ... pretrain_gpt.py "
+        "--num-layers 32 ...`, or its arguments alone.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: a100-80g, or a file.")
+]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs of the launch, where its launcher does not say.")
+]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the job; without one, it is measured.")
 ]
@@ -121,27 +137,32 @@ def profile(
 
 @app.command()
 def plan(
-    job_file: JobName,
+    asked: JobOrLaunch,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan for a job, and the flags that its launch needs."""
+    """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
     from megatron_lynx.planner import decide
     from megatron_lynx.planner.summary import job_flags, summary
 
-    job = _job(job_file)
+    job, reading = _job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json)
     _make_folder(output.parent)
     costs = _costs(job, profile_file)
     decision = decide(job, costs)
     save_plan(decision.plan, output)
     if as_json:
-        _print_json({"plan": os.fspath(output), **summary(decision, costs)})
-    else:
-        _print(explanation(decision.plan))
+        _print_json({"plan": os.fspath(output), **summary(decision, costs), **_understood(reading)})
+        return
+    _print(explanation(decision.plan))
+    if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
+    else:
+        typer.echo(f"wrote {output}; launch with it:\n\n{_command_with(reading, job, decision.plan, output)}")
 
 
 def _finite(figure: float | None) -> float | None:
@@ -225,7 +246,9 @@ def compare(
 
 @app.command()
 def estimate(
-    job_file: JobName,
+    asked: JobOrLaunch,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
@@ -234,14 +257,15 @@ def estimate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and time of a job under the policy and the offload ratio it states. Measures nothing."""
+    """Memory and time of a job, or of a Megatron launch, under the policy and offload ratio it states. Measures nothing."""
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
     changes = {} if offload_ratio is None else {"offload_ratio": _number_or_word(offload_ratio)}
-    answer = estimated(_job(job_file, changes), None if profile_file is None else load_profile(profile_file))
+    job, reading = _job_or_launch(asked, cluster, gpus, planning=False, quiet=as_json, changes=changes)
+    answer = estimated(job, None if profile_file is None else load_profile(profile_file))
     if as_json:
-        _print_json(answer.as_json)
+        _print_json({**answer.as_json, **_understood(reading)})
     else:
         _print_estimate(answer)
     if not answer.fits:
@@ -323,6 +347,47 @@ def _job(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.config import load_job
 
     return load_job(name, changes)
+
+
+def _job_or_launch(
+    words: list[str],
+    cluster: str | None,
+    gpus: int | None,
+    *,
+    planning: bool,
+    quiet: bool,
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[Job, Reading | None]:
+    """The job that was asked about. Of a launch: and what was understood of it, which is shown before anything is refused."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.launch_arguments import job_of, read_launch
+    from megatron_lynx.launch_arguments.table import remarks, understood
+
+    if cluster is None:
+        problems = [Problem(word, "a second job", "one job, or --cluster C before a launch") for word in words[1:2]]
+        problems += [] if gpus is None else [Problem("--gpus", str(gpus), "a launch: with a job file, its own figure counts")]
+        if problems:
+            raise ConfigError("it is not clear what is asked", problems)
+        return _job(words[0], changes), None
+    reading = read_launch(words, gpus=gpus, planning=planning)
+    if not quiet:
+        _print(understood(reading))
+        typer.echo("\n".join(remarks(reading)))
+    return job_of(reading, cluster, changes or {}), reading
+
+
+def _understood(reading: Reading | None) -> dict[str, object]:
+    from megatron_lynx.launch_arguments.table import as_json
+
+    return {} if reading is None else {"understood": as_json(reading)}
+
+
+def _command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
+    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them."""
+    from megatron_lynx.launch_arguments.paste import to_paste
+    from megatron_lynx.plan.layout import layer_flags
+
+    return to_paste(reading.command, os.fspath(path), layer_flags(made) if job.parallel.partition == "auto" else ())
 
 
 def _number_or_word(text: str) -> float | str:

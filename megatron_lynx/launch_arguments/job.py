@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
@@ -10,8 +13,8 @@ from megatron_lynx.launch_arguments.reading import Reading
 from megatron_lynx.validation import validated
 
 
-def job_of(reading: Reading, cluster: str) -> Job:
-    """The job of a launch on a cluster (its name, or its file).
+def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
+    """The job of a launch on a cluster (its name, or its file). `changes`: values of the job that no flag says.
 
     Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
     """
@@ -21,7 +24,7 @@ def job_of(reading: Reading, cluster: str) -> Job:
     except ConfigError as error:
         raise ConfigError(HEADLINE, [*problems, *error.problems]) from None
     try:
-        job = validated(Job, {**reading.job_data, "cluster": machine}, "launch")
+        job = validated(Job, {**reading.job_data, "cluster": machine, **(changes or {})}, "launch")
     except ConfigError as error:
         # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
         problems += [] if problems else error.problems
