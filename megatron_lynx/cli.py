@@ -294,7 +294,7 @@ def search(
 
     asked = POLICIES if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     job = _job(job_file)
-    with _counted("candidates") as watch:
+    with _counted("layouts ranked") as watch:
         ranking = searched(job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, watch=watch)
     if as_json:
         _print_json(ranking.as_json)

@@ -37,7 +37,7 @@ SECOND_DIGITS = 12
 """Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
 
 Watch = Callable[[int, int], None]
-"""Told now and then how many candidates have been looked at, and of how many."""
+"""Told at every look how many of the best are known, and of how many that are wanted."""
 
 
 @dataclass
@@ -53,7 +53,6 @@ class BestFirst:
     losers: Losers = field(default_factory=Losers)
     excesses: list[Excess] = field(default_factory=list)
     """Of all that do not fit, though their state does."""
-    _examined: int = 0
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
@@ -68,6 +67,8 @@ class BestFirst:
         heapify(self._queue)
         won: list[Candidate] = []
         while self._queue and len(won) < self.top:
+            if self.watch is not None:
+                self.watch(len(won), self.top)
             _, order, entry = heappop(self._queue)
             if isinstance(entry, Candidate):  # [4]
                 won.append(entry)
@@ -105,7 +106,6 @@ class BestFirst:
 
     def _look(self, order: int, entry: Entry) -> None:
         """[2] [3]"""
-        self._told()
         found = entry.closer()
         if found is None:
             self.losers.add("no plan", entry.job, 0.0, 0.0)
@@ -135,11 +135,6 @@ class BestFirst:
         if key not in self._updates_s:
             self._updates_s[key] = update_s(job)
         return self._updates_s[key]
-
-    def _told(self) -> None:
-        self._examined += 1
-        if self.watch is not None:
-            self.watch(self._examined, self.considered)
 
 
 def _is_plannable(job: Job) -> bool:
