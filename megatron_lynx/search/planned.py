@@ -72,11 +72,9 @@ class AllStages(Entry):
     answers: Sequence[StageAnswer]
 
     def closer(self) -> Candidate | Excess:
-        """[4]"""
+        """[4] Where copies lag behind what the solver counts on, so that more is held than fits, the planner knows what to do."""
         answers, pipeline_s, memory_bytes = self.answers, *self._rehearsed()
-        if (
-            memory_bytes > self.job.memory_budget_bytes
-        ):  # copies lag behind what the solver counts on: the planner knows what to do
+        if memory_bytes > self.job.memory_budget_bytes:
             try:
                 decision = decide(self.job, self.cost.profile)
             except Infeasible:
