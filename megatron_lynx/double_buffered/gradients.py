@@ -10,6 +10,8 @@ that was updated last: what Megatron's training clears before each step is that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_lynx.double_buffered.buffers import TwoBuffers
@@ -19,17 +21,33 @@ from megatron_lynx.double_buffered.owners import gradient_owners
 class TwoGradients:
     """The gradient buffers of one chunk in Megatron's DistributedDataParallel, twice."""
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
         self.buffers = TwoBuffers(gradient_owners(chunk))
         self._first_buffer = 0
         self._shown = 0
+        self._awaited: list[Any] = []
+        """Reductions that were waited for already, and that DDP has not ended yet."""
 
     def show(self, batch: int) -> None:
         """Let gradients be those of `batch`."""
         if batch != self._shown:
+            self._wait_for_reductions()
             self.buffers.point(gradient_owners(self._chunk), (batch + self._first_buffer) % 2)
             self._shown = batch
+
+    def _wait_for_reductions(self) -> None:
+        """Those that DDP began in the last backward of a batch: what they reduce must not be pointed elsewhere meanwhile.
+
+        Only once, while it is shown: gloo copies its result to where the tensors look when it is waited for. DDP waits again
+        when it ends the reduction, at this batch again.
+        """
+        groups = self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups
+        under_way = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
+        for handle in under_way:
+            if not any(handle is awaited for awaited in self._awaited):
+                handle.wait()
+        self._awaited = under_way
 
     def hidden(self) -> list[torch.Tensor]:
         """The bytes of the buffer that is not shown."""

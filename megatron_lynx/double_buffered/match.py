@@ -51,7 +51,7 @@ UNPROVEN_WITH_DDP: dict[str, tuple[object, str]] = {
     "nccl_ub": (False, "its weights live in memory registered with NCCL"),
 }
 UNPROVEN_WITH_DEFERRAL: dict[str, tuple[object, str]] = {
-    "overlap_grad_reduce": (False, "the next batch would move the buffer that is being reduced; or do not defer updates"),
+    "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates"),
 }
 UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
     "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),

@@ -13,6 +13,7 @@ from ..testbed.on_ranks import same
 from . import on_ranks
 
 MEGATRON = {"ddp": True, "optimizer": "megatron"}
+OVERLAPPED = {"overlap_grad_reduce": True}
 FUSED = {"model": {"gradient_accumulation_fusion": True}}
 FULL = {"model": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 LAYOUTS = [
@@ -21,17 +22,18 @@ LAYOUTS = [
     ({"pipeline": 2, "microbatches": 3}, MEGATRON | FULL),
     ({"pipeline": 2, "microbatches": 2, "dtype": "bf16"}, MEGATRON),
     ({"pipeline": 2, "microbatches": 3, "distributed_optimizer": True}, MEGATRON),
-    ({"pipeline": 4, "microbatches": 4}, MEGATRON | {"overlap_grad_reduce": True}),
+    ({"pipeline": 4, "microbatches": 4}, MEGATRON | OVERLAPPED),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, MEGATRON),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, MEGATRON),
 ]
 DEFERRED = [
     ({"pipeline": 2, "microbatches": 2}, FULL),
     ({"pipeline": 2, "microbatches": 3, "dtype": "bf16"}, FUSED),
-    ({"pipeline": 4, "microbatches": 4}, {}),
+    ({"pipeline": 4, "microbatches": 4}, OVERLAPPED),
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2}, FUSED),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, {}),
-    ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, {}),
+    ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, OVERLAPPED | FUSED),
+    ({"pipeline": 2, "replicas": 2, "microbatches": 2}, OVERLAPPED),
 ]
 BATCHES = 4
 
