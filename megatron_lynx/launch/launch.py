@@ -23,6 +23,7 @@ from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 
 
@@ -88,10 +89,10 @@ class Launch:
 
     def _say_done(self) -> None:
         counts = self._installation.engine.take_counts()
-        on_rank_0(
-            f"megatron-lynx: rank 0 replayed {counts.replayed} layer halves: {counts.hidden} inside windows, "
-            f"{counts.on_demand} on demand"
-        )
+        done = f"replayed {counts.replayed} layer halves: {counts.hidden} inside windows, {counts.on_demand} on demand"
+        if counts.offloaded_bytes:
+            done += f"; {format_bytes(counts.offloaded_bytes)} copied to the host, {format_bytes(counts.reloaded_bytes)} back"
+        on_rank_0(f"megatron-lynx: rank 0 {done}")
 
 
 def _digest(plan: Plan | None) -> str:

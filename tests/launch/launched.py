@@ -94,6 +94,14 @@ def plan_of(layout: str, **options: Any) -> Plan:
     return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE), **options)
 
 
+def offloading(plan: Plan, size_bytes: int) -> Plan:
+    """The same plan, with so many bytes of every micro-batch and chunk on the host."""
+    facts = plan.model_dump(mode="json")
+    for stage in facts["stages"]:
+        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1}
+    return Plan.model_validate(facts)
+
+
 def saved(plan: Plan, path: Path) -> Path:
     save_plan(plan, path)
     return path
