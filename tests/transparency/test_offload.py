@@ -44,7 +44,7 @@ def chunk_bytes(job: Job) -> int:
     return len(job.layers_of(0)) * layer_bytes(job)
 
 
-@pytest.mark.parametrize(("layout", "like"), [*product(LAYOUTS, ["gpt", "llama"])][:-1])
+@pytest.mark.parametrize(("layout", "like"), [*product(LAYOUTS, ["gpt"]), ("PP2", "llama"), ("TP2xPP2+SP", "llama")])
 def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = replayable(job, gather=True)
@@ -60,7 +60,7 @@ def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: An
             assert plan.stages[0].offload is not None or last.offloaded_bytes == 0
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@every_model
 def test_random_plans(pool_of: Pools, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS["TP2xPP2xVPP2+SP"])
     parallel = job.parallel.model_dump(include=ParallelFacts.model_fields.keys())
