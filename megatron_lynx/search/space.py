@@ -64,10 +64,14 @@ class Space:
         return self.job.batch.global_ // (self.gpus // ranks)
 
     def _tensors(self) -> Iterator[int]:
-        model, node = self.job.model, self.job.cluster.node
-        most = self.gpus if self.across_nodes or node is None else node.gpus
+        model = self.job.model
         cut = (model.heads, model.kv_groups, model.ffn)
-        return (tensor for tensor in divisors(self.gpus) if tensor <= most and not any(size % tensor for size in cut))
+        return (tensor for tensor in divisors(self.gpus) if self._together(tensor) and not any(size % tensor for size in cut))
+
+    def _together(self, tensor: int) -> bool:
+        """Whether so many consecutive ranks are always on one node, or need not be."""
+        node = self.job.cluster.node
+        return self.across_nodes or node is None or self.gpus <= node.gpus or node.gpus % tensor == 0
 
     def _contexts(self, tensor: int) -> Iterator[int]:
         seq, fused = self.job.model.seq, self.job.model.attention == "flash"

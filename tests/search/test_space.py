@@ -46,7 +46,8 @@ def valid(job: Job, gpus: int) -> set[tuple[Any, ...]]:
         tensor, context, pipeline, chunk, sequence_parallel, micro = layout
         fused = job.model.attention == "flash" or context == 1
         whole = chunk is not None and chunk * pipeline == job.model.layers
-        if gpus % (tensor * context * pipeline) or tensor > job.cluster.node.gpus or not fused or whole:
+        straddles = gpus > job.cluster.node.gpus and job.cluster.node.gpus % tensor
+        if gpus % (tensor * context * pipeline) or straddles or not fused or whole:
             continue
         parallel = {
             "tensor": tensor,
@@ -80,6 +81,18 @@ def test_each_is_valid_and_there_once(shape: dict[str, Any], gpus: int, batch: i
         assert Job.model_validate(job.model_dump(by_alias=True)) == job
         assert job.gpus == gpus
         assert across_nodes or job.parallel.tensor <= 2
+
+
+def test_tensor_parallel_groups_do_not_straddle_nodes() -> None:
+    """Three of six ranks on nodes of four: the second group would be on both. On one node they may be as many as they are."""
+    shape = {"layers": 6, "heads": 6, "kv_groups": 6, "seq": 12}
+
+    def sizes(gpus: int, *, across_nodes: bool = False) -> set[int]:
+        return {each.parallel.tensor for each in Space(job_with(shape, 6, node_gpus=4), gpus, across_nodes)}
+
+    assert sizes(6) == {1, 2}
+    assert sizes(3) == {1, 3}
+    assert sizes(6, across_nodes=True) == {1, 2, 3, 6}
 
 
 def test_the_optimizer_is_distributed_unless_the_job_says_otherwise() -> None:
