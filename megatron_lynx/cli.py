@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config import Job
+    from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
@@ -338,6 +339,29 @@ def hooks(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What here, or in a launch, defeats overlap: what was found, what it costs, what to set. Needs no GPU."""
+    from dataclasses import asdict
+
+    from megatron_lynx.doctor import findings
+
+    with _announced("looking around"):
+        _quieten_megatron()
+        found = list(findings(words or ()))
+    if as_json:
+        _print_json({"findings": [asdict(finding) for finding in found]})
+    else:
+        _print_findings(found)
+    if any(finding.level == "defeats" for finding in found):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """The console script."""
     app(prog_name="megatron-lynx")
@@ -550,6 +574,19 @@ def _print_held(held: list[Held], summary: str) -> None:
         table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
     _print(table)
     typer.echo(summary)
+
+
+def _print_findings(found: list[Finding]) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("", "what", "found", "costs", "to do"):
+        table.add_column(column, overflow="fold")
+    styles = {"defeats": "bold red", "slows": "yellow"}
+    for finding in found:
+        row = (finding.level, finding.topic, finding.found, finding.costs, finding.todo)
+        table.add_row(*row, style=styles.get(finding.level, ""))
+    _print(table)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config"},
+    "doctor": {"launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "estimate": {"config", "profiler", "cost", "solver", "planner"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},

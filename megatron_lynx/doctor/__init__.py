@@ -1,0 +1,31 @@
+"""What on this machine, or in a launch, defeats overlap: what it costs, and what to set.
+
+software   versions, fingerprints          machine   GPUs, NUMA, host memory
+environment   CUDA's queues, allocator     launch    flags that take windows away (where a launch was given)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from megatron_lynx.doctor.environment import environment
+from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.launch import launch
+from megatron_lynx.doctor.machine import gpus, machine
+from megatron_lynx.doctor.software import software
+from megatron_lynx.launch_arguments import read_launch
+
+__all__ = ["Finding", "findings"]
+
+
+def findings(words: Sequence[str] = ()) -> Iterator[Finding]:
+    """Everything about this machine and, if there is one, a launch. Raises `ConfigError` for words that are no launch."""
+    reading = read_launch(words) if words else None
+    variables = {**os.environ, **dict(reading.command.environment if reading else ())}
+    yield from software()
+    yield from machine(reading.command.launcher if reading else ())
+    tensor = (reading.given["tensor_model_parallel_size"] or 1) if reading else None
+    yield from environment(variables, tensor=tensor, gpus=gpus())
+    if reading is not None:
+        yield from launch(reading, variables)

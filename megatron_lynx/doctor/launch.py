@@ -1,0 +1,64 @@
+"""What in a launch's arguments takes windows away, or makes a plan refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.given import Given
+
+DEFEATS = {
+    "tp_comm_overlap": ("userbuffers", "collectives are inside the GEMMs: no tensor-parallel windows, plans are refused"),
+    "enable_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
+    "external_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
+    "cuda_graph_impl": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
+    "te_rng_tracker": ("CUDA graphs", "its random state cannot be restored for a replay: plans are refused"),
+    "overlap_moe_expert_parallel_comm": (
+        "expert-parallel overlap",
+        "its schedule bypasses the layers' halves: plans are refused",
+    ),
+    "delay_wgrad_compute": ("delayed weight gradients", "they would be computed after their inputs are gone: plans are refused"),
+    "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
+    "recompute_granularity": ("stock recomputation", "two deciders: plans are refused"),
+    "recompute_activations": ("stock recomputation", "two deciders: plans are refused"),
+    "cpu_offloading_num_layers": ("stock offloading", "two deciders: plans are refused"),
+    "fine_grained_activation_offloading": ("stock offloading", "two deciders: plans are refused"),
+    "distribute_saved_activations": ("stock recomputation", "two deciders: plans are refused"),
+}
+"""Flags that a plan cannot live with, and what they are about."""
+
+
+def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
+    """What the launch says, and whether there is anything to hide replays behind."""
+    given = reading.given
+    for name, (topic, costs) in DEFEATS.items():
+        if given[name] not in (None, False, 0, "none"):
+            yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
+    tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1
+    if tensor == pipeline == 1:
+        costs = "nothing is waited for, so nothing can be hidden: replays would be exposed, only copies to the host overlap"
+        yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
+    else:
+        yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
+    if pipeline > 1:
+        yield _messages(given)
+    if given["fine_grained_activation_offloading"] and variables.get("NVTE_CPU_OFFLOAD_V1") != "1":
+        costs = "with Transformer Engine from 2.10 on Megatron stops: weights would be offloaded, too"
+        yield Finding("NVTE_CPU_OFFLOAD_V1", "note", variables.get("NVTE_CPU_OFFLOAD_V1", "not set"), costs, "set 1")
+    for flag, instead in reading.priced_as:
+        yield Finding(flag, "note", "given", f"plans count it as {instead}")
+
+
+def _messages(given: Given) -> Finding:
+    """Between stages: plain schedules end every exchange in a device-wide wait that no flag turns off."""
+    chunked = any(given[name] for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
+    if chunked and given["overlap_p2p_comm"] is not False:
+        return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
+    costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"
+    if chunked:
+        return Finding(
+            "batch_p2p_sync", "slows", given.origin("overlap_p2p_comm"), costs, "drop it: overlapped messages need no sync"
+        )
+    todo = "set config.batch_p2p_sync to False in the training script (no flag does), or use virtual stages"
+    return Finding("batch_p2p_sync", "slows", "on, Megatron's default without virtual stages", costs, todo)

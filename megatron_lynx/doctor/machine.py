@@ -1,0 +1,63 @@
+"""The machine: GPUs, NUMA nodes, host memory. Looked at through the driver's tool and /sys, without CUDA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.units import GIB, format_bytes
+
+BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
+"""What binds ranks to their GPU's socket in front of a script."""
+
+
+def machine(launcher: Sequence[str] = (), root: Path = Path("/")) -> Iterator[Finding]:
+    """`launcher`: the words in front of the script, where a launch was given."""
+    devices = gpus()
+    yield Finding(
+        "GPUs", "good" if devices else "note", ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
+    )
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    bound = any(word.startswith(BINDERS) for word in launcher) or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    if nodes > 1 and not bound:
+        costs = "copies to the host may cross sockets, at a fraction of PCIe's rate"
+        todo = "bind each rank to its GPU's node: torchrun --numa-binding node, or numactl"
+        yield Finding("NUMA", "slows", f"{nodes} nodes, ranks not bound", costs, todo)
+    else:
+        yield Finding("NUMA", "good", f"{nodes} nodes, bound" if nodes > 1 else "one node")
+    yield _host_memory(root)
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that the driver's tool lists; none where there is no such tool."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _host_memory(root: Path) -> Finding:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return Finding("host memory", "note", "unknown", "whether offloaded activations fit is not known")
+    facts = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if value.split()}
+    available = facts.get("MemAvailable", 0)
+    limit = _cgroup_limit(root)
+    usable = available if limit is None else min(available, limit)
+    found = f"{format_bytes(usable)} for offloaded activations" + (", the container's limit" if usable == limit else "")
+    little = usable < 64 * GIB
+    return Finding("host memory", "note" if little else "good", found, "little can be offloaded" if little else "")
+
+
+def _cgroup_limit(root: Path) -> int | None:
+    try:
+        text = (root / "sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
