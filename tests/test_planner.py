@@ -13,7 +13,10 @@ from megatron_lynx.items import COLUMN_PARALLEL, HALVES
 from megatron_lynx.plan.plan import ByPhase
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
+from megatron_lynx.planner.writing import written
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
@@ -322,3 +325,17 @@ def test_what_a_job_may_state_but_no_plan_can_do_is_refused():
     changed = job.model_copy(update={"parallel": job.parallel.model_copy(update={"context": 2})})
     with pytest.raises(ConfigError, match=r"job: parallel\.context: found 2, needed 1"):
         make_plan(changed, made_up_profile(job))
+
+
+def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_not() -> None:
+    layout = {"tensor": 1, "pipeline": 8}
+    tight = catalogued_job(
+        "gpt-1.3b", "a100-80g-pcie", gpus=8, parallel=layout, batch=16, policy="planned", budget={"activation_mib": 1500}
+    )
+    profile = analytic_profile(tight)
+    alike = tuple(Stages(tight, profile).answer(stage) for stage in range(8))
+    decided = decide(tight, profile)
+    assert decided.simulation.step_s < 0.99 * rehearse(written(tight, alike, job="", profile=""), profile).step_s
+    assert all(decided.simulation.memory(stage).peak_bytes <= 1500 * MIB for stage in range(8))
+    roomy = tight.model_copy(update={"budget": Budget()})
+    assert max(len(stage.rules) for stage in decide(roomy, profile).plan.stages) <= 2

@@ -25,11 +25,12 @@ from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.schedule.on_host import sets_on_host
-from megatron_lynx.solver import baselines
+from megatron_lynx.solver import baselines, exact
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
 from megatron_lynx.units import GIB, format_bytes
 
@@ -61,6 +62,8 @@ class StageAnswer:
     """Of a whole step."""
     host_sets: tuple[int, ...] = ()
     """Micro-batches of each chunk that are in host memory at once."""
+    received_bytes: int = 0
+    """What Megatron itself holds of a micro-batch, once it was received from the stage before: that stays."""
 
     @property
     def exposed_s(self) -> float:
@@ -83,7 +86,8 @@ class StageAnswer:
 
     def offloaded_bytes(self, chunk: int) -> int:
         """Of one micro-batch of a chunk."""
-        return int(self.offload_ratio * self.chunks[chunk].resident_bytes)
+        resident, received = self.chunks[chunk].resident_bytes, 0 if (self.stage, chunk) == (0, 0) else self.received_bytes
+        return min(int(self.offload_ratio * resident), resident - received)
 
     def seconds(self, microbatches: int) -> float:
         """Of one micro-batch, with its part of the copies."""
@@ -108,6 +112,10 @@ class Stages:
     def least(self, stage: int) -> StageAnswer:
         """The answer that holds least, whatever the budget."""
         return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
+
+    def refined(self, answer: StageAnswer) -> StageAnswer:
+        """The same share offloaded, and nothing faster: every layer may differ, and replays of cool-down share the receive."""
+        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), _refined)
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = layers_budget_bytes(self.job, stage)
@@ -137,21 +145,29 @@ class Stages:
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
         return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
 
-    def _offloading(self, stage: int, ratio: float, budget_bytes: int | None) -> StageAnswer:
+    def _offloading(
+        self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[[StageProblem], Solved] | None = None
+    ) -> StageAnswer:
+        solver = solver or partial(_solved, self.job)
         count = chunks_in_flight(self.job, stage)
         held = count - (count - CHUNKS_NOT_OFFLOADED) * ratio if ratio else count
         by_layers: dict[int, Solved] = {}
         for layers in self.job.chunk_layers(stage):
             if layers not in by_layers:
                 problem = replace(self._problem(stage, layers), in_flight=held, budget_bytes=budget_bytes)
-                by_layers[layers] = _solved(self.job, problem)
+                by_layers[layers] = solver(problem)
         chunks = tuple(by_layers[layers] for layers in self.job.chunk_layers(stage))
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         answer = StageAnswer(stage, chunks, count, ratio, stock, 0.0)
         if not ratio:
             return answer
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks
-        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
+        return replace(
+            answer,
+            exposed_copies_s=self._exposed_copies_s(answer),
+            host_sets=sets_on_host(*layout),
+            received_bytes=self._shape.input_bytes,
+        )
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offload_ratio * answer.chunk_bytes))
@@ -221,6 +237,10 @@ def _solved(job: Job, problem: StageProblem) -> Solved:
     if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)
     return answer
+
+
+def _refined(problem: StageProblem) -> Solved:
+    return with_shared_receive(problem, exact.solve(problem))
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:
