@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.launch_arguments.given import Given
 
 DEFEATS = {
     "tp_comm_overlap": ("userbuffers", "collectives are inside the GEMMs: no tensor-parallel windows, plans are refused"),
@@ -42,17 +41,21 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
     if pipeline > 1:
-        yield _messages(given)
+        yield _messages(reading)
     if given["fine_grained_activation_offloading"] and variables.get("NVTE_CPU_OFFLOAD_V1") != "1":
         costs = "with Transformer Engine from 2.10 on Megatron stops: weights would be offloaded, too"
         yield Finding("NVTE_CPU_OFFLOAD_V1", "note", variables.get("NVTE_CPU_OFFLOAD_V1", "not set"), costs, "set 1")
+    for problem in reading.problems:
+        yield Finding("launch", "note", str(problem), "no plan can be made of this launch as it stands")
     for flag, instead in reading.priced_as:
         yield Finding(flag, "note", "given", f"plans count it as {instead}")
 
 
-def _messages(given: Given) -> Finding:
+def _messages(reading: Reading) -> Finding:
     """Between stages: plain schedules end every exchange in a device-wide wait that no flag turns off."""
-    chunked = any(given[name] for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
+    given, parallel = reading.given, reading.job_data["parallel"]
+    partition = parallel.get("partition")
+    chunked = "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
     if chunked and given["overlap_p2p_comm"] is not False:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
     costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"

@@ -1,0 +1,43 @@
+"""The recorded flags: complete, judged, and as Megatron's own parser has them where a checkout is at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.launch_arguments import kinds
+from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.kinds import kind_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_recorded_flag_is_judged() -> None:
+    assert [flag.options for flag in flag_table().flags if kind_of(flag) is None] == []
+
+
+def test_every_judgement_is_about_a_flag() -> None:
+    names = {flag.sets for flag in flag_table().flags}
+    judged = [*kinds.READ, *kinds.REFUSED, *kinds.PRICED_AS, *(name for names in kinds.NO_MATTER.values() for name in names)]
+    assert sorted(name for name in judged if name not in names) == []
+    assert len(judged) == len(set(judged)), "each is judged once"
+
+
+def test_four_releases() -> None:
+    table = flag_table()
+    assert table.releases == ("0.16", "0.17", "0.18", "0.19")
+    assert table.releases_of("--num-layers") == table.releases
+    assert table.releases_of("--step-batch-size-schedule") == ("0.18", "0.19")
+    for release in table.releases:
+        assert sum(release in flag.releases for flag in table.flags) > 650
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="needs a checkout of Megatron-LM in MEGATRON_LM_DIR")
+def test_examples_are_read_as_megatron_reads_them() -> None:
+    command = [sys.executable, "scripts/check_examples.py", os.environ["MEGATRON_LM_DIR"]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,227 @@
+"""Launches, read as Megatron reads them; `scripts/check_examples.py` asks Megatron's own parser."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+
+SMALL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 2 --vocab-size 50257 --bf16 --lr 1e-4"
+)
+
+
+def read(text: str, **options: Any) -> Reading:
+    return read_launch(shlex.split(text), **{"gpus": 8, **options})
+
+
+def facts(text: str, **options: Any) -> dict[str, Any]:
+    return {fact.place: fact.value for fact in read(text, **options).facts}
+
+
+def problems(text: str, **options: Any) -> str:
+    return "\n".join(str(problem) for problem in read(text, **options).problems)
+
+
+def test_defaults_are_megatrons() -> None:
+    found = facts(SMALL)
+    assert found["model.ffn"] == 4096
+    assert found["model.kv_groups"] == 16
+    assert found["model.vocab"] == 50304
+    assert (found["model.attention_dropout"], found["model.hidden_dropout"]) == (0.1, 0.1)
+    assert (found["model.attention"], found["model.position"], found["model.norm"]) == ("flash", "learned", "layernorm")
+    assert (found["model.bias"], found["model.tied_embeddings"], found["model.dtype"]) == (True, True, "bf16")
+    assert found["batch.global"] == 16, "one micro-batch on each replica"
+    assert problems(SMALL) == ""
+
+
+def test_llama_like() -> None:
+    found = facts(
+        f"{SMALL} --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 4 --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --use-rotary-position-embeddings --attention-dropout 0 --hidden-dropout 0.0 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 64 --use-distributed-optimizer"
+    )
+    assert found["model.ffn"] == 2688, "64 floor(8 h / 3 / 64)"
+    assert (found["model.kv_groups"], found["model.vocab"]) == (4, 50432), "padded to 128 x 2"
+    assert (found["model.activation"], found["model.norm"], found["model.position"]) == ("swiglu", "rmsnorm", "rope")
+    assert (found["model.bias"], found["model.tied_embeddings"]) == (False, False)
+    assert (found["parallel.sequence_parallel"], found["parallel.distributed_optimizer"]) == (True, True)
+
+
+def test_sequence_parallelism_over_one_rank_is_none() -> None:
+    assert facts(f"{SMALL} --sequence-parallel")["parallel.sequence_parallel"] is False
+
+
+def test_groups_without_their_switch_have_no_effect() -> None:
+    assert facts(f"{SMALL} --num-query-groups 4")["model.kv_groups"] == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "vocabulary"),
+    [
+        ("--padded-vocab-size 51200", 51200),
+        ("--tokenizer-type NullTokenizer --vocab-size 256", 256),  # 0.18 on
+        ("--tokenizer-type NullTokenizer --vocab-size 256 --hybrid-attention-ratio 0.0 --enable-chunked-prefill", 384),
+        ("--no-pad-vocab-size", 50257),
+        ("--make-vocab-size-divisible-by 1000 --tensor-model-parallel-size 2", 52000),
+    ],
+)
+def test_vocabulary(flags: str, vocabulary: int) -> None:
+    assert facts(f"{SMALL} {flags}")["model.vocab"] == vocabulary
+
+
+def test_vocabulary_that_only_a_tokenizer_knows_is_asked_for(tmp_path: Path) -> None:
+    text = SMALL.replace("--vocab-size 50257", "")
+    assert "--vocab-size: found nothing" in problems(f"{text} --tokenizer-type HuggingFaceTokenizer --tokenizer-model x")
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    assert facts(f"{text} --vocab-file {tmp_path / 'vocab.json'}")["model.vocab"] == 128
+
+
+@pytest.mark.parametrize(
+    ("flags", "partition"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 2", [1] * 8),
+        ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", [1, 2, 2, 3]),
+        ("--decoder-last-pipeline-num-layers 2", [2, 2, 2, 2]),
+        ("--num-layers 10 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [2, 3, 3, 2]),
+        ("--pipeline-model-parallel-layout 'Et|(tt|)*2t*3L'", [1, 2, 2, 3]),
+        ("--pipeline-model-parallel-layout Ett|t|t|t,|(t|)*2|tL", [2, 1, 1, 1, 1, 1, 0, 1]),
+    ],
+)
+def test_layers_of_virtual_stages(flags: str, partition: list[int]) -> None:
+    assert facts(f"{SMALL} --pipeline-model-parallel-size 4 {flags}")["parallel.partition"] == partition
+
+
+def test_what_a_launch_leaves_open_a_plan_may_decide() -> None:
+    text = f"{SMALL} --pipeline-model-parallel-size 4"
+    assert facts(text)["parallel.partition"] == "auto"
+    assert "parallel.partition" not in facts(text, planning=False)
+    assert facts(f"{text} --num-layers-per-virtual-pipeline-stage 1")["parallel.layers_per_chunk"] == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--decoder-first-pipeline-num-layers 1",
+        "--num-virtual-stages-per-pipeline-rank 3",
+        "--pipeline-model-parallel-layout Etx|t|t|tL",
+        "--pipeline-model-parallel-layout Et|t --num-layers-per-virtual-pipeline-stage 1",
+    ],
+)
+def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
+    assert flags.split()[0] in problems(f"{SMALL} --pipeline-model-parallel-size 4 {flags}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--num-experts 8", "mixture-of-experts"),
+        ("--multi-latent-attention", "multi-latent"),
+        ("--fp8-format hybrid", "FP8"),
+        ("--tp-comm-overlap", "userbuffers"),
+        ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
+        ("--recompute-activations", "drop --recompute-*"),
+        ("--squared-relu", "only GELU and SwiGLU"),
+        ("--kv-channels 128", "--kv-channels: found 128"),
+        ("--optimizer sgd", "only Adam"),
+        ("--checkpoint-activations", "no longer takes it"),
+        ("--num-layer 8", "did you mean --num-layers?"),
+        ("--position-embedding-type relative", "--position-embedding-type: found relative"),
+        ("--use-dist-ckpt --enable-msc --disable-msc --hybrid-attention-ratio 0.1 --mtp-detach-heads", "no one release"),
+        ("--global-batch-size 32 --step-batch-size-schedule '0:8 1M:16'", "Megatron refuses both"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None:
+    assert named in problems(f"{SMALL} {flags}")
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 1", "--optimizer adam", "--fp8-margin 0", "--num-experts 0"])
+def test_a_refused_flag_that_changes_nothing_is_not_refused(flags: str) -> None:
+    assert problems(f"{SMALL} {flags}") == ""
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --nonsense 3 --num-experts 8", gpus=None)
+    for part in (
+        "--num-layers: found x, needed a whole number",
+        "--hidden-size: found nothing",
+        "--seq-length: found $SEQ, needed a whole number; let the shell fill its variables in",
+        "'stray'",
+        "--nonsense",
+        "--num-experts",
+        "--micro-batch-size",
+        "--vocab-size",
+        "no number of processes",
+    ):
+        assert part in text
+
+
+def test_no_flag_is_silently_ignored() -> None:
+    """Every flag of a launch turns up: in a fact, as priced, as without matter, or as a problem."""
+    text = f"{SMALL} --fp16-lm-cross-entropy --use-flash-attn --squared-relu --seed 5 --swiglu --no-bias-swiglu-fusion"
+    reading = read(text)
+    said = " ".join(fact.origin for fact in reading.facts) + str(reading.priced_as) + str(reading.no_matter)
+    said += str(reading.problems)
+    for flag in (word for word in text.split() if word.startswith("--") and word != "--max-position-embeddings"):
+        assert flag in said, flag
+
+
+def test_recomputation_is_an_estimates_policy() -> None:
+    assert facts(SMALL, planning=False)["policy"] == "none"
+    assert facts(f"{SMALL} --recompute-activations", planning=False)["policy"] == "selective"
+    full = f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    assert facts(f"{full} 1", planning=False)["policy"] == "full"
+    assert "cannot be estimated" in problems(f"{full} 2", planning=False)
+
+
+def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
+    assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
+    assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320
+
+
+def test_the_job_of_a_launch() -> None:
+    launch = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SMALL} --tensor-model-parallel-size 2 --global-batch-size 64"
+    job = job_of(read(launch, gpus=None), "a100-80g")
+    assert (job.gpus, job.microbatches, job.cluster.name) == (8, 8, "a100-80g")
+
+
+def test_a_job_that_does_not_add_up_and_a_cluster_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"must be a multiple of batch\.micro"):
+        job_of(read(f"{SMALL} --global-batch-size 63"), "a100-80g")
+    with pytest.raises(ConfigError, match="did you mean clusters/a100-80g"):
+        job_of(read(SMALL), "a100-80")
+
+
+FILE = """
+language_model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, activation_func: swiglu, add_bias_linear: false,
+                 hidden_dropout: 0.0, num_moe_experts: null}
+model_parallel: {tensor_model_parallel_size: 2, sequence_parallel: true, bf16: true, batch_p2p_sync: true, cpu_offloading: false}
+micro_batch_size: 2
+seq_length: 128
+vocab_size: 1000
+swiglu: false
+"""
+
+
+def test_megatrons_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(FILE)
+    found = facts(f"--yaml-cfg {file}")
+    assert (found["model.layers"], found["model.ffn"], found["model.activation"]) == (4, 128, "swiglu")
+    assert (found["parallel.tensor"], found["model.vocab"], found["batch.global"]) == (2, 1024, 8)
+    assert problems(f"--yaml-cfg {file}") == ""
+    assert "Megatron reads only the file" in problems(f"--yaml-cfg {file} --num-layers 5")
+    file.write_text(FILE.replace("num_layers: 4", "num_layers: four, num_layer: 3").replace("null", "8"))
+    text = problems(f"--yaml-cfg {file}")
+    for part in (
+        "language_model.num_layers: found 'four', needed a whole number",
+        "did you mean num_layers?",
+        "mixture-of-experts",
+    ):
+        assert part in text

@@ -1,0 +1,71 @@
+"""Commands that are given a Megatron launch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.plan import load_plan
+from tests.test_cli import lynx
+
+LAUNCH = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 32 --bf16 --lr 1e-4 --vocab-size 32000 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+)
+
+
+def test_a_plan_for_a_launch(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    result = lynx("plan", "--cluster", "a100-80g", "-o", path, "--", *shlex.split(LAUNCH))
+    assert result.exit_code == 0, result.output
+    for text in (
+        "model.ffn",
+        "4 hidden: no --ffn-hidden-size",
+        "learning rate (--lr)",
+        "-m megatron_lynx.launch pretrain_gpt.py",
+    ):
+        assert text in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(f"--lynx-plan {path}")
+    plan = load_plan(path)
+    assert (plan.model.layers, plan.model.ffn, plan.parallel.tensor, plan.batch.microbatches) == (8, 16384, 2, 16)
+
+
+def test_an_estimate_of_a_launch_as_json() -> None:
+    arguments = LAUNCH.partition("pretrain_gpt.py ")[2]
+    result = lynx(
+        "estimate", "--cluster", "a100-80g", "--gpus", 8, "--json", "--", *shlex.split(f"{arguments} --recompute-activations")
+    )
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["fits"]
+    assert {"place": "policy", "value": "selective", "from": "--recompute-activations"} in answer["understood"]["facts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (("jobs/demo", "jobs/demo"), "a second job"),
+        (("jobs/demo", "--gpus", 8), "with a job file, its own figure counts"),
+        (("--cluster", "a100-80g", "--", "--num-layers", "8", "--num-experts", "4"), "mixture-of-experts"),
+        (("--cluster", "a100", "--", "--num-layers", "8"), "--cluster: found no file"),
+    ],
+)
+def test_what_is_not_clear_is_asked(arguments: tuple[object, ...], answer: str, tmp_path: Path) -> None:
+    result = lynx("plan", "-o", tmp_path / "plan.yaml", *arguments)
+    assert result.exit_code == 2
+    assert answer in result.stderr
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_doctor_says_what_defeats_overlap() -> None:
+    launch = shlex.split(LAUNCH)
+    result = lynx("doctor", "--json", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch, "--tp-comm-overlap")
+    assert result.exit_code == 1
+    found = {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert found["userbuffers"]["todo"] == "drop it"
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["found"].startswith("1")
+    assert lynx("doctor", "--", *launch).exit_code == 0
