@@ -37,8 +37,8 @@ $(VENV)/installed: setup.py megatron_lynx/version.py Makefile
 	$(PIP) --editable '.[test]'
 	touch $@
 
-# Other releases, beside the installed one. Their tests say why they are skipped where these cannot be had. Wheels from 0.17 on are for
-# Python 3.12; what is needed of them is Python alone, so they are only unpacked.
+# Other releases, beside the installed one. Their tests say why they are skipped where these cannot be had.
+# Wheels from 0.17 on are for Python 3.12; what is needed of them is Python alone, so they are only unpacked.
 build/megatron-core-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		megatron-core==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@

@@ -14,9 +14,12 @@ KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15,
 
 
 def installed_version() -> str:
-    """The version of the megatron-core that is imported, e.g. `0.16.1`."""
-    from megatron.core import __version__
-
+    """The version of the megatron-core that is imported, e.g. `0.16.1`. Raises `HookRefused` where it cannot be imported."""
+    try:
+        from megatron.core import __version__
+    except ModuleNotFoundError as missing:  # 0.18 and 0.19 import triton, which torch for CPUs does not bring
+        problem = Problem("megatron.core", f"no module {missing.name}", "it, to be imported", "install it")
+        raise HookRefused("megatron-core cannot be imported", [problem]) from None
     return str(__version__)
 
 
