@@ -19,6 +19,15 @@ from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 OURS = "--lynx-"
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 
+AT_LEAST_ONE = frozenset(
+    {
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size"),
+        *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "global_batch_size", "vocab_size"),
+    }
+)
+"""Numbers that others are divided by, or made of."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -45,8 +54,9 @@ class Given:
         return self.releases[-1]
 
     def __getitem__(self, name: str) -> Any:
-        """What Megatron would find under a name."""
-        return self.values[name].value if name in self.values else self.table.default(name, self.release)
+        """What Megatron would find under a name; its default where what was said could not be read."""
+        said = self.values.get(name)
+        return self.table.default(name, self.release) if said is None or said.value is None else said.value
 
     def origin(self, *names: str) -> str:
         """Where that comes from, in words: the first of these names that was said."""
@@ -141,10 +151,19 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem]) -> Any:
     if flag.type in kinds:
         convert, needed = kinds[flag.type]
         try:
-            return convert(word)
+            number = convert(word)
         except ValueError:
             problems.append(Problem(option, word, needed, todo))
             return None
+        return in_range(flag, option, number, problems)
     if flag.choices and word not in flag.choices:
         problems.append(Problem(option, word, f"one of {', '.join(map(str, flag.choices))}", todo))
     return word
+
+
+def in_range(flag: Flag, where: str, number: float, problems: list[Problem]) -> float | None:
+    """The number, or None and a problem where it can be no size."""
+    if number < 1 and flag.sets in AT_LEAST_ONE:
+        problems.append(Problem(where, str(number), "at least 1"))
+        return None
+    return number

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
-from megatron_lynx.launch_arguments.given import SHELL, Given, Value
-from megatron_lynx.launch_arguments.kinds import names_in
+from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
+from megatron_lynx.launch_arguments.kinds import READ, names_in
 from megatron_lynx.yaml_file import read_yaml
 
 SECTIONS = ("language_model", "model_parallel")
@@ -64,20 +64,29 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", name, one) for inner, name, one in _entries(value))
         elif key == "activation_func":
-            yield from ((key, name, one) for name, one in ACTIVATIONS.get(value, {"activation_func": value}).items())
+            yield from ((key, name, one) for name, one in ACTIVATIONS.get(str(value), {"activation_func": value}).items())
         elif key == "cpu_offloading":
             yield key, "cpu_offloading_num_layers", 1 if value else None
         elif key != "swiglu":  # only `activation_func` counts
             yield key, RENAMED.get(key, key), value
 
 
+KINDS = {"int": (int, "a whole number"), "float": (int | float, "a number"), "text": (str | int | float, "text")}
+
+
 def _checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any:
-    needed = {"int": (int, "a whole number"), "float": (int | float, "a number")}.get(flag.type)
-    ones = value if isinstance(value, list) else [value]
-    if flag.takes != 0 and needed is not None and not all(isinstance(one, needed[0]) for one in ones):
+    kind, needed = (bool, "true or false") if flag.takes == 0 and isinstance(flag.to, bool) else KINDS[flag.type]
+    ones = value if isinstance(value, list) and flag.takes not in (0, 1) else [value]
+    if not all(isinstance(one, kind) and isinstance(one, bool) <= (kind is bool) for one in ones):
         todo = "Megatron would fill the variable in: write the number" if SHELL.search(str(value)) else ""
-        problems.append(Problem(where, repr(value), needed[1], todo))
+        problems.append(Problem(where, repr(value), needed, todo))
         return None
+    if isinstance(value, int | float):
+        return (
+            str(value)
+            if flag.type == "text" and flag.takes == 1 and flag.sets in READ
+            else in_range(flag, where, value, problems)
+        )
     return value
 
 

@@ -225,3 +225,21 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
         "mixture-of-experts",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "x"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--context-parallel-size", "--make-vocab-size-divisible-by", "--num-virtual-stages-per-pipeline-rank", "--num-layers"],
+)
+def test_sizes_that_are_none_are_refused_and_nothing_is_divided_by_them(flag: str, value: str) -> None:
+    assert problems(f"{SMALL} --pipeline-model-parallel-size 2 {flag} {value}").startswith(f"{flag}: found")
+
+
+@pytest.mark.parametrize(
+    "line", ["kv_channels: [1, 2]", "transformer_impl: {a: 1}", "swiglu_: 1", "vocab_size: true", "activation_func: [1]"]
+)
+def test_what_is_wrong_in_a_file_is_said_at_its_key(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text("\n".join([*(kept for kept in FILE.splitlines() if kept[:6] != line[:6]), line]))
+    assert line.partition(":")[0] in problems(f"--yaml-cfg {file}")
