@@ -276,8 +276,9 @@ def estimate(
 
 @app.command()
 def search(
-    job_file: JobName,
+    words: JobOrLaunch,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
+    cluster: ClusterOption = None,
     top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show.")] = 10,
     policies: Annotated[
         str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
@@ -288,13 +289,15 @@ def search(
     across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The fastest layouts of a job: its own layout, micro-batch size, policy, offload ratio and devices are not looked at."""
+    """The fastest layouts of a job or a launch. Its layout, micro-batch size, policy, offload ratio, devices do not matter."""
+    from megatron_lynx.launch_arguments.command_line import command_line
     from megatron_lynx.search import POLICIES
     from megatron_lynx.search import search as searched
     from megatron_lynx.search.table import table
 
     asked = POLICIES if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
-    job = _job(job_file)
+    own_gpus = None if cluster is None or command_line(words).gpus else gpus
+    job, _ = _job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
     with _counted("layouts ranked") as watch:
         ranking = searched(job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, watch=watch)
     if as_json:

@@ -69,3 +69,13 @@ def test_doctor_says_what_defeats_overlap() -> None:
     assert found["userbuffers"]["todo"] == "drop it"
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["found"].startswith("1")
     assert lynx("doctor", "--", *launch).exit_code == 0
+
+
+def test_layouts_of_a_launch_do_not_depend_on_its_own() -> None:
+    def best(flags: str) -> object:
+        words = shlex.split(f"{LAUNCH} --vocab-size 32768 {flags}")
+        result = lynx("search", "--cluster", "a100-80g", "--gpus", 16, "--top", 1, "--policies", "none", "--json", "--", *words)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["candidates"][0]
+
+    assert best("") == best("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --micro-batch-size 2")
