@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,10 +18,30 @@ NEW_LINE = "\n"
 
 
 def explanation(plan: Plan) -> RenderableType:
-    """What the plan is for and how to launch it, then for each stage, or chunk, a table and what is expected."""
-    chunked = plan.parallel.chunks > 1
-    stages = (part for stage in plan.stages for part in (_table(stage, chunked), _beside(stage), _expected(stage.predicted)))
-    return Group(*_heading(plan), *(part for part in stages if part is not None))
+    """What the plan is for and how to launch it, then for each stage a table and what is expected. Chunks that are treated alike
+    share a table."""
+    parts = (
+        part
+        for alike in _treated_alike(plan)
+        for part in (_table(alike, plan.parallel.chunks > 1), _beside(alike[0]), _expected(alike[0].predicted))
+    )
+    return Group(*_heading(plan), *(part for part in parts if part is not None))
+
+
+def _treated_alike(plan: Plan) -> Iterator[list[Stage]]:
+    """The chunks of every stage, in order; neighbours together that do the same to their layers."""
+    for stage in range(plan.parallel.pipeline):
+        for _, alike in groupby(plan.chunks_of(stage), key=_treatment):
+            yield list(alike)
+
+
+def _treatment(stage: Stage) -> object:
+    """Without what only says where in the model the layers are, and where in the step."""
+    first = stage.layers.first
+    places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
+    rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
+    predicted = stage.predicted.model_copy(update={"hidden_replay_s": 0.0, "exposed_replay_s": 0.0})
+    return stage.ahead_depth, places, rules, stage.offload, stage.whole, predicted
 
 
 def _heading(plan: Plan) -> Iterator[Text]:
@@ -35,9 +56,12 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
 
 
-def _table(stage: Stage, chunked: bool) -> Table:
-    place = f"stage {stage.stage}, chunk {stage.chunk}" if chunked else f"stage {stage.stage}"
-    title = f"{place}: layers {stage.layers}, ahead depth {stage.ahead_depth} (layer halves)"
+def _table(alike: Sequence[Stage], chunked: bool) -> Table:
+    stage, last = alike[0], alike[-1]
+    chunks = f"chunk {stage.chunk}" if len(alike) == 1 else f"chunks {stage.chunk}-{last.chunk}, each"
+    place = f"stage {stage.stage}, {chunks}" if chunked else f"stage {stage.stage}"
+    layers = ", ".join(str(each.layers) for each in alike)
+    title = f"{place}: layers {layers}, ahead depth {stage.ahead_depth} (layer halves)"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     for column in ("layers", "half", "kept", "replayed", "window"):
         table.add_column(column)
