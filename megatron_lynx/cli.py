@@ -88,6 +88,18 @@ LayersOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
 
 
+def _finite(figure: float | None) -> float | None:
+    if figure is not None and not 0 < figure < float("inf"):
+        raise typer.BadParameter(f"found {figure}, needed a number above 0")
+    return figure
+
+
+MemoryOption = Annotated[
+    float | None,
+    typer.Option("--memory-gib", callback=_finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
+]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
@@ -142,6 +154,7 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    memory_gib: MemoryOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -151,7 +164,8 @@ def plan(
     from megatron_lynx.planner import decide
     from megatron_lynx.planner.summary import job_flags, summary
 
-    job, reading = _job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json)
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    job, reading = _job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
     _make_folder(output.parent)
     costs = _costs(job, profile_file)
     decision = decide(job, costs)
@@ -164,12 +178,6 @@ def plan(
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
     else:
         typer.echo(f"wrote {output}; launch with it:\n\n{_command_with(reading, job, decision.plan, output)}")
-
-
-def _finite(figure: float | None) -> float | None:
-    if figure is not None and not 0 < figure < float("inf"):
-        raise typer.BadParameter(f"found {figure}, needed a number above 0")
-    return figure
 
 
 @app.command()
@@ -250,6 +258,7 @@ def estimate(
     asked: JobOrLaunch,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    memory_gib: MemoryOption = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
     ] = None,
@@ -263,6 +272,7 @@ def estimate(
     from megatron_lynx.profiler.profile import load_profile
 
     changes = {} if offload_ratio is None else {"offload_ratio": _number_or_word(offload_ratio)}
+    changes |= {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     job, reading = _job_or_launch(asked, cluster, gpus, planning=False, quiet=as_json, changes=changes)
     answer = estimated(job, None if profile_file is None else load_profile(profile_file))
     if as_json:

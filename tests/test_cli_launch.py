@@ -79,3 +79,10 @@ def test_layouts_of_a_launch_do_not_depend_on_its_own() -> None:
         return json.loads(result.stdout)["candidates"][0]
 
     assert best("") == best("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --micro-batch-size 2")
+
+
+def test_a_budget_of_ones_own() -> None:
+    for words in (("jobs/llama-65b",), ("--cluster", "a100-80g", "--", *shlex.split(LAUNCH))):
+        result = lynx("estimate", "--memory-gib", 0.5, "--json", *words)
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["fits"] is False

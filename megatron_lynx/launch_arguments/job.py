@@ -9,12 +9,14 @@ from megatron_lynx.config import Job
 from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE
+from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.reading import Reading
 from megatron_lynx.validation import validated
 
 
 def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = None) -> Job:
-    """The job of a launch on a cluster (its name, or its file). `changes`: values of the job that no flag says.
+    """The job of a launch on a cluster (its name, or its file). `changes`: values of the job that no flag says, by
+    their place in it (`{"budget.memory_gib": 70}`).
 
     Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
     """
@@ -24,7 +26,8 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     except ConfigError as error:
         raise ConfigError(HEADLINE, [*problems, *error.problems]) from None
     try:
-        job = validated(Job, {**reading.job_data, "cluster": machine, **(changes or {})}, "launch")
+        data = as_job_data([*reading.facts, *(Fact(place, value, "asked for") for place, value in (changes or {}).items())])
+        job = validated(Job, {**data, "cluster": machine}, "launch")
     except ConfigError as error:
         # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
         problems += [] if problems else error.problems
