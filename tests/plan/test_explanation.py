@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 from rich.console import Console
 
 from megatron_lynx.plan.explanation import explanation
@@ -11,9 +13,9 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 
 def shown(plan: Plan) -> str:
-    console = Console(width=200, record=True, quiet=True)
-    console.print(explanation(plan))
-    return console.export_text()
+    page = StringIO()
+    Console(width=200, file=page).print(explanation(plan))
+    return page.getvalue()
 
 
 def test_chunks_treated_alike_share_a_table() -> None:
