@@ -67,8 +67,11 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, kind_of(value.flag)) for value in effective]
     problems += _refused(kinds)
-    priced = tuple((value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as")
-    return Reading(command, given, tuple(facts), priced, _without_matter(given), tuple(problems))
+    priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as"]
+    priced += _positions(given)
+    silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
+    no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
+    return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))
 
 
 def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[Fact]:
@@ -107,3 +110,18 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
             subject = kind.why if kind.kind == "no matter" else "not switched on"
             by_subject[subject] = (*by_subject.get(subject, ()), value.said)
     return by_subject
+
+
+def _positions(given: Given) -> Iterator[tuple[str, str]]:
+    """A table of learned positions may be longer than a sequence."""
+    rows, seq = given["max_position_embeddings"], given["seq_length"]
+    learned = given["position_embedding_type"] == "learned_absolute" and not given["use_rotary_position_embeddings"]
+    if learned and rows != seq and "max_position_embeddings" in given.values:
+        yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
+
+
+def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
+    """What was read without a trace in these texts: agrees with what follows anyway, or has no effect without another flag."""
+    words = {word.strip(",:;()") for text in said for word in text.split()}
+    kinds = ((value, kind_of(value.flag)) for value in given.values.values())
+    return tuple(value.said for value, kind in kinds if kind is not None and kind.kind == "read" and value.said not in words)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +38,26 @@ def test_four_releases() -> None:
         assert sum(release in flag.releases for flag in table.flags) > 650
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="needs a checkout of Megatron-LM in MEGATRON_LM_DIR")
+needs_checkout = pytest.mark.skipif(
+    "MEGATRON_LM_DIR" not in os.environ, reason="needs a checkout of Megatron-LM, 0.16 to 0.19, in MEGATRON_LM_DIR"
+)
+
+
+@needs_checkout
+def test_flags_are_those_of_megatrons_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import record_flags
+
+    checkout = Path(os.environ["MEGATRON_LM_DIR"])
+    info = runpy.run_path(str(checkout / "megatron/core/package_info.py"))
+    release = f"{info['MAJOR']}.{info['MINOR']}"
+    rows = json.loads(record_flags.TABLE.read_text(encoding="utf-8"))["flags"]
+    recorded = [{key: row[key] for key in row if key != "releases"} for row in rows if release in row["releases"]]
+    found = record_flags.flags_of(checkout)
+    assert sorted(found, key=str) == sorted(recorded, key=str)
+
+
+@needs_checkout
 def test_examples_are_read_as_megatron_reads_them() -> None:
     command = [sys.executable, "scripts/check_examples.py", os.environ["MEGATRON_LM_DIR"]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

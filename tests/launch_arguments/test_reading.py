@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.launch_arguments.layer_facts import layers_of_layout
+from megatron_lynx.plan.layout import layout_text
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
@@ -164,12 +168,19 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 def test_no_flag_is_silently_ignored() -> None:
     """Every flag of a launch turns up: in a fact, as priced, as without matter, or as a problem."""
-    text = f"{SMALL} --fp16-lm-cross-entropy --use-flash-attn --squared-relu --seed 5 --swiglu --no-bias-swiglu-fusion"
+    text = f"{SMALL} --fp16-lm-cross-entropy --use-flash-attn --squared-relu --seed 5 --swiglu --no-bias-swiglu-fusion "
+    text += "--num-query-groups 4 --kv-channels 64 --recompute-modules mlp"
     reading = read(text)
     said = " ".join(fact.origin for fact in reading.facts) + str(reading.priced_as) + str(reading.no_matter)
     said += str(reading.problems)
-    for flag in (word for word in text.split() if word.startswith("--") and word != "--max-position-embeddings"):
+    for flag in (word for word in text.split() if word.startswith("--")):
         assert flag in said, flag
+
+
+def test_a_longer_table_of_positions_is_said() -> None:
+    longer = SMALL.replace("--max-position-embeddings 512", "--max-position-embeddings 1024")
+    assert read(longer).priced_as == (("--max-position-embeddings", "a table of positions with 512 rows"),)
+    assert read(f"{longer} --position-embedding-type rope").priced_as == ()
 
 
 def test_recomputation_is_an_estimates_policy() -> None:
@@ -243,3 +254,8 @@ def test_what_is_wrong_in_a_file_is_said_at_its_key(line: str, tmp_path: Path) -
     file = tmp_path / "launch.yaml"
     file.write_text("\n".join([*(kept for kept in FILE.splitlines() if kept[:6] != line[:6]), line]))
     assert line.partition(":")[0] in problems(f"--yaml-cfg {file}")
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=24))
+def test_a_layout_that_is_printed_is_read_back(counts: list[int]) -> None:
+    assert layers_of_layout(layout_text(counts)) == tuple(counts)
