@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ def enough_gpus(launch: Launch) -> int:
 
     reading = read_launch(launch.words, gpus=launch.gpus or 8)
     sizes = reading.job_data["parallel"]
-    return max(launch.gpus or reading.command.gpus or 8, sizes["tensor"] * sizes["pipeline"] * sizes["context"])
+    return max(launch.gpus or reading.command.gpus or 8, int(sizes["tensor"] * sizes["pipeline"] * sizes["context"]))
 
 
 def megatron_on(checkout: Path, launches: list[Launch]) -> list[dict[str, Any]]:
@@ -225,8 +225,8 @@ def megatron_on(checkout: Path, launches: list[Launch]) -> list[dict[str, Any]]:
 
     questions = []
     for launch in launches:
-        command = command_line(launch.words)
-        questions.append({"arguments": command.arguments, "gpus": launch.gpus or command.gpus or 1})
+        parts = command_line(launch.words)
+        questions.append({"arguments": parts.arguments, "gpus": launch.gpus or parts.gpus or 1})
     code = "import sys; sys.path[:0] = sys.argv[1:]; import check_examples; check_examples.answer()"
     paths = [str(checkout), str(Path(__file__).parent), str(ROOT)]
     command = [sys.executable, "-W", "ignore", "-c", code, *paths]
@@ -283,7 +283,7 @@ def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     values["num_query_groups"] = values["num_query_groups" if values["group_query_attention"] else "num_attention_heads"]
     values["half"] = values["bf16"] or values["fp16"]
     positions = {"learned_absolute": "learned"}
-    words = {
+    words: dict[str, Callable[[Any], Any]] = {
         "swiglu": lambda value: "swiglu" if value else "gelu",
         "normalization": str.lower,
         "position_embedding_type": lambda value: positions.get(value, value),
@@ -292,7 +292,7 @@ def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     }
     for name, place in COMPARED.items():
         if values.get(name) is not None:
-            yield place, words.get(name, lambda value: value)(values[name])
+            yield place, words[name](values[name]) if name in words else values[name]
 
 
 if __name__ == "__main__":
