@@ -1,12 +1,10 @@
-"""How long planning takes: seconds on one core, medians, for catalogued jobs with analytic profiles.
+"""How long solving takes: seconds on one core, medians, for catalogued jobs with analytic profiles.
 
     python -m benchmarks.solver_speed -o benchmarks/results
-    python -m benchmarks.solver_speed --without-search --rounds 3
 
     demand                                                    at most
     heuristic answers of 96 layers on 16 stages                 0.05 s     options priced, every stage solved
     an exact answer for one stage of 24 layers, proven            10 s     the slowest of several budgets
-    a search over every layout of 256 devices, 175B                5 s
 
 Then the growth of each with its size. A profile is at hand when the clock starts; the process is bound to one core.
 """
@@ -28,7 +26,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search import search
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all
@@ -119,29 +116,18 @@ def exact_row(model: str, cluster: str, layers: int, rounds: int, at_most_s: flo
     )
 
 
-def search_row(gpus: int, rounds: int, at_most_s: float | None = None) -> Row:
-    job = job_of("gpt-175b", "h800-80g", tensor=8, pipeline=8, gpus=gpus)
-    seconds = timed(lambda: search(job, gpus), rounds)
-    note = f"{search(job, gpus).considered} layouts considered"
-    return Row("search", f"{gpus} devices, gpt-175b", statistics.median(seconds), max(seconds), at_most_s, note)
-
-
-def rows(rounds: int, searching: bool) -> Iterator[Row]:
+def rows(rounds: int) -> Iterator[Row]:
     """Demands first, then growth."""
     yield heuristic_row("gpt-175b", "h800-80g", 96, 16, rounds, 0.05)
     yield heuristic_row("gpt-175b", "a100-80g", 96, 16, rounds, 0.05)
     yield exact_row("gpt-175b", "h800-80g", 24, rounds, 10.0)
     yield exact_row("gpt-175b", "a100-80g", 24, rounds, 10.0)
-    if searching:
-        yield search_row(256, min(rounds, 3), 5.0)
     for stages in (1, 2, 4, 8, 32):
         yield heuristic_row("gpt-175b", "a100-80g", 96, stages, rounds)
     for layers in (16, 32, 192, 384):
         yield heuristic_row("gpt-175b", "a100-80g", layers, 16, rounds)
     for layers in (6, 12, 48, 96):
         yield exact_row("gpt-175b", "a100-80g", layers, rounds)
-    for gpus in (1024, 4096, 16384) if searching else ():
-        yield search_row(gpus, 1)
 
 
 def markdown(found: Sequence[Row], machine: str) -> str:
@@ -156,13 +142,12 @@ def markdown(found: Sequence[Row], machine: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7, help="every figure is the median of so many")
-    parser.add_argument("--without-search", action="store_true")
     parser.add_argument("-o", "--output", type=Path, help="folder for the results")
     asked = parser.parse_args()
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     found = []
-    for row in rows(asked.rounds, not asked.without_search):
+    for row in rows(asked.rounds):
         print(f"{row.what:10} {row.size:28} {row.median_s:9.4f} s   {row.note}", flush=True)
         found.append(row)
     machine = this_machine(Links(kind="none"))
