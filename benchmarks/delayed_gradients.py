@@ -48,6 +48,7 @@ def picture(curves: dict[str, list[list[float]]], every: int, path: Path) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=0.0005, help="Adam's learning rate")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--every", type=int, default=50)
@@ -55,10 +56,11 @@ def main() -> None:
     given = parser.parse_args()
     sizes: dict[str, Any] = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 128, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     job = tiny_job("gpt", pipeline=2, microbatches=2, micro=8, **sizes)
-    curves = run_ranks(learned, 2, job, given.seeds, given.updates, given.every, timeout_s=3600)[-1]
-    name = f"{date.today()}-delayed-gradients"
+    curves = run_ranks(learned, 2, job, given.rate, given.seeds, given.updates, given.every, timeout_s=3600)[-1]
+    name = f"{date.today()}-delayed-gradients-{given.rate}"
     picture(curves, given.every, given.out / f"{name}.png")
-    command = f"python -m benchmarks.delayed_gradients --seeds {given.seeds} --updates {given.updates} --every {given.every}"
+    arguments = f"--rate {given.rate} --seeds {given.seeds} --updates {given.updates} --every {given.every}"
+    command = f"python -m benchmarks.delayed_gradients {arguments}"
     text = f"# A gradient that is one update old\n\n`{command}`: validation loss, mean over seeds (lowest, highest).\n\n"
     (given.out / f"{name}.md").write_text(f"{text}{table(curves, given.every)}\n")
     print(table(curves, given.every))

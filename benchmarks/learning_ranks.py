@@ -26,25 +26,26 @@ SOURCES = (
 VALIDATION_BATCHES = 8
 
 
-def learned(rank: int, job: Job, seeds: int, batches: int, every: int) -> dict[str, list[list[float]]]:
+def learned(rank: int, job: Job, rate: float, seeds: int, batches: int, every: int) -> dict[str, list[list[float]]]:
     """Validation losses before the first batch and behind each `every` batches, by setting and seed. On the last stage."""
     from megatron_lynx.testbed.training import initialise
 
     initialise(job)
     settings = {"flush": False, "without flushes": True}
     return {
-        name: [list(curve(job, without, seed, batches, every)) for seed in range(seeds)] for name, without in settings.items()
+        name: [list(curve(job, without, rate, seed, batches, every)) for seed in range(seeds)]
+        for name, without in settings.items()
     }
 
 
-def curve(job: Job, without_flushes: bool, seed: int, batches: int, every: int) -> Iterator[float]:
+def curve(job: Job, without_flushes: bool, rate: float, seed: int, batches: int, every: int) -> Iterator[float]:
     """The same weights, text and learning rate with either. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, run_schedule, seed_random_numbers
 
-    training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=0.002)
-    sizes = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
+    training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=rate)
+    sizes: dict[str, Any] = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
     pipeline = DoubleBuffered(training.chunks, training.optimizer, **sizes) if without_flushes else None
     seed_random_numbers(seed)
     text = windows(job, seed, validation=False)
