@@ -1,0 +1,127 @@
+"""Answers as tables, and as files beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megatron_lynx.cli.terminal import show
+
+if TYPE_CHECKING:
+    from megatron_lynx.apply.inventory import Held
+    from megatron_lynx.doctor import Finding
+    from megatron_lynx.estimate import Estimate
+    from megatron_lynx.profiler.profile import Profile
+    from megatron_lynx.published.row import Row
+    from megatron_lynx.simulator.simulation import Simulation
+    from megatron_lynx.testbed.comparison import Comparison
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    from megatron_lynx.compare.perfetto import write_trace
+    from megatron_lynx.compare.report import write_report
+    from megatron_lynx.compare.timeline_plot import plot_timeline
+
+    picture, trace = folder / "timeline.png", folder / "trace.json"
+    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
+    write_trace(comparison.timeline, trace)
+    return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
+
+
+def write_simulation(
+    simulation: Simulation, plan_file: Path, plot: Path | None, trace: Path | None, budget_mib: float | None
+) -> list[Path]:
+    from megatron_lynx.simulator.figures import note
+    from megatron_lynx.units import MIB, format_seconds
+
+    stages = range(len(simulation.executed))
+    timeline, memory = simulation.timeline(), {stage: simulation.memory(stage) for stage in stages}
+    if plot is not None:
+        from megatron_lynx.compare.simulation_plot import Shown, plot_simulation
+
+        notes = {stage: note(simulation, stage) for stage in stages}
+        shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
+        plot_simulation(shown, plot, f"One step under {plan_file.name}, simulated: {format_seconds(simulation.step_s)}")
+    if trace is not None:
+        from megatron_lynx.compare.perfetto import write_trace
+
+        write_trace(timeline, trace, "stage", memory)
+    return [path for path in (plot, trace) if path is not None]
+
+
+def profile_in_words(measured: Profile, path: Path) -> str:
+    from megatron_lynx.units import format_bytes, format_seconds
+
+    halves = [
+        f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
+        f"saves {format_bytes(half.saved_bytes)}"
+        for name, half in (("attention", measured.attention), ("mlp", measured.mlp))
+    ]
+    links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
+    return "\n".join([*halves, *links, f"wrote {path}"])
+
+
+def show_estimate(answer: Estimate) -> None:
+    """Stages down, parts across, in GiB; parts that no stage has are left out."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from megatron_lynx.units import GIB, format_bytes, format_seconds
+
+    named = [memory.named for memory in answer.stages]
+    parts = [part for part in named[0] if any(memory[part] for memory in named)]
+    table = Table(header_style="bold", title="GiB of each device")
+    for column in ("stage", *parts):
+        table.add_column(column, justify="right")
+    for stage, memory in enumerate(named):
+        table.add_row(str(stage), *(f"{memory[part] / GIB:.2f}" for part in parts))
+    show(table)
+    verdict = "fits" if answer.fits else "does not fit"
+    typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
+        spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
+        typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%} (causal attention counted half)")
+
+
+def show_published(rows: list[Row]) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("source", "row", "published", "computed", "error", "bound", "calibrates"):
+        table.add_column(column, justify="left" if column in ("source", "row", "calibrates") else "right", overflow="fold")
+    for row in rows:
+        unit = "%" if row.error_in == "percent" else ""
+        bound = "" if row.bound is None else f"{row.bound:g}{unit}"
+        figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound, row.calibrates or "")
+        table.add_row(row.source, row.what, *figures, style="bold red" if row.within is False else "")
+    show(table)
+
+
+def show_held(held: list[Held], summary: str) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("hook", "site", "release", "as recorded"):
+        table.add_column(column, overflow="fold")
+    for each in held:
+        style = "" if each.as_recorded else "bold red"
+        table.add_row(each.hook, each.site, each.release, "yes" if each.as_recorded else "NO", style=style)
+    show(table)
+    typer.echo(summary)
+
+
+def show_findings(found: list[Finding]) -> None:
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for column in ("", "what", "found", "costs", "to do"):
+        table.add_column(column, overflow="fold")
+    styles = {"defeats": "bold red", "slows": "yellow"}
+    for finding in found:
+        row = (finding.level, finding.topic, finding.found, finding.costs, finding.todo)
+        table.add_row(*row, style=styles.get(finding.level, ""))
+    show(table)

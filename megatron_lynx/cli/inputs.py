@@ -1,0 +1,134 @@
+"""From what was asked to jobs, figures and plans; measured here where they have to be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_lynx.cli.terminal import announced, show
+
+if TYPE_CHECKING:
+    from megatron_lynx.config import Job
+    from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.plan import Plan
+    from megatron_lynx.profiler.profile import Profile
+    from megatron_lynx.testbed.place import Place
+
+
+def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
+    from megatron_lynx.config import load_job
+
+    return load_job(name, changes)
+
+
+def job_or_launch(
+    words: list[str],
+    cluster: str | None,
+    gpus: int | None,
+    *,
+    planning: bool,
+    quiet: bool,
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[Job, Reading | None]:
+    """The job that was asked about. Of a launch: and what was understood of it, which is shown before anything is refused."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.launch_arguments import job_of, read_launch
+    from megatron_lynx.launch_arguments.table import remarks, understood
+
+    if cluster is None:
+        problems = [Problem(word, "a second job", "one job, or --cluster C before a launch") for word in words[1:2]]
+        problems += [] if gpus is None else [Problem("--gpus", str(gpus), "a launch: with a job file, its own figure counts")]
+        if problems:
+            raise ConfigError("it is not clear what is asked", problems)
+        return job_named(words[0], changes), None
+    reading = read_launch(words, gpus=gpus, planning=planning)
+    if not quiet:
+        show(understood(reading))
+        typer.echo("\n".join(remarks(reading)))
+    return job_of(reading, cluster, changes or {}), reading
+
+
+def understood_as_json(reading: Reading | None) -> dict[str, object]:
+    from megatron_lynx.launch_arguments.table import as_json
+
+    return {} if reading is None else {"understood": as_json(reading)}
+
+
+def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
+    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them."""
+    from megatron_lynx.launch_arguments.paste import to_paste
+    from megatron_lynx.plan.layout import layer_flags
+
+    return to_paste(reading.command, os.fspath(path), layer_flags(made) if job.parallel.partition == "auto" else ())
+
+
+def number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def costs_of(job: Job, profile_file: Path | None) -> Profile:
+    """Seconds and bytes of a job's layers and links. A described cluster gives the links, whoever measured the layers."""
+    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+    from megatron_lynx.profiler.profile import load_profile
+
+    described = job.cluster.matmul is not None
+    if profile_file is not None:
+        given = load_profile(profile_file)
+        return on_cluster(given, job) if described else given
+    if described:
+        typer.echo(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
+        return analytic_profile(job)
+    with place_of(job) as place:
+        return measured_here(job, place)
+
+
+def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
+    """As `costs_of`, for a plan: nothing is measured, and a profile needs no job."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.profiler.profile import load_profile
+
+    job = None if job_file is None else job_named(job_file)
+    if job is not None and (job.cluster.matmul is not None or profile_file is not None):
+        return costs_of(job, profile_file)
+    if profile_file is not None:
+        return load_profile(profile_file)
+    needed = "a profile of the plan's job, or --job, whose cluster has figures"
+    raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
+
+
+@contextmanager
+def place_of(job: Job) -> Iterator[Place]:
+    from megatron_lynx.testbed.place import place_for
+
+    with place_for(job) as place:
+        typer.echo(f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'} on this machine: {place.description}", err=True)
+        yield place
+
+
+def measured_here(job: Job, place: Place) -> Profile:
+    from megatron_lynx.testbed.profiling import measure_profile
+
+    return measure_profile(job, place, announced)
+
+
+def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
+    """The given plan, or one made here and kept beside the reports."""
+    from megatron_lynx.plan import load_plan, save_plan
+    from megatron_lynx.planner import make_plan
+    from megatron_lynx.profiler.profile import load_profile, save_profile
+
+    if plan_file is not None:
+        return load_plan(plan_file)
+    costs = load_profile(profile_file) if profile_file is not None else measured_here(job, place)
+    save_profile(costs, folder / "profile.yaml")
+    made = make_plan(job, costs)
+    save_plan(made, folder / "plan.yaml")
+    return made

@@ -1,0 +1,64 @@
+"""What commands are asked with: arguments and options that several of them take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bundled one: jobs/demo.", show_default=False)]
+
+
+JobOrLaunch = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="JOB | --cluster C -- LAUNCH",
+        help="A job file, or a bundled one: jobs/demo. With --cluster: a Megatron launch, as in `-- torchrun ... pretrain_gpt.py "
+        "--num-layers 32 ...`, or its arguments alone.",
+        show_default=False,
+    ),
+]
+
+
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: a100-80g, or a file.")
+]
+
+
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs of the launch, where its launcher does not say.")
+]
+
+
+ProfileOption = Annotated[
+    Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the job; without one, it is measured.")
+]
+
+
+LayersOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="Measured layers. Without: the cluster's figures, or, where it has none, measured here.",
+    ),
+]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
+
+
+def finite(figure: float | None) -> float | None:
+    if figure is not None and not 0 < figure < float("inf"):
+        raise typer.BadParameter(f"found {figure}, needed a number above 0")
+    return figure
+
+
+MemoryOption = Annotated[
+    float | None,
+    typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),
+]

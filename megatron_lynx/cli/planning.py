@@ -1,0 +1,137 @@
+"""Commands that make plans, and say what they do: profile, plan, explain, simulate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_lynx.cli.answers import profile_in_words, write_simulation
+from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import (
+    command_with,
+    costs_of,
+    figures_for,
+    job_named,
+    job_or_launch,
+    measured_here,
+    place_of,
+    understood_as_json,
+)
+from megatron_lynx.cli.options import (
+    AsJson,
+    ClusterOption,
+    GpusOption,
+    JobName,
+    JobOrLaunch,
+    LayersOption,
+    MemoryOption,
+    PlanFile,
+    finite,
+)
+from megatron_lynx.cli.terminal import make_folder, show, show_json
+
+
+@app.command()
+def profile(
+    job_file: JobName,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PROFILE", help="Where to write it.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a job's layers and links cost on this machine."""
+    from megatron_lynx.profiler.profile import save_profile
+
+    job = job_named(job_file)
+    make_folder(output.parent)
+    with place_of(job) as place:
+        measured = measured_here(job, place)
+    save_profile(measured, output)
+    if as_json:
+        show_json(measured.model_dump(mode="json"))
+    else:
+        show(profile_in_words(measured, output))
+
+
+@app.command()
+def plan(
+    asked: JobOrLaunch,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    memory_gib: MemoryOption = None,
+    profile_file: LayersOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
+    from megatron_lynx.plan import save_plan
+    from megatron_lynx.plan.explanation import explanation
+    from megatron_lynx.planner import decide
+    from megatron_lynx.planner.summary import job_flags, summary
+
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
+    make_folder(output.parent)
+    costs = costs_of(job, profile_file)
+    decision = decide(job, costs)
+    save_plan(decision.plan, output)
+    if as_json:
+        show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
+        return
+    show(explanation(decision.plan))
+    if reading is None:
+        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
+    else:
+        typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output)}")
+
+
+@app.command()
+def explain(plan_file: PlanFile, as_json: AsJson = False) -> None:
+    """What a plan does, stage by stage: kept, replayed, where, and what is expected of it."""
+    from megatron_lynx.plan import load_plan
+    from megatron_lynx.plan.explanation import explanation
+
+    plan = load_plan(plan_file)
+    if as_json:
+        show_json(plan.model_dump(mode="json", exclude_none=True))
+    else:
+        show(explanation(plan))
+
+
+@app.command()
+def simulate(
+    plan_file: PlanFile,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="A profile of the plan's job.", show_default=False)
+    ] = None,
+    job_file: Annotated[
+        str | None,
+        typer.Option("--job", metavar="JOB", help="The plan's job: its cluster's figures are taken where there is no profile."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", help="Write a picture: stages over time, memory below.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
+    budget_mib: Annotated[
+        float | None,
+        typer.Option("--budget-mib", callback=finite, metavar="MIB", help="The budget, drawn beside the memory."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
+    from megatron_lynx.plan import load_plan
+    from megatron_lynx.rehearsal import rehearse
+    from megatron_lynx.simulator import figures
+
+    for path in (plot, trace):
+        if path is not None:
+            make_folder(path.parent)
+    simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
+    written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
+    if as_json:
+        show_json(figures.as_json(simulation))
+    else:
+        show(figures.table(simulation))
+        for path in written:
+            typer.echo(f"wrote {path}")

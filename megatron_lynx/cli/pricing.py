@@ -1,0 +1,94 @@
+"""Commands that price jobs and run nothing: estimate, search, validate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_lynx.cli.answers import show_estimate, show_published
+from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import job_or_launch, number_or_word, understood_as_json
+from megatron_lynx.cli.options import AsJson, ClusterOption, GpusOption, JobOrLaunch, MemoryOption
+from megatron_lynx.cli.terminal import counted, show, show_json
+
+
+@app.command()
+def estimate(
+    asked: JobOrLaunch,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    memory_gib: MemoryOption = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
+    ] = None,
+    offload_ratio: Annotated[
+        str | None, typer.Option("--offload-ratio", metavar="RATIO", help="Instead of the job's: in [0, 1], or auto.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Memory and time of a job, or of a Megatron launch, under the policy and offload ratio it states. Measures nothing."""
+    from megatron_lynx.estimate import estimate as estimated
+    from megatron_lynx.profiler.profile import load_profile
+
+    changes = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
+    changes |= {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    job, reading = job_or_launch(asked, cluster, gpus, planning=False, quiet=as_json, changes=changes)
+    answer = estimated(job, None if profile_file is None else load_profile(profile_file))
+    if as_json:
+        show_json({**answer.as_json, **understood_as_json(reading)})
+    else:
+        show_estimate(answer)
+    if not answer.fits:
+        typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def search(
+    words: JobOrLaunch,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
+    cluster: ClusterOption = None,
+    top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show.")] = 10,
+    policies: Annotated[
+        str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
+    ] = True,
+    across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest layouts of a job or a launch. Its layout, micro-batch size, policy, offload ratio, devices do not matter."""
+    from megatron_lynx.launch_arguments.command_line import command_line
+    from megatron_lynx.search import POLICIES
+    from megatron_lynx.search import search as searched
+    from megatron_lynx.search.table import table
+
+    asked = POLICIES if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    own_gpus = None if cluster is None or command_line(words).gpus else gpus
+    job, _ = job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
+    with counted("layouts ranked") as watch:
+        ranking = searched(job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, watch=watch)
+    if as_json:
+        show_json(ranking.as_json)
+    else:
+        show(table(ranking))
+        typer.echo(f"{ranking.considered} candidates in {ranking.seconds:.2f} s")
+
+
+@app.command()
+def validate(as_json: AsJson = False) -> None:
+    """Recompute published results, and print how far off each is."""
+    from megatron_lynx.published.tables import all_rows
+
+    rows = all_rows()
+    missed = [row for row in rows if row.within is False]
+    if as_json:
+        show_json({"rows": [row.as_json for row in rows]})
+    else:
+        show_published(rows)
+    typer.echo(f"{len(rows)} rows, {len(missed)} outside their bound", err=True)
+    if missed:
+        raise typer.Exit(1)

@@ -1,0 +1,91 @@
+"""Commands about this machine and its Megatron: compare, hooks, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_lynx.cli.answers import show_findings, show_held, write_comparison
+from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import job_named, place_of, plan_for
+from megatron_lynx.cli.options import AsJson, JobName, ProfileOption
+from megatron_lynx.cli.terminal import announced, make_folder, page, quieten_megatron, show_json
+
+
+@app.command()
+def compare(
+    job_file: JobName,
+    plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
+    profile_file: ProfileOption = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
+    warmups: Annotated[int, typer.Option("--steps-warmup", min=0, help="Steps of each setting before those.")] = 1,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the reports go.")] = Path(
+        "build/compare"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Train a job under stock Megatron's settings and under a plan, side by side, on this machine."""
+    from megatron_lynx.compare.report import print_report
+    from megatron_lynx.compare.table import as_json as rows_as_json
+    from megatron_lynx.compare.table import rows_of
+    from megatron_lynx.planner import partitioned_as
+    from megatron_lynx.testbed.comparison import compare as run
+
+    job = job_named(job_file)
+    make_folder(output)
+    with place_of(job) as place:
+        made = plan_for(job, place, plan_file, profile_file, output)
+        comparison = run(partitioned_as(job, made), made, place, announced, rounds=rounds, warmups=warmups)
+    written = write_comparison(comparison, output)
+    if as_json:
+        show_json(rows_as_json(rows_of(comparison.measurement)))
+    else:
+        print_report(comparison.measurement, page())
+        typer.echo("\n".join(f"wrote {path}" for path in written))
+    if not comparison.gradients_equal:
+        typer.echo("gradients under the plan differ from stock Megatron's", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def hooks(as_json: AsJson = False) -> None:
+    """What is held of the megatron-core that is installed, and whether it is as recorded. Needs no model."""
+    with announced("reading megatron-core"):
+        quieten_megatron()
+        from megatron_lynx.apply.inventory import inventory
+        from megatron_lynx.apply.releases import installed_version, present_release
+
+        held = list(inventory(present_release()))
+    stale = sum(not each.as_recorded for each in held)
+    if as_json:
+        rows = [{"hook": each.hook, "site": each.site, "release": each.release, "as_recorded": each.as_recorded} for each in held]
+        show_json({"megatron_core": installed_version(), "hooks": rows})
+    else:
+        show_held(held, f"megatron-core {installed_version()}: {len(held)} functions relied on, {stale} not as recorded")
+    if stale:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What here, or in a launch, defeats overlap: what was found, what it costs, what to set. Needs no GPU."""
+    from dataclasses import asdict
+
+    from megatron_lynx.doctor import findings
+
+    with announced("looking around"):
+        quieten_megatron()
+        found = list(findings(words or ()))
+    if as_json:
+        show_json({"findings": [asdict(finding) for finding in found]})
+    else:
+        show_findings(found)
+    if any(finding.level == "defeats" for finding in found):
+        raise typer.Exit(1)

@@ -1,0 +1,114 @@
+"""Where answers go: stdout for them, stderr for what goes on and for what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_lynx.errors import LynxError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+WIDTH_OF_FILES = 180
+"""Columns of a table that goes to a file or a pipe, where nobody says how wide the page is."""
+
+
+PATIENCE_S = 2.0
+"""Before a progress bar."""
+
+
+def show_json(answer: Any) -> None:
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def show(answer: RenderableType) -> None:
+    page().print(answer)
+
+
+def page() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+
+
+def show_error(error: LynxError) -> None:
+    """The headline, then a line per problem. Paths and names are printed as they are, never taken for markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text(error.headline, style="bold red"))
+    for problem in error.problems:
+        console.print(Text("  - ").append(str(problem)))
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Say on stderr what takes long, while it does."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print(f"{what} ...", soft_wrap=True)
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(what, total=None)
+        yield
+        progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def counted(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr for what takes longer than people wait gladly; none where nobody is looking."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress, began_s = Progress(*columns, console=console, transient=True), time.monotonic()
+    task = progress.add_task(what)
+
+    def watch(done: int, total: int) -> None:
+        if not progress.live.is_started and time.monotonic() - began_s > PATIENCE_S:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield watch
+    finally:
+        progress.stop()
+
+
+def quieten_megatron() -> None:
+    """That Apex and Transformer Engine are missing is Megatron's to know. No compilation: its import must not start one."""
+    import warnings
+
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def make_folder(folder: Path) -> None:
+    """Before anything takes long: whether the answer can be written."""
+    from megatron_lynx.errors import ConfigError, Problem
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(os.fspath(folder), str(error.strerror or error).lower(), "a folder that can be written")
+        raise ConfigError(f"{folder} cannot be used", [problem]) from None
