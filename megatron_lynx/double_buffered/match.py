@@ -91,13 +91,19 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
     for name, parameter in chunk.named_parameters():
         if type(parameter.data) is not torch.Tensor:
             yield Problem(f"parameter {name}", type(parameter.data).__name__, "a plain tensor")
+    yield from _of_a_plan()
+
+
+def check_no_plan() -> None:
+    """Raises `HookRefused` where a plan was installed since: a window would replay with another version's weights."""
+    if problems := list(_of_a_plan()):
+        raise HookRefused("a plan was installed into a run without flushes", problems)
+
+
+def _of_a_plan() -> Iterator[Problem]:
     if getattr(schedules.forward_step, MARK, False):
-        yield Problem(
-            "schedules.forward_step",
-            "a plan that is installed",
-            "none",
-            "replays in windows of another version's micro-batch are not built yet: use Megatron's own recomputation",
-        )
+        todo = "replays in windows of another version's micro-batch are not built yet: use Megatron's own recomputation"
+        yield Problem("schedules.forward_step", "a plan that is installed", "none", todo)
 
 
 def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:

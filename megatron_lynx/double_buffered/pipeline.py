@@ -21,7 +21,7 @@ import torch
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
-from megatron_lynx.double_buffered.match import check
+from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
@@ -96,7 +96,11 @@ class DoubleBuffered:
 
         Returns:
             What the loss function reported, by micro-batch of this batch: on the last stage, elsewhere nothing.
+
+        Raises:
+            HookRefused: a plan was installed since.
         """
+        check_no_plan()
         steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
         actions = [step for step in steps if isinstance(step, Action)]
         then = None if drains else self._next_forward()

@@ -354,6 +354,24 @@ def plan_installed(training: Any) -> Callable[[], None]:
     return lambda: give_back(hooks)
 
 
+def plan_comes_later(rank: int, job: Job) -> str:
+    """How the next batch is answered."""
+    from megatron_lynx.errors import HookRefused
+    from megatron_lynx.testbed.training import initialise
+
+    initialise(job)
+    training = build(job, {})
+    pipeline = without_flushes(job, training, {})
+    undo = plan_installed(training)
+    try:
+        pipeline.forward_backward(lambda *arguments: None, iter(()))
+    except HookRefused as error:
+        return str(error)
+    finally:
+        undo()
+    raise AssertionError("it was accepted")
+
+
 def nothing(training: Any) -> None:
     pass
 

@@ -29,6 +29,11 @@ def test_it_is_refused(pool_of, spoil, how, kind, says):
         assert [words for words in says if words not in text] == []
 
 
+def test_a_plan_that_comes_later_is_refused(pool_of):
+    for text in pool_of(1).run(on_ranks.plan_comes_later, tiny_job("gpt")):
+        assert "a plan was installed into a run without flushes" in text
+
+
 def test_fewer_micro_batches_than_stages(pool_of):
     job = tiny_job("gpt", pipeline=2, microbatches=1)
     for refused, text in pool_of(2).run(on_ranks.refused, job, {}, on_ranks.nothing):
