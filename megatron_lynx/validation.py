@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isclass
 from typing import Any, TypeVar, get_args
 
@@ -60,7 +60,7 @@ class _Fault:
 
     @property
     def wrong_type(self) -> bool:
-        return self.kind.endswith(("_type", "none_required"))
+        return self.kind.endswith(("_type", "none_required", "literal_error"))
 
 
 def validated(model_class: type[ModelT], data: Mapping[str, Any], where: str | os.PathLike[str]) -> ModelT:
@@ -98,13 +98,14 @@ def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> 
             at.setdefault(fault.path, []).append(fault)
     result: list[_Fault] = []
     for path, faults in at.items():
-        sharper = [fault for fault in faults if not fault.wrong_type]
+        sharper = [fault for fault in faults if not fault.wrong_type]  # none of them: a name that none of its arms knows
         deeper = any(len(other) > len(path) and other[: len(path)] == path for other in at)
         if sharper:
             result += dict.fromkeys(sharper)
         elif not deeper:
             needed = " or ".join(dict.fromkeys(fault.needed for fault in faults))
-            result.append(_Fault(path, faults[0].kind, faults[0].found, needed, faults[0].todo))
+            named = next((fault for fault in faults if fault.instead is not None), faults[0])
+            result.append(replace(named, needed=needed))
     return result
 
 

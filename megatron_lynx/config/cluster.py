@@ -93,7 +93,7 @@ class Cluster(_Part):
 
     name: str
     device: Literal["cpu", "cuda"]
-    memory_gib: float = Field(gt=0)
+    memory_gib: float = Field(gt=0, le=1e9)
     """Memory of one device."""
     reserve_gib: float = Field(default=0.0, ge=0)
     """Left alone on each device: driver and library contexts, communication buffers outside the allocator, fragmentation."""

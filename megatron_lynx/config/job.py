@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from math import gcd
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,7 +24,7 @@ class Batch(BaseModel):
 
     micro: int = Field(ge=1)
     """Sequences of one micro-batch (b)."""
-    global_: int = Field(ge=1, alias="global")
+    global_: int = Field(ge=1, le=1_000_000, alias="global")
     """Sequences of one optimizer step over all replicas (B)."""
 
 
@@ -32,9 +33,9 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    activation_mib: float | None = Field(default=None, gt=0)
+    activation_mib: float | None = Field(default=None, gt=0, le=1e12)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
-    memory_gib: float | None = Field(default=None, gt=0)
+    memory_gib: float | None = Field(default=None, gt=0, le=1e9)
     """Everything on one device. None: the cluster's memory, less its reserve."""
 
 
@@ -58,11 +59,10 @@ class Job(BaseModel):
     def _divisible(self) -> Job:
         problems = []
         model, parallel, tensor = self.model, self.parallel, self.parallel.tensor
-        for name, value in (("heads", model.heads), ("ffn", model.ffn)):
+        divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
+        for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
             if value % tensor:
-                problems.append(f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor})")
-        if model.kv_groups % tensor:
-            problems.append(f"model.kv_groups ({model.kv_groups}) must be a multiple of parallel.tensor ({tensor})")
+                problems.append(f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor}), {divide}")
         if parallel.sequence_parallel and model.seq % tensor:
             problems.append(
                 f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
@@ -84,9 +84,12 @@ class Job(BaseModel):
             problems.append(f"layers of a stage ({own}) must be a multiple of {needed}")
         if self.gpus % parallel.ranks:
             sizes = "parallel.tensor x parallel.context x parallel.pipeline"
-            problems.append(f"gpus ({self.gpus}) must be a multiple of {sizes} ({parallel.ranks})")
+            problems.append(
+                f"gpus ({self.gpus}) must be a multiple of {sizes} ({parallel.ranks}), {_nearest(self.gpus, parallel.ranks)}"
+            )
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
-            problems.append(f"batch.global ({self.batch.global_}) must be a multiple of batch.micro x replicas ({share})")
+            needed = f"batch.micro x replicas ({share}), {_nearest(self.batch.global_, share)}"
+            problems.append(f"batch.global ({self.batch.global_}) must be a multiple of {needed}")
         elif self.chunks > 1 and self.microbatches % parallel.pipeline:
             needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
@@ -144,6 +147,12 @@ class Job(BaseModel):
     def digest(self) -> str:
         """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+
+
+def _nearest(number: int, step: int) -> str:
+    """What a size could be instead: the multiples of `step` around it."""
+    below = number // step * step
+    return f"such as {below} or {below + step}" if below else f"such as {step}"
 
 
 def _divisors(number: int) -> str:

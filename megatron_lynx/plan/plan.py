@@ -308,7 +308,7 @@ class BatchFacts(_Part):
     """Micro-batch size, and how many micro-batches a pipeline runs per step."""
 
     micro: int = Field(ge=1)
-    microbatches: int = Field(ge=1)
+    microbatches: int = Field(ge=1, le=1_000_000)
 
 
 class Provenance(_Part):

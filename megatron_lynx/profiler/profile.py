@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,7 +27,7 @@ LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class SavedTensor(_Part):
@@ -145,6 +146,10 @@ class Profile(_Part):
         for half, items in ITEMS_OF.items():
             if set(self.half(half).items) != set(items):
                 problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
+            for index, tensor in enumerate(self.half(half).tensors):
+                problems += _misplaced(tensor, f"{half}.tensors.{index}", items)
+        sizes = [(point.kind, point.bytes) for point in self.links]
+        problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in _repeated(sizes)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -172,6 +177,17 @@ class Profile(_Part):
     def digest(self) -> str:
         """SHA-256 of the profile's canonical JSON: what a plan records as its origin."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
+    """Names that are no items of the tensor's half."""
+    known = ", ".join(items)
+    made = [] if tensor.made_by in ("input", *items) else [f"{where}.made_by is {tensor.made_by!r}, needed one of input, {known}"]
+    return made + [f"{where}.saved_by has {name!r}, needed some of {known}" for name in tensor.saved_by if name not in items]
+
+
+def _repeated(sizes: list[tuple[LinkKind, int]]) -> list[tuple[LinkKind, int]]:
+    return [size for size, times in Counter(sizes).items() if times > 1]
 
 
 def shape_of(job: Job) -> Shape:

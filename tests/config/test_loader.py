@@ -70,8 +70,8 @@ def test_an_unknown_name_lists_what_exists(tmp_path: Path) -> None:
 
 def test_several_rules_of_one_model_are_several_problems(tmp_path: Path) -> None:
     found = refusals(tmp_path, JOB, **{"parallel.tensor": 3, "gpus": 3})
-    assert "job.yaml: model.heads (8) must be a multiple of parallel.tensor (3)" in found
-    assert "job.yaml: model.ffn (1408) must be a multiple of parallel.tensor (3)" in found
+    assert "job.yaml: model.heads (8) must be a multiple of parallel.tensor (3), such as 1, 2, 4" in found
+    assert "job.yaml: model.ffn (1408) must be a multiple of parallel.tensor (3), such as 1, 2, 4" in found
 
 
 def test_overrides_are_blamed_for_their_own_problems(tmp_path: Path) -> None:
@@ -93,6 +93,39 @@ def test_layouts_that_do_not_divide_are_answered_with_some_that_do(tmp_path: Pat
     assert refusals(tmp_path, JOB, **{"parallel.layers_per_chunk": 2}) == [
         "job.yaml: parallel: layers_per_chunk needs pipeline > 1, found pipeline 1"
     ]
+
+
+def test_devices_and_batches_that_do_not_divide_are_answered_with_some_that_do(tmp_path: Path) -> None:
+    assert refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "gpus": 5}) == [
+        "job.yaml: gpus (5) must be a multiple of parallel.tensor x parallel.context x parallel.pipeline (4), such as 4 or 8"
+    ]
+    (found,) = refusals(tmp_path, JOB, **{"batch.micro": 2, "batch.global": 5})
+    assert found == "job.yaml: batch.global (5) must be a multiple of batch.micro x replicas (2), such as 4 or 6"
+
+
+@pytest.mark.parametrize(
+    ("place", "figure", "needed"),
+    [
+        ("budget.memory_gib", 1e300, "at most 1e+09"),
+        ("budget.activation_mib", 1e300, "at most 1e+12"),
+        ("model.layers", 10**12, "at most 10000"),
+        ("batch.global", 10**12, "at most 1e+06"),
+    ],
+)
+def test_figures_beyond_any_machine_are_refused_not_computed_with(tmp_path: Path, place: str, figure: float, needed: str) -> None:
+    assert refusals(tmp_path, JOB, **{place: figure}) == [f"override {place}: found {figure!r}, needed {needed}"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "answer"),
+    [
+        (1.5, "found 1.5, needed at most 1"),
+        ("half", "found 'half', needed one of auto or a number"),
+        ("auot", "found 'auot', needed one of auto or a number; did you mean auto?"),
+    ],
+)
+def test_a_number_or_a_word_is_answered_once_and_with_both(tmp_path: Path, ratio: float | str, answer: str) -> None:
+    assert refusals(tmp_path, JOB, offload_ratio=ratio) == [f"override offload_ratio: {answer}"]
 
 
 def test_a_partition_gives_every_virtual_stage_its_layers() -> None:

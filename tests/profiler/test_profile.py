@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_lynx.errors import ConfigError
@@ -59,3 +61,23 @@ def test_a_profile_of_half_a_layer_is_refused():
     del fewer["activation"]
     with pytest.raises(ValueError, match=r"mlp\.items"):
         made_up_profile(tiny_job(), mlp=profile.mlp.model_copy(update={"items": fewer}))
+
+
+def test_names_and_figures_that_a_layer_cannot_have_are_refused_by_place(tmp_path):
+    profile = with_links((100, 1.0), (200, 2.0)).model_dump(mode="json")
+    profile["mlp"]["tensors"][0] |= {"made_by": "zork", "saved_by": ["linear_qkv"]}
+    profile["links"].append(profile["links"][0])
+    (tmp_path / "p.yaml").write_text(json.dumps(profile))
+    with pytest.raises(ConfigError) as refusal:
+        load_profile(tmp_path / "p.yaml")
+    made, saved, twice = map(str, refusal.value.problems)
+    assert "mlp.tensors.0.made_by is 'zork', needed one of input, pre_mlp_layernorm" in made
+    assert "mlp.tensors.0.saved_by has 'linear_qkv', needed some of pre_mlp_layernorm" in saved
+    assert "all_reduce of 100 bytes is given twice, needed once" in twice
+
+
+def test_seconds_without_end_are_refused(tmp_path):
+    text = json.dumps(with_links((100, 1.0)).model_dump(mode="json")).replace('"seconds": 1.0', '"seconds": 1e400')
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"links\.0\.seconds: found inf, needed a finite number"):
+        load_profile(tmp_path / "p.yaml")
