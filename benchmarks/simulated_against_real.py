@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulated_against_real jobs/demo -o benchmarks/results
 
-The job's profile is measured first (one layer, the ends of the model, its messages). From it alone every plan is simulated. Then
-all plans train in the same processes, in turns; a time is the median over rounds of the slowest rank's step, a ratio the median
-over rounds of that step over stock none's of the same round. The optimizer is in neither. Another profile, measured last, says
-whether the machine stayed as fast as it was (drift: seconds of a layer then, over seconds before).
+The job's profile (one layer, the ends of the model, its messages) is measured before and after; a simulated time is the mean of
+what the two make of a plan, and nothing else is known of the machine. Drift: seconds of a layer after, over seconds before. In
+between all plans train in the same processes, in turns; a time is the median over rounds of the slowest rank's step, a ratio the
+median over rounds of that step over stock none's of the same round. The optimizer is in neither.
 
 Bytes are what the first stage holds between forward and backward of its first micro-batch. Simulated: what its layers keep, and
 the ends of the model. Measured, in a step of its own: what the allocator reports beyond the level before the step.
@@ -90,25 +90,39 @@ def plans_of(job: Job, profile: Profile) -> dict[str, Plan]:
     return plans
 
 
-def rows(job: Job, profile: Profile, place: Place, rounds: int) -> list[Row]:
-    plans = plans_of(job, profile)
+@dataclass(frozen=True)
+class Trained:
+    """What was measured of every plan, by its name."""
+
+    held_bytes: dict[str, int]
+    step_s: dict[str, list[float]]
+    """Of the slowest rank, round by round."""
+
+
+def train(job: Job, plans: dict[str, Plan], place: Place, rounds: int) -> Trained:
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
     held: list[dict[str, int]] = place.run(count, job, candidates)
     laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
-    plans = {NONE.name: uniform_plan(job, "none")} | plans
-    simulated = {name: rehearse(plan, profile).step_s for name, plan in plans.items()}
-    measured = {name: [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)] for name in plans}
+    names = [each.name for each in candidates]
+    return Trained(
+        held[0], {name: [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)] for name in names}
+    )
+
+
+def rows(plans: dict[str, Plan], profiles: tuple[Profile, Profile], trained: Trained) -> list[Row]:
+    simulated = {name: statistics.mean(rehearse(plan, each).step_s for each in profiles) for name, plan in plans.items()}
+    none_s = trained.step_s[NONE.name]
     return [
         Row(
             plan=name,
             simulated_s=simulated[name],
-            measured_s=statistics.median(measured[name]),
-            lowest_s=min(measured[name]),
-            highest_s=max(measured[name]),
+            measured_s=statistics.median(trained.step_s[name]),
+            lowest_s=min(trained.step_s[name]),
+            highest_s=max(trained.step_s[name]),
             simulated_ratio=simulated[name] / simulated[NONE.name],
-            measured_ratio=statistics.median(map(operator.truediv, measured[name], measured[NONE.name])),
-            simulated_bytes=resident_bytes(plan, profile),
-            measured_bytes=held[0][name],
+            measured_ratio=statistics.median(map(operator.truediv, trained.step_s[name], none_s)),
+            simulated_bytes=resident_bytes(plan, profiles[0]),
+            measured_bytes=trained.held_bytes[name],
         )
         for name, plan in plans.items()
     ]
@@ -155,10 +169,13 @@ def main() -> None:
     chosen = parser.parse_args()
     job = load_job(chosen.job)
     with place_for(job) as place:
-        profile = measure_profile(job, place, lambda what: nullcontext())
-        found = rows(job, profile, place, chosen.rounds)
-        drift = layer_s(measure_profile(job, place, lambda what: nullcontext())) / layer_s(profile)
+        before = measure_profile(job, place, lambda what: nullcontext())
+        plans = plans_of(job, before)
+        trained = train(job, plans, place, chosen.rounds)
+        after = measure_profile(job, place, lambda what: nullcontext())
         machine = this_machine(place.links, "cpu")
+    found = rows({NONE.name: uniform_plan(job, "none")} | plans, (before, after), trained)
+    drift = layer_s(after) / layer_s(before)
     text = markdown(chosen.job, found, f"{machine}; {place.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
     stem = chosen.output / f"{date.today()}-simulated-{Path(chosen.job).stem}"
     stem.with_suffix(".md").write_text(text)
@@ -170,7 +187,7 @@ def main() -> None:
         "rounds": chosen.rounds,
         "drift": drift,
         "rows": shown,
-        "profile": profile.model_dump(mode="json"),
+        "profiles": [each.model_dump(mode="json") for each in (before, after)],
     }
     stem.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
     print(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_lynx.cost.communication import gather_once_s
+from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of
 from megatron_lynx.cost.memory import half_memory
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
@@ -57,12 +57,13 @@ def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
     """What one micro-batch costs on one stage, or on one chunk of it."""
     place = stage.stage, stage.chunk
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
+    message_bytes = message_bytes_of(profile)
     passes = stage_passes(
         tuple(_treated(plan, stage, profile)),
         profile,
-        message_bytes_of(profile),
-        embedding=profile.embedding if first else None,
-        head=profile.head if last else None,
+        message_bytes,
+        embedding=embedding_of(profile, message_bytes) if first else None,
+        head=head_of(profile, message_bytes) if last else None,
     )
     return replace(passes, copy=_copy(stage, profile))
 

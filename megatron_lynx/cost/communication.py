@@ -15,7 +15,9 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_lynx.items import COLUMN_PARALLEL, Half
-from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
+
+SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
 
 def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> tuple[float, ...]:
@@ -33,6 +35,34 @@ def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Hal
     if passing == "fwd":
         return gather, scatter
     return gather, max(0.0, gather - linear.dgrad_s), max(0.0, scatter - linear.wgrad_s)
+
+
+def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
+    """The embedding with its own collectives: every rank looks up its part of the vocabulary, then they are summed up.
+
+    Under sequence parallelism the sum is scattered (learned positions reduce it whole; that is not told apart), and the gradient
+    is gathered.
+    """
+    if not profile.shape.sequence_parallel:
+        return _longer(profile.embedding, profile.link_s("all_reduce", message_bytes), 0.0)
+    forward_s, backward_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
+    return _longer(profile.embedding, forward_s, backward_s)
+
+
+def head_of(profile: Profile, message_bytes: int) -> BlockProfile:
+    """The head with its own collectives, those of a column-parallel linear: the gradient's reduction runs behind the wgrad GEMM,
+    which is taken to be a third of the head's backward. The loss's are a few bytes a row, and not counted."""
+    behind_s = profile.head.backward_s / 3
+    if not profile.shape.sequence_parallel:
+        return _longer(profile.head, 0.0, max(0.0, profile.link_s("all_reduce", message_bytes) - behind_s))
+    scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
+    return _longer(profile.head, gather_s, max(0.0, gather_s - behind_s) + max(0.0, scatter_s - behind_s))
+
+
+def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockProfile:
+    if not forward_s and not backward_s:
+        return block
+    return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
 def gather_once_s(profile: Profile, half: Half, behind: Half | None, message_bytes: int) -> float:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 
 T = TypeVar("T")
 
@@ -74,10 +75,12 @@ def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) ->
 def stage_of_layers(job: Job, profile: Profile, stage: int, layer: LayerSeconds) -> StageSeconds:
     """A stage of such layers, with the ends of the model that it holds."""
     layers, first, last = job.layers_on(stage), stage == 0, stage == job.parallel.pipeline - 1
+    message_bytes = LayerShape.of(job).gathered_bytes
+    embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
     forward, backward = (sum(layers * half_s for half_s in halves) for halves in (layer.forward_s, layer.backward_s))
     return StageSeconds(
-        forward + (first * profile.embedding.forward_s + last * profile.head.forward_s),
-        backward + (first * profile.embedding.backward_s + last * profile.head.backward_s) + layers * layer.replay_s,
+        forward + (first * embedding.forward_s + last * head.forward_s),
+        backward + (first * embedding.backward_s + last * head.backward_s) + layers * layer.replay_s,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.config import Job
+from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage_memory import stage_memory
@@ -94,9 +95,11 @@ def _layer_seconds(config: Mapping[str, Any], published: Mapping[str, Any]) -> I
     """Forward and backward of one layer: the stage's without its ends."""
     job, experiment = job_of(config, EXPERIMENTS[published["exp"]]), published["exp"]
     profile = analytic_profile(job)
-    stage = replaying_stage_s(job, profile, 0, LayerShape.of(job).gathered_bytes)
-    forward_ms = 1e3 * (stage.forward_s - profile.embedding.forward_s - profile.head.forward_s) / job.model.layers
-    backward_ms = 1e3 * (stage.backward_s - profile.embedding.backward_s - profile.head.backward_s) / job.model.layers
+    message_bytes = LayerShape.of(job).gathered_bytes
+    stage = replaying_stage_s(job, profile, 0, message_bytes)
+    embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
+    forward_ms = 1e3 * (stage.forward_s - embedding.forward_s - head.forward_s) / job.model.layers
+    backward_ms = 1e3 * (stage.backward_s - embedding.backward_s - head.backward_s) / job.model.layers
     computed = (
         ("fwd", forward_ms, "efficiency"),
         ("bwd", backward_ms, "beside_collective"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -44,7 +44,8 @@ class LayerCost:
     def of(cls, job: Job) -> LayerCost:
         """Of the job's layers, however they are spread over stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
-        embedding_s, head_s = (block.forward_s + block.backward_s for block in (profile.embedding, profile.head))
+        ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes)
+        embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
         whole = {policy: _whole_model_s(job, profile, shape, policy) for policy in STOCK}
         layer_s = (whole["none"] - embedding_s - head_s) / job.model.layers
         return cls(

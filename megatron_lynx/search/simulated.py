@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -35,9 +36,10 @@ def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, messag
 
 def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
     """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
-    whole = replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes)
-    first = profile.embedding if stage == 0 else NO_BLOCK
-    last = profile.head if stage == job.parallel.pipeline - 1 else NO_BLOCK
+    message_bytes = LayerShape.of(job).gathered_bytes
+    whole = replaying_stage_s(job, profile, stage, message_bytes)
+    first = embedding_of(profile, message_bytes) if stage == 0 else NO_BLOCK
+    last = head_of(profile, message_bytes) if stage == job.parallel.pipeline - 1 else NO_BLOCK
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks
     backward_s = (whole.backward_s - first.backward_s - last.backward_s) / job.chunks
     forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks
