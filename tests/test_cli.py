@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_lynx.cli import app
 from megatron_lynx.config import Job
+from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.simulator.timeline import Timeline
@@ -157,3 +158,14 @@ def test_hooks_are_as_recorded() -> None:
     rows = json.loads(done.stdout)["hooks"]
     assert {row["hook"] for row in rows} == {"halves", "sites", "collectives", "random_state", "steps", "receives"}
     assert all(row["as_recorded"] for row in rows)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written_is_an_error_without_a_traceback(form: list[str]) -> None:
+    plan = bundled_configs() / "plans" / "llama-7b-a100-80g.yaml"
+    command = [sys.executable, "-m", "megatron_lynx.cli", "explain", str(plan), *form]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "standard output cannot be written: no space left on device\n"

@@ -5,6 +5,8 @@ command ─> LynxError ─> stderr: every problem                exit 1: the ans
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -45,5 +47,14 @@ def megatron_lynx(
 
 
 def main() -> None:
-    """The console script."""
-    app(prog_name="megatron-lynx")
+    """The console script. An answer that nobody can be given is an error like others."""
+    try:
+        try:
+            app(prog_name="megatron-lynx")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of the answer must not be tried again
+        typer.echo(f"standard output cannot be written: {(error.strerror or str(error)).lower()}", err=True)
+        sys.exit(2)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ def show(answer: RenderableType) -> None:
 def page() -> Console:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    page = sys.stdout or StringIO()  # none where the shell has closed it
+    return Console(file=page, width=None if page.isatty() else WIDTH_OF_FILES)
 
 
 def show_error(error: LynxError) -> None:

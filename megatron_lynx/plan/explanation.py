@@ -100,7 +100,7 @@ def _beside(stage: Stage) -> Text | None:
 def _expected(predicted: Predicted) -> Text:
     if predicted == Predicted():
         return Text("predicted: nothing is stated\n")
-    facts = [] if predicted.step_s is None else [f"step {format_seconds(predicted.step_s)}"]
+    facts = [] if predicted.step_s is None else [f"step {format_seconds(predicted.step_s)} and the optimizer's update"]
     facts += [
         f"replay hidden {format_seconds(predicted.hidden_replay_s)}, exposed {format_seconds(predicted.exposed_replay_s)}",
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",

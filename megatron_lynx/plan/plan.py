@@ -205,7 +205,7 @@ class Predicted(_Part):
     """What the planner expects of one stage. Seconds and bytes are of one step on one rank."""
 
     step_s: float | None = None
-    """Seconds of the whole step."""
+    """Seconds of the step's forwards and backwards over all stages; reducing gradients and the optimizer's update come on top."""
     hidden_replay_s: float = 0.0
     """Seconds of replay that run inside windows."""
     exposed_replay_s: float = 0.0
