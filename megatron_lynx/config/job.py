@@ -24,7 +24,7 @@ class Batch(BaseModel):
 
     micro: int = Field(ge=1)
     """Sequences of one micro-batch (b)."""
-    global_: int = Field(ge=1, le=1_000_000, alias="global")
+    global_: int = Field(ge=1, le=100_000_000, alias="global")
     """Sequences of one optimizer step over all replicas (B)."""
 
 
