@@ -135,8 +135,8 @@ def test_backward_in_a_second_thread(pool_of: Pools) -> None:
 
 
 def test_copies_leave_behind_a_forward_and_return_before_their_backward(pool_of: Pools) -> None:
-    """The plan decides when (rule R1): a way out begins behind its forward; a reload when the pass before its own
-    backward begins."""
+    """The plan decides when (rule R1): a way out begins behind its forward; a reload is asked for when the
+    pass before its own backward begins. When the copier's thread gets to it is the machine's to say."""
     job = tiny_job("gpt", pipeline=4, microbatches=6)
     plan = offloading(plan_for(job, lambda layer: ()), chunk_bytes(job))
     for outcomes in checked(pool_of, job, [plan], Trial(steps=1, traced=True))[:3]:
@@ -145,8 +145,6 @@ def test_copies_leave_behind_a_forward_and_return_before_their_backward(pool_of:
             mine = {kind: spans(events, kind, number) for kind in ("forward", "offload", "reload", "backward")}
             assert mine["forward"][-1]["end_s"] <= mine["offload"][0]["start_s"]
             assert mine["offload"][0]["end_s"] <= mine["reload"][-1]["start_s"]
-            if number:
-                assert spans(events, "backward", number - 1)[-1]["end_s"] >= mine["reload"][0]["start_s"]
             if number > 1:
                 assert spans(events, "backward", number - 2)[-1]["end_s"] <= mine["reload"][0]["start_s"], "not two ahead"
 

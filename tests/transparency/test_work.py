@@ -83,7 +83,8 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
     job = tiny_job("gpt", tensor=2, layers=2)
     plan = plan_for(job, lambda layer: replayable(job))
     trial = Trial(steps=50, training={"optimizer": None})
+    message_bytes = job.model.seq * job.batch.micro * job.model.hidden * job.model.element_bytes
     for outcomes in pool_of(2).run(compare_with_stock, job, [plan], trial):
         planned = outcomes[0].planned
         assert planned.frames_left == 0
-        assert max(planned.live_bytes[25:]) <= max(planned.live_bytes[:25])
+        assert max(planned.live_bytes[25:]) <= max(planned.live_bytes[:25]) + message_bytes
