@@ -74,6 +74,10 @@ class Pcie(Link):
     gpus_per_link: int = Field(default=1, ge=1)
     """Devices below one switch, whose copies share its uplink."""
 
+    def shared_s(self, size_bytes: float) -> float:
+        """Seconds of one copy while every device below the switch makes one like it."""
+        return self.latency_us * 1e-6 + size_bytes * self.gpus_per_link / self.byte_per_s
+
 
 class Nic(Link):
     """A network card, one port, one direction."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.items import HALVES
-from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 
 T = TypeVar("T")
@@ -74,14 +74,20 @@ def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) ->
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, layer: LayerSeconds) -> StageSeconds:
     """A stage of such layers, with the ends of the model that it holds."""
-    layers, first, last = job.layers_on(stage), stage == 0, stage == job.parallel.pipeline - 1
-    message_bytes = LayerShape.of(job).gathered_bytes
-    embedding, head = embedding_of(profile, message_bytes), head_of(profile, message_bytes)
+    layers, ends = job.layers_on(stage), _ends(job, profile, stage)
     forward, backward = (sum(layers * half_s for half_s in halves) for halves in (layer.forward_s, layer.backward_s))
     return StageSeconds(
-        forward + (first * embedding.forward_s + last * head.forward_s),
-        backward + (first * embedding.backward_s + last * head.backward_s) + layers * layer.replay_s,
+        forward + sum(end.forward_s for end in ends),
+        backward + sum(end.backward_s for end in ends) + layers * layer.replay_s,
     )
+
+
+def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
+    """The ends of the model that a stage holds: most hold none."""
+    message_bytes = LayerShape.of(job).gathered_bytes
+    first = [embedding_of(profile, message_bytes)] if stage == 0 else []
+    last = [head_of(profile, message_bytes)] if stage == job.parallel.pipeline - 1 else []
+    return first + last
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:

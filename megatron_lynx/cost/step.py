@@ -91,8 +91,7 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
     for number, in_flight in enumerate(chunks_in_flight_by_stage(job)):
         if in_flight > CHUNKS_NOT_OFFLOADED:
             size = max(job.chunk_layers(number)) * layer
-            copy_s = pcie.latency_us * 1e-6 + ratio * size * pcie.gpus_per_link / pcie.byte_per_s
-            exposed.append(exposed_copies_s(job, stages[number], number, copy_s, message_s))
+            exposed.append(exposed_copies_s(job, stages[number], number, pcie.shared_s(ratio * size), message_s))
     return max(exposed)
 
 

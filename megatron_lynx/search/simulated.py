@@ -55,5 +55,5 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
     if pcie is None or ratio == 0 or not offloads(job, stage):
         return None
     size = ratio * chunk_bytes(job, stage)
-    seconds = pcie.latency_us * 1e-6 + size * pcie.gpus_per_link / pcie.byte_per_s
+    seconds = pcie.shared_s(size)
     return HostCopy(seconds, seconds, round(size))
