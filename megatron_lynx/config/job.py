@@ -129,6 +129,12 @@ class Job(BaseModel):
         stated = self.budget.memory_gib
         return int(GIB * (self.cluster.memory_gib - self.cluster.reserve_gib if stated is None else stated))
 
+    @property
+    def host_sharers(self) -> int:
+        """The job's devices in one node, which share its host memory; all of them where no node is described."""
+        node = self.cluster.node
+        return self.gpus if node is None else min(node.gpus, self.gpus)
+
     def layers_of(self, stage: int, chunk: int = 0) -> range:
         """Megatron's layer numbers (from 1) of one chunk of a stage."""
         partition, virtual_stage = self.partition, chunk * self.parallel.pipeline + stage

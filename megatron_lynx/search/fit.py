@@ -85,5 +85,5 @@ def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
     assert node is not None, "who offloads says where to"
     roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})
     ratio = smallest_ratio(job.model_copy(update={"cluster": roomy}))
-    needed = min(node.gpus, job.gpus) * max(host_bytes(job, each, ratio) for each in range(job.parallel.pipeline))
+    needed = job.host_sharers * max(host_bytes(job, each, ratio) for each in range(job.parallel.pipeline))
     return Excess(job, stage, least, needed, node.host_memory_gib * GIB, host=True)

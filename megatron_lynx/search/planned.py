@@ -127,5 +127,5 @@ def _excess(job: Job, stages: Stages) -> Excess:
     stage = max(range(len(memory)), key=lambda number: memory[number].total)
     if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
         return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
-    needed = min(job.cluster.node.gpus, job.gpus) * max(stages.least(each).host_bytes for each in range(len(memory)))
+    needed = job.host_sharers * max(stages.least(each).host_bytes for each in range(len(memory)))
     return Excess(job, stage, memory[stage], needed, job.cluster.node.host_memory_gib * GIB, host=True)

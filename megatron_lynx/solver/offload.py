@@ -57,7 +57,7 @@ def _host_shortage(job: Job, ratio: float) -> Problem | None:
     node = job.cluster.node
     if node is None or ratio == 0:
         return None
-    devices = min(node.gpus, job.gpus)
+    devices = job.host_sharers
     needed = devices * max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline))
     if needed <= node.host_memory_gib * GIB:
         return None

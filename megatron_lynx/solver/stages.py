@@ -180,8 +180,8 @@ class Stages:
         return round(self.job.microbatches * answer.exposed_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
-        node = self.job.cluster.node
-        if node is None or answer.host_bytes * (devices := min(node.gpus, self.job.gpus)) <= node.host_memory_gib * GIB:
+        node, devices = self.job.cluster.node, self.job.host_sharers
+        if node is None or answer.host_bytes * devices <= node.host_memory_gib * GIB:
             return None
         found = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
         return Problem(f"host memory of a node, stage {answer.stage}", found, f"at most {node.host_memory_gib:g} GiB")
