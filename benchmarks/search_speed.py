@@ -12,20 +12,16 @@ Seconds of this process on its processor, for machines that are shared, and by t
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+from benchmarks import one_core
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs
-from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.search import search
 from megatron_lynx.search.candidate import in_words
 from megatron_lynx.search.floor import STOCK
@@ -83,7 +79,7 @@ def _job(model: str, batch: int, seq: int | None) -> Job:
     return Job.model_validate({"model": shape, "cluster": cluster, "gpus": 1, "batch": {"micro": 1, "global": batch}})
 
 
-def markdown(found: list[Row], machine: str) -> str:
+def markdown(found: Sequence[Row], machine: str) -> str:
     lines = [f"# Seconds of searching, {date.today()}", "", machine, ""]
     lines += ["| what | devices | batch | candidates | processor s | clock s | best | step s | MFU |"]
     lines += ["|---|--:|--:|--:|--:|--:|---|--:|--:|"]
@@ -96,23 +92,11 @@ def markdown(found: list[Row], machine: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3, help="every figure is the median of so many")
-    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
-    asked = parser.parse_args()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    found = []
-    for each in rows(asked.rounds):
-        print(f"{each.what:22} {each.gpus:6} devices  {each.processor_s:6.2f} s  {each.considered} candidates", flush=True)
-        found.append(each)
-    machine = this_machine(Links(kind="none"))
-    text = markdown(found, f"One core of {machine.cpu}, Python {machine.python}; medians of {asked.rounds} rounds.")
-    print(text)
-    if asked.output is not None:
-        name = f"{date.today()}-search-speed"
-        (asked.output / f"{name}.md").write_text(text)
-        content = {"machine": machine.model_dump(), "rounds": asked.rounds, "rows": [asdict(each) for each in found]}
-        (asked.output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    one_core.run("search-speed", __doc__, 3, rows, _line, markdown)
+
+
+def _line(row: Row) -> str:
+    return f"{row.what:22} {row.gpus:6} devices  {row.processor_s:6.2f} s  {row.considered} candidates"
 
 
 if __name__ == "__main__":

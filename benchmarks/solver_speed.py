@@ -11,20 +11,16 @@ Then the growth of each with its size. A profile is at hand when the clock start
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+from benchmarks import one_core
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs
-from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import Solved
@@ -140,24 +136,11 @@ def markdown(found: Sequence[Row], machine: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7, help="every figure is the median of so many")
-    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
-    asked = parser.parse_args()
-    core = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})
-    found = []
-    for row in rows(asked.rounds):
-        print(f"{row.what:10} {row.size:28} {row.median_s:9.4f} s   {row.note}", flush=True)
-        found.append(row)
-    machine = this_machine(Links(kind="none"))
-    text = markdown(found, f"One core of {machine.cpu}, Python {machine.python}; medians of {asked.rounds} rounds.")
-    print(text)
-    if asked.output is not None:
-        name = f"{date.today()}-solver-speed"
-        (asked.output / f"{name}.md").write_text(text)
-        content = {"machine": machine.model_dump(), "rounds": asked.rounds, "rows": [asdict(row) for row in found]}
-        (asked.output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    one_core.run("solver-speed", __doc__, 7, rows, _line, markdown)
+
+
+def _line(row: Row) -> str:
+    return f"{row.what:10} {row.size:28} {row.median_s:9.4f} s   {row.note}"
 
 
 if __name__ == "__main__":
