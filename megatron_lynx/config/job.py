@@ -17,6 +17,11 @@ Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """What is recomputed: nothing; stock's core attention; norms and activation (Yuan et al.); whole layers; as planned."""
 
 
+Schedule = Literal["flush", "double_buffered"]
+"""How a pipeline goes from batch to batch: it is emptied before each update (1F1B; interleaved, where stages have several
+chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
+
+
 class Batch(BaseModel):
     """Sizes in sequences."""
 
@@ -54,6 +59,9 @@ class Job(BaseModel):
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the bytes that a chunk saves for backward which goes to host memory; auto: the smallest that fits."""
     budget: Budget = Budget()
+    schedule: Schedule = "flush"
+    defer_updates: bool = True
+    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Job:
@@ -93,9 +101,30 @@ class Job(BaseModel):
         elif self.chunks > 1 and self.microbatches % parallel.pipeline:
             needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
+        if not problems:
+            problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _flushless_problems(self) -> list[str]:
+        """Two versions of the weights are enough where a batch has a micro-batch for every stage, and stages have one chunk."""
+        pipeline, found, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
+        if pipeline == 1:
+            return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
+        problems = []
+        if self.chunks > 1:
+            needed = "chunk of each stage: it cannot be interleaved"
+            problems.append(
+                f"parallel makes {self.chunks} chunks of each stage, schedule double_buffered needs 1 {needed}, {todo}"
+            )
+        if found < pipeline:
+            needed = f"at least parallel.pipeline ({pipeline}) with schedule double_buffered, or two versions would not do"
+            problems.append(f"micro-batches of a pipeline ({found}) must be {needed}: enlarge batch.global, {todo}")
+        return problems
+
+    def _flushing_problems(self) -> list[str]:
+        return [] if self.defer_updates else ["defer_updates is false, but schedule flush has nothing to defer: leave it out"]
 
     @property
     def replicas(self) -> int:
@@ -151,8 +180,11 @@ class Job(BaseModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
-        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+        """SHA-256 of the job's canonical JSON: what a plan records as its origin.
+
+        A job that flushes has the one that it had before there was a choice."""
+        later = {"schedule", "defer_updates"} if self.schedule == "flush" else None
+        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=later).encode()).hexdigest()
 
 
 def _nearest(number: int, step: int) -> str:

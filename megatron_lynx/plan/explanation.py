@@ -52,6 +52,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
     yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
+    if plan.schedule == "double_buffered":
+        updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
+        yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
     yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
 

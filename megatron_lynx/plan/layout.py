@@ -3,6 +3,7 @@
     all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
     no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b
     anything else                                   --pipeline-model-parallel-layout 'Et*3|(t*4|)*6t*3L'
+    without flushes                                 --lynx-schedule double-buffered
 
 The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, L loss, | the next one.
 """
@@ -22,7 +23,8 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
-    return (*flags, *layer_flags(plan), f"--micro-batch-size {plan.batch.micro}")
+    schedule = () if plan.schedule == "flush" else ("--lynx-schedule double-buffered",)
+    return (*flags, *layer_flags(plan), f"--micro-batch-size {plan.batch.micro}", *schedule)
 
 
 def layer_flags(plan: Plan) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
-from megatron_lynx.plan import order
+from megatron_lynx.plan import double_buffered, order
 from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD, Collective, window_at
 from megatron_lynx.units import MIB
 
@@ -327,6 +327,10 @@ class Plan(_Part):
     model: ModelFacts
     parallel: ParallelFacts
     batch: BatchFacts
+    schedule: Literal["flush", "double_buffered"] = "flush"
+    """Whether the pipeline is emptied before each update (1F1B, interleaved), or never (gradients are then one update old)."""
+    defer_updates: bool = True
+    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
     stages: tuple[Stage, ...]
     provenance: Provenance
 
@@ -336,7 +340,7 @@ class Plan(_Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
-        problems = [*_impossible_chunks(self), *_missing_stages(self), *_broken_layers(self)]
+        problems = [*_impossible_chunks(self), *double_buffered.problems(self), *_missing_stages(self), *_broken_layers(self)]
         for at, stage in enumerate(self.stages):
             for rule in stage.rules:
                 problems += [f"stages.{at} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
@@ -406,7 +410,9 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
         for name in names:
             if name == RECV_BACKWARD and last:
                 yield f"windows.{half} is {name}, but the last stage receives no gradient"
-            if name.startswith("fwd.") and last:
+            if name.startswith("fwd.") and plan.schedule == "double_buffered":
+                yield f"windows.{half} is {name}, {double_buffered.NO_FORWARD_WINDOW}"
+            elif name.startswith("fwd.") and last:
                 yield f"windows.{half} is {name}, but on the last stage a micro-batch's own forward runs just before its backward"
             elif name.startswith("fwd.") and layout.chunks > 1:
                 yield from _no_such_place(plan, stage, rule, name)

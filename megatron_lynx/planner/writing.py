@@ -84,6 +84,8 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             sequence_parallel=job.parallel.sequence_parallel,
         ),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        schedule=job.schedule,
+        defer_updates=job.defer_updates,
         stages=stages,
         provenance=provenance,
     )

@@ -153,3 +153,39 @@ def test_a_partition_must_cover_the_model(tmp_path: Path) -> None:
     assert refusals(tmp_path, JOB, **{"parallel.pipeline": 2, "parallel.partition": [2, 1, 1], "gpus": 4}) == [
         "job.yaml: parallel: partition has 3 numbers, but pipeline 2 needs a multiple of 2"
     ]
+
+
+PIPELINE = JOB.replace("tensor: 2", "pipeline: 2") + "schedule: double_buffered\n"
+
+
+def test_without_flushes(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(PIPELINE)
+    job = load_job(tmp_path / "job.yaml")
+    assert (job.schedule, job.defer_updates, job.microbatches) == ("double_buffered", True, 4)
+    flushing = load_job(tmp_path / "job.yaml", {"schedule": "flush"})
+    assert flushing.digest != job.digest
+
+
+def test_two_versions_need_a_micro_batch_for_every_stage(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, PIPELINE, **{"batch.global": 1})
+    assert "micro-batches of a pipeline (1) must be at least parallel.pipeline (2)" in found
+
+
+def test_two_versions_cannot_be_interleaved(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, PIPELINE, **{"parallel.layers_per_chunk": 1})
+    assert "parallel makes 2 chunks of each stage, schedule double_buffered needs 1 chunk" in found
+
+
+def test_one_stage_has_no_flush(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB, schedule="double_buffered")
+    assert "parallel.pipeline (1) has no flush to leave out" in found
+
+
+def test_a_flush_has_nothing_to_defer(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB, defer_updates=False)
+    assert "defer_updates is false, but schedule flush" in found
+
+
+def test_unknown_schedules(tmp_path: Path) -> None:
+    found = "\n".join(refusals(tmp_path, JOB, schedule="double-buffered"))
+    assert "schedule: found 'double-buffered', needed one of flush, double_buffered" in found

@@ -259,3 +259,26 @@ def test_what_is_wrong_in_a_file_is_said_at_its_key(line: str, tmp_path: Path) -
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=24))
 def test_a_layout_that_is_printed_is_read_back(counts: list[int]) -> None:
     assert layers_of_layout(layout_text(counts)) == tuple(counts)
+
+
+PIPELINE = f"{SMALL} --pipeline-model-parallel-size 4 --global-batch-size 16"
+
+
+def test_the_schedule_is_our_own_flag() -> None:
+    assert "schedule" not in facts(PIPELINE)
+    assert facts(f"{PIPELINE} --lynx-schedule double-buffered")["schedule"] == "double_buffered"
+    assert facts(f"{PIPELINE} --lynx-schedule=double-buffered --lynx-schedule flush")["schedule"] == "flush"
+    job = job_of(read(f"{PIPELINE} --lynx-schedule double-buffered"), "a100-80g")
+    assert (job.schedule, job.microbatches) == ("double_buffered", 4)
+
+
+@pytest.mark.parametrize("said", ["--lynx-schedule gpipe", "--lynx-schedule", "--lynx-schedule --lr 1"])
+def test_schedules_that_there_are_not(said: str) -> None:
+    assert "--lynx-schedule: " in (found := problems(f"{PIPELINE} {said}"))
+    assert "flush, double-buffered" in found
+
+
+def test_too_few_micro_batches_for_two_versions() -> None:
+    with pytest.raises(ConfigError) as caught:
+        job_of(read(f"{PIPELINE} --lynx-schedule double-buffered --global-batch-size 12"), "a100-80g")
+    assert "micro-batches of a pipeline (3) must be at least parallel.pipeline (4)" in str(caught.value)

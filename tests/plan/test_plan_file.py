@@ -198,3 +198,36 @@ def test_whole_micro_batches_are_the_first_of_each_group() -> None:
     assert [micro_batch in whole for micro_batch in range(6)] == [True, True, False, True, True, False]
     with pytest.raises(ValueError, match="the first 4 of every 3 micro-batches are more than there are"):
         Whole(of_every=3, first=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"batch": {"micro": 1, "microbatches": 1}}, "batch.microbatches is 1: it needs at least pipeline (2)"),
+        ({"parallel": {"tensor": 2, "pipeline": 1}}, "pipeline is 1: it needs at least 2 stages"),
+        ({"parallel": {"tensor": 2, "pipeline": 2, "chunks": 2}}, "parallel.chunks is 2: it needs 1"),
+        ({"schedule": "flush", "defer_updates": False}, "schedule flush has nothing to defer"),
+    ],
+)
+def test_two_versions_have_their_limits(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
+    plan = {**small_plan(), "schedule": "double_buffered", **changes}
+    assert any(found in problem for problem in problems_of(tmp_path, write_yaml(plan)))
+
+
+def test_forward_windows_are_another_versions(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan["stages"][0]["ahead_depth"] = 2
+    plan["stages"][0]["rules"][0]["windows"] = {"mlp": {"steady": "fwd.mlp.0", "cooldown": "bwd.attention.0+1"}}
+    found = "\n".join(problems_of(tmp_path, write_yaml({**plan, "schedule": "double_buffered"})))
+    assert "windows.mlp is fwd.mlp.0, but with schedule double_buffered the forward before a backward" in found
+
+
+def test_a_plan_that_flushes_does_not_say_so(tmp_path: Path) -> None:
+    """Plans from before there was a choice read, and are written, as they were."""
+    plan = Plan.model_validate(small_plan())
+    assert plan.schedule == "flush"
+    assert "schedule" not in dump_plan(plan)
+    without = Plan.model_validate({**small_plan(), "schedule": "double_buffered"})
+    save_plan(without, tmp_path / "plan.yaml")
+    assert "\nschedule: double_buffered\n" in (tmp_path / "plan.yaml").read_text()
+    assert load_plan(tmp_path / "plan.yaml") == without

@@ -1,0 +1,33 @@
+"""What a plan for a pipeline that is never flushed cannot be: two versions of the weights, one chunk on each stage.
+
+batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, and with another version of the weights:
+batch j + 1       F   F   F ...    its collectives hide no replay, those of backwards and receives do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_lynx.plan.plan import Plan
+
+NO_FORWARD_WINDOW = (
+    "but with schedule double_buffered the forward before a backward may be the next batch's, with other weights: "
+    "only windows of backwards and pipe.recv_backward hide replays"
+)
+
+
+def problems(plan: Plan) -> Iterator[str]:
+    """Where its schedule and its layout do not go together, with both numbers."""
+    layout, found = plan.parallel, plan.batch.microbatches
+    if plan.schedule == "flush":
+        if not plan.defer_updates:
+            yield "defer_updates is false, but schedule flush has nothing to defer"
+        return
+    if layout.pipeline == 1:
+        yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
+    if layout.chunks > 1:
+        yield f"schedule is double_buffered, but parallel.chunks is {layout.chunks}: it needs 1, as it cannot be interleaved"
+    if found < layout.pipeline:
+        yield f"schedule is double_buffered, but batch.microbatches is {found}: it needs at least pipeline ({layout.pipeline})"
