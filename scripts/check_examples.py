@@ -81,6 +81,7 @@ COMPARED = {
     "context_parallel_size": "parallel.context",
     "sequence_parallel": "parallel.sequence_parallel",
     "use_distributed_optimizer": "parallel.distributed_optimizer",
+    "gradients": "optimizer.gradients",
     "micro_batch_size": "batch.micro",
     "global_batch_size": "batch.global",
 }
@@ -272,6 +273,7 @@ def answer_to(arguments: list[str], gpus: int) -> dict[str, Any]:
         values |= vars(parsed.language_model) | vars(parsed.model_parallel)
     if stopped and values["tensor_model_parallel_size"] == 1:
         values["sequence_parallel"] = None  # it would have been switched off later
+    values["gradients_known"] = not stopped
     return {"values": dict(by_our_names(values)), "taken": True, "stopped": stopped}
 
 
@@ -282,6 +284,9 @@ def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         values["swiglu"] = True
     values["num_query_groups"] = values["num_query_groups" if values["group_query_attention"] else "num_attention_heads"]
     values["half"] = values["bf16"] or values["fp16"]
+    if values.pop("gradients_known"):  # a validation that stopped may not have come to them
+        summed = values["accumulate_allreduce_grads_in_fp32"] or not values["half"]
+        values["gradients"] = "fp32" if summed else "bf16"
     positions = {"learned_absolute": "learned"}
     words: dict[str, Callable[[Any], Any]] = {
         "swiglu": lambda value: "swiglu" if value else "gelu",

@@ -4,6 +4,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Batch, Budget, Job
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.config.model import Model
+from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
 
-__all__ = ["Batch", "Budget", "Cluster", "Job", "Model", "Parallel", "load_job"]
+__all__ = ["Batch", "Budget", "Cluster", "Job", "Model", "Optimizer", "Parallel", "load_job"]

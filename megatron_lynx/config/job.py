@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.model import Model
+from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.units import GIB
 
@@ -54,6 +55,7 @@ class Job(BaseModel):
     gpus: int = Field(ge=1)
     """Ranks in the job (processes, on the CPU testbed)."""
     parallel: Parallel = Parallel()
+    optimizer: Optimizer = Optimizer()
     batch: Batch
     policy: Policy = "planned"
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -101,6 +103,10 @@ class Job(BaseModel):
         elif self.chunks > 1 and self.microbatches % parallel.pipeline:
             needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
+        if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
+            problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
+        if self.optimizer.precision_aware and not parallel.distributed_optimizer:
+            problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:

@@ -1,8 +1,18 @@
 """How many parameters a rank holds, by what they belong to, and the bytes that each brings with it.
 
-    bf16    parameter 2   gradient 4 (accumulated in fp32)   optimizer 4 + 4 + 4: fp32 copy, two moments
-    fp32    parameter 4   gradient 4                         optimizer 4 + 4: two moments
+                                   weight   gradient   optimizer
+    fp32                              4         4       8    two moments
+    bf16, gradients in fp32           2         4      12    main parameter, two moments
+    bf16, gradients in bf16           2         2      16    the same, and the gradient in fp32, for the update
+    precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
+                                                             less where these are held in less
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
+fp16 weights are counted as bf16 ones. Their loss scale is one number.
+
+Where it comes from: `validate_args` (bf16 means gradients in fp32 unless --grad-reduce-in-bf16 or --main-grads-dtype says so;
+fp16 means fp16 unless --accumulate-allreduce-grads-in-fp32), `DistributedOptimizer._copy_model_grads_to_main_grads` (the copy in
+fp32, none if precision-aware), Transformer Engine's `FusedAdam` (`store_param_remainders`). The first three rows are the table in
+Megatron's documentation of the distributed optimizer: it counts the copy of the gradient, though the next forward frees it.
 """
 
 from __future__ import annotations
@@ -12,8 +22,34 @@ from dataclasses import dataclass
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 
-GRADIENT_BYTES = 4
-OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
+TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
+
+
+@dataclass(frozen=True)
+class BytesEach:
+    """What one parameter brings with it."""
+
+    weight: int
+    gradient: int
+    main_parameter: int
+    moments: int
+    """Both of Adam's."""
+    gradient_copy: int
+    """In fp32, for the update."""
+
+    @property
+    def optimizer(self) -> int:
+        return self.main_parameter + self.moments + self.gradient_copy
+
+
+def bytes_each(job: Job) -> BytesEach:
+    asked, half = job.optimizer, job.model.dtype != "fp32"
+    moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
+    gradient = TYPE_BYTES[asked.gradients]
+    main, copy = (4 if half else 0), (0 if gradient == 4 else 4)
+    if asked.precision_aware:
+        main, copy = TYPE_BYTES[asked.main_parameters], 0
+    return BytesEach(job.model.element_bytes, gradient, main, moments, copy)
 
 
 @dataclass(frozen=True)
@@ -54,17 +90,17 @@ def layer_matrices(model: Model) -> int:
 
 
 def parameter_bytes(job: Job, count: int) -> int:
-    return count * job.model.element_bytes
+    return count * bytes_each(job).weight
 
 
-def gradient_bytes(count: int) -> int:
-    return count * GRADIENT_BYTES
+def gradient_bytes(job: Job, count: int) -> int:
+    return count * bytes_each(job).gradient
 
 
 def optimizer_bytes(job: Job, count: int) -> int:
     """This rank's share, rounded up."""
     sharers = job.parallel.context * job.replicas if job.parallel.distributed_optimizer else 1
-    return -(-count * OPTIMIZER_BYTES[job.model.dtype] // sharers)
+    return -(-count * bytes_each(job).optimizer // sharers)
 
 
 def _layer_vectors(model: Model, tensor: int) -> int:

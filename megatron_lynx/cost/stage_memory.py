@@ -92,7 +92,7 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
 def _states(job: Job, stage: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients, optimizer state."""
     count = stage_parameters(job, stage).total
-    return parameter_bytes(job, count), gradient_bytes(count), optimizer_bytes(job, count)
+    return parameter_bytes(job, count), gradient_bytes(job, count), optimizer_bytes(job, count)
 
 
 def chunk_bytes(job: Job, stage: int) -> int:

@@ -16,7 +16,7 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import kept_bytes, replayed_items
-from megatron_lynx.cost.parameters import GRADIENT_BYTES, OPTIMIZER_BYTES, stage_parameters
+from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.items import HALVES
@@ -116,19 +116,23 @@ def update_s(job: Job) -> float:
     """
     count = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).total))
     sharers = job.parallel.context * job.replicas
-    owned = count / sharers if job.parallel.distributed_optimizer else count
+    owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
-    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * GRADIENT_BYTES
+    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
     adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
     moved = (sharers - 1) / sharers * count
-    gathered = job.model.element_bytes if job.parallel.distributed_optimizer else GRADIENT_BYTES
-    return adam_s + moved * (GRADIENT_BYTES + gathered) / _replica_byte_per_s(job, sharers)
+    gathered = each.weight if job.parallel.distributed_optimizer else each.gradient
+    return adam_s + moved * (each.gradient + gathered) / _replica_byte_per_s(job, sharers)
 
 
 def _stepped_bytes(job: Job) -> int:
-    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1), Adam's state, twice, and
-    the parameter, from an fp32 copy or in place. Beside these, gradients are cleared, and averaged in place if shared."""
-    return 4 * GRADIENT_BYTES + 2 * OPTIMIZER_BYTES[job.model.dtype] + 4 + job.model.element_bytes
+    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
+    Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
+    Beside these, gradients are cleared, and averaged in place if shared."""
+    each = bytes_each(job)
+    gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
+    parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight
+    return gradient + 2 * (each.main_parameter + each.moments) + parameter
 
 
 def _replica_byte_per_s(job: Job, sharers: int) -> float:

@@ -53,10 +53,11 @@ READ = names_in(
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
     rampup_batch_size step_batch_size_schedule recompute_activations recompute_granularity recompute_method
-    recompute_num_layers recompute_modules yaml_cfg
+    recompute_num_layers recompute_modules yaml_cfg accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 main_grads_dtype
+    main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer
     """
 )
-"""The job is made of them: `model_facts`, `layer_facts`, `batch_facts`."""
+"""The job is made of them: `model_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -65,7 +66,7 @@ _NO_WINDOWS = "it goes round the windows that replays run in"
 _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
 _SHARDED = "sharded parameters are not modelled"
-_OPTIMIZER = "Adam's two moments and a copy of the weights in fp32, all on the device"
+_OPTIMIZER = "all of the optimizer's state on the device"
 
 REFUSED = {
     "num_experts": "mixture-of-experts layers are not planned yet",
@@ -154,12 +155,6 @@ PRICED_AS = {
     "cross_entropy_loss_fusion": "the loss without fusion, which holds more",
     "cross_entropy_fusion_impl": "the loss without fusion, which holds more",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
-    "grad_reduce_in_bf16": "gradients in fp32",
-    "main_grads_dtype": "gradients in fp32",
-    "main_params_dtype": _OPTIMIZER,
-    "exp_avg_dtype": _OPTIMIZER,
-    "exp_avg_sq_dtype": _OPTIMIZER,
-    "use_precision_aware_optimizer": _OPTIMIZER,
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
     "bias_dropout_fusion": _FUSED,
@@ -191,7 +186,7 @@ GROUPS = {
     "learning rate and weight decay": "learning rate",
     "logging": "logging",
     "Logits Distillation": "a feature that is not switched on",
-    "mixed precision": "loss scale and precision of sums",
+    "mixed precision": "loss scale",
     "mla": "a feature that is not switched on",
     "modelopt-generic": "a feature that is not switched on",
     "moe": "a feature that is not switched on",

@@ -22,6 +22,7 @@ from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
 from megatron_lynx.launch_arguments.kinds import ALLOWED, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
+from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import schedule_facts
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
@@ -58,7 +59,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *group_facts(given), *layer_facts(given, problems, left_open=planning)]
-    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     if gpus is None:
         needed = "the number of GPUs: --gpus N, or a launcher that says it (torchrun --nproc-per-node N --nnodes M)"

@@ -76,7 +76,7 @@ def job_of(config: Mapping[str, Any], technique: str) -> Job:
 def _memory(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
     job, name = job_of(config, "none"), config["model"]
     count = stage_parameters(job, 0).matrices
-    states = parameter_bytes(job, count) + gradient_bytes(count) + optimizer_bytes(job, count)
+    states = parameter_bytes(job, count) + gradient_bytes(job, count) + optimizer_bytes(job, count)
     yield Row(SOURCE, f"figure 1: parameters and optimizer, {name}", published["params_opt"], states / GIB, "GiB", bound=1.0)
     for key, technique in (("act_tp_only", "none"), ("act_seqsel", "seqsel")):
         computed = stage_memory(job_of(config, technique), 0).activations / GIB

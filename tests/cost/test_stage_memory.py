@@ -7,11 +7,13 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megatron_lynx.config import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory
+from megatron_lynx.cost.step import update_s
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -62,6 +64,42 @@ def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> Non
     shared = stage_memory(catalogued_job(parallel={**layout, "distributed_optimizer": True}), 0)
     assert alone.optimizer == 6 * alone.parameters
     assert shared.optimizer == alone.optimizer / (2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradient", "state"),
+    [
+        ({}, 4, 12),  # Megatron's table: 6 + 12/d
+        ({"gradients": "bf16"}, 2, 16),  # 4 + 16/d
+        ({"precision_aware": True, "main_parameters": "remainder"}, 4, 10),
+        ({"precision_aware": True, "main_parameters": "remainder", "gradients": "bf16"}, 2, 10),
+        ({"precision_aware": True, "main_parameters": "fp16", "first_moment": "fp8", "second_moment": "bf16"}, 4, 5),
+    ],
+)
+def test_bytes_of_gradients_and_optimizer_by_their_types(optimizer: dict, gradient: int, state: int) -> None:
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    job = catalogued_job(parallel=layout, optimizer=optimizer)
+    memory, count = stage_memory(job, 0), stage_parameters(job, 0).total
+    assert (memory.parameters, memory.gradients) == (2 * count, gradient * count)
+    assert memory.optimizer == -(-state * count // job.replicas)
+
+
+def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    updates = [update_s(catalogued_job(parallel=layout, optimizer={"gradients": held})) for held in ("bf16", "fp32")]
+    assert updates == sorted(updates)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        ({"first_moment": "bf16"}, "first_moment bf16 needs precision_aware"),
+        ({"precision_aware": True}, "needs parallel.distributed_optimizer"),
+    ],
+)
+def test_states_that_megatron_does_not_hold_are_refused(optimizer: dict, named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        catalogued_job(parallel={"tensor": 2, "pipeline": 8}, optimizer=optimizer)
 
 
 def test_policies_in_order_and_context_ranks_share_a_sequence() -> None:

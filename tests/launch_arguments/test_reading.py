@@ -191,6 +191,45 @@ def test_recomputation_is_an_estimates_policy() -> None:
     assert "cannot be estimated" in problems(f"{full} 2", planning=False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "gradients"),
+    [
+        ("", "fp32"),
+        ("--accumulate-allreduce-grads-in-fp32", "fp32"),
+        ("--grad-reduce-in-bf16", "bf16"),
+        ("--use-precision-aware-optimizer --use-distributed-optimizer --main-grads-dtype bf16", "bf16"),
+    ],
+)
+def test_bf16_adds_gradients_up_in_fp32_unless_told_otherwise(flags: str, gradients: str) -> None:
+    assert facts(f"{SMALL} {flags}")["optimizer.gradients"] == gradients
+    assert problems(f"{SMALL} {flags}") == ""
+
+
+def test_fp16_adds_gradients_up_in_fp16_unless_told_otherwise() -> None:
+    half = SMALL.replace("--bf16", "--fp16 --grad-reduce-in-bf16")
+    assert facts(half)["optimizer.gradients"] == "bf16"
+    assert facts(f"{half} --accumulate-allreduce-grads-in-fp32")["optimizer.gradients"] == "fp32"
+    assert facts(SMALL.replace("--bf16", "--grad-reduce-in-bf16"))["optimizer.gradients"] == "fp32"
+
+
+def test_a_precision_aware_optimizer() -> None:
+    aware = "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+    found = facts(f"{SMALL} {aware}")
+    assert {place.removeprefix("optimizer."): value for place, value in found.items() if place.startswith("optimizer.")} == {
+        "gradients": "fp32",
+        "precision_aware": True,
+        "main_parameters": "remainder",
+        "first_moment": "bf16",
+        "second_moment": "fp8",
+    }
+    assert facts(f"{SMALL} {aware} --main-params-dtype fp16")["optimizer.main_parameters"] == "fp16"
+    assert facts(f"{SMALL.replace('--bf16', '--fp16')} {aware}")["optimizer.main_parameters"] == "fp32"
+    assert problems(f"{SMALL} --exp-avg-dtype bf16") == (
+        "--exp-avg-dtype: found bf16, needed --use-precision-aware-optimizer beside it"
+    )
+    assert "needed --use-distributed-optimizer beside it" in problems(f"{SMALL} --use-precision-aware-optimizer")
+
+
 def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320

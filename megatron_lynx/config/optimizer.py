@@ -1,0 +1,36 @@
+"""In which types gradients and Adam's state are held, beside the weights (their type is the model's)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Moment = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+class Optimizer(BaseModel):
+    """Adam, as Megatron holds it. `cost.parameters` says how many bytes follow from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """In what gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
+    precision_aware: bool = False
+    """Transformer Engine's Adam reads gradients as they are, and holds main parameters and moments itself."""
+    main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"
+    """What is stepped. remainder: of fp32 only the half that bf16 weights lack, as a precision-aware optimizer holds it."""
+    first_moment: Moment = "fp32"
+    second_moment: Moment = "fp32"
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Optimizer:
+        smaller = {
+            name: value
+            for name in ("main_parameters", "first_moment", "second_moment")
+            if (value := getattr(self, name)) != "fp32"
+        }
+        if smaller and not self.precision_aware:
+            found = ", ".join(f"{name} {value}" for name, value in smaller.items())
+            raise ValueError(f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false")
+        return self

@@ -1,0 +1,55 @@
+"""In which types a launch holds gradients and Adam's state: what `validate_args` and `OptimizerConfig` make of its flags.
+
+--bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
+--fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.fact import Fact
+from megatron_lynx.launch_arguments.given import Given
+
+AWARE = "use_precision_aware_optimizer"
+SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
+STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
+
+
+def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """What Megatron itself would stop at is added to `problems`."""
+    yield _gradients(given, problems)
+    types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
+    if not given[AWARE]:
+        for name, value in types.items():
+            if value not in (None, "fp32"):
+                problems.append(Problem(given.origin(name), str(value), "--use-precision-aware-optimizer beside it"))
+        return
+    if not given["use_distributed_optimizer"]:
+        problems.append(Problem(given.origin(AWARE), "given", "--use-distributed-optimizer beside it"))
+    yield Fact("optimizer.precision_aware", True, given.origin(AWARE))
+    for place, name in STATE.items():
+        yield Fact(f"optimizer.{place}", types[name], given.origin(name))
+    if types["main_params_dtype"] == "fp32" and given["bf16"]:
+        yield Fact("optimizer.main_parameters", "remainder", f"{given.origin(AWARE)}: fp32, less what the bf16 weights have")
+    else:
+        yield Fact("optimizer.main_parameters", types["main_params_dtype"], given.origin("main_params_dtype"))
+
+
+def _gradients(given: Given, problems: list[Problem]) -> Fact:
+    place, summed = "optimizer.gradients", given.origin(SUM_IN_FP32)
+    if given["fp16"]:
+        if given[SUM_IN_FP32]:
+            return Fact(place, "fp32", summed)
+        return Fact(place, "bf16", f"{given.origin('fp16')} without --accumulate-allreduce-grads-in-fp32: fp16, the same bytes")
+    if not given["bf16"]:
+        return Fact(place, "fp32", "as the weights")
+    if given["main_grads_dtype"] == "bf16":
+        if given[SUM_IN_FP32]:
+            needed = "--main-grads-dtype fp32: Megatron refuses both"
+            problems.append(Problem(summed, f"also {given.origin('main_grads_dtype')} bf16", needed))
+        return Fact(place, "bf16", given.origin("main_grads_dtype"))
+    if given["grad_reduce_in_bf16"] and given["yaml_cfg"] is None:
+        return Fact(place, "bf16", given.origin("grad_reduce_in_bf16"))
+    return Fact(place, "fp32", summed if given[SUM_IN_FP32] else f"{given.origin('bf16')}: gradients are added up in fp32")
