@@ -2,6 +2,7 @@
 
 plan ──one_f_one_b, interleaved──> order of every stage ─┐
   └──rules, profile──> treated halves, host copies ──────┴──simulate──> Simulation
+                                                         └──simulate_without_flushes──> a run, and a batch of its steady state
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.schedule.windows import Collective
 from megatron_lynx.simulator.copies import HostCopy
+from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
@@ -30,9 +32,10 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Treated
 
 
-def rehearse(plan: Plan, profile: Profile) -> Simulation:
+def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
     """One step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
+    Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
@@ -40,6 +43,15 @@ def rehearse(plan: Plan, profile: Profile) -> Simulation:
     stages = range(plan.parallel.pipeline)
     chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
+    if plan.schedule == "double_buffered":
+        return simulate_without_flushes(
+            plan.batch.microbatches,
+            [passes for (passes,) in chunks],
+            p2p_s,
+            profile.interference,
+            updates="deferred" if plan.defer_updates else "at once",
+            update_s=update_s,
+        )
     return simulate(schedule_of(plan), chunks, p2p_s, profile.interference)
 
 

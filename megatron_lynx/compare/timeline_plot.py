@@ -55,7 +55,8 @@ RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
 GATHER = Style("gathered input", "#5c3d8a", 3)
 OFFLOAD = Style("copy to the host", "#8c8c46", 3)
 RELOAD = Style("copy back from the host", "#c9c25b", 3)
-STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD)
+UPDATE = Style("update, with the wait for the other stages", "#4a4a4a", 3)
+STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def _bars(span: Span) -> tuple[Bar, ...]:
         return (Bar("compute", FORWARD, span),)
     if span.kind == "backward":
         return (Bar("compute", BACKWARD, span),)
+    if span.kind == "update":
+        return (Bar("compute", UPDATE, span),)
     if span.kind == "replay":
         return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
     if span.kind in ("gather", "offload", "reload"):

@@ -6,18 +6,23 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_lynx.simulator.double_buffered import Unflushed
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import format_bytes, format_seconds
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
-    """Seconds of the step and, by stage, where they go; bytes at the peak; every action's begin and end."""
-    return {"step_s": simulation.step_s, "stages": [_stage(simulation, stage) for stage in range(len(simulation.executed))]}
+    """Seconds of the step and, by stage, where they go; bytes at the peak; every action's begin and end.
+
+    Without flushes a step is one batch in the steady state, and the actions are those of a whole run.
+    """
+    stages = [_stage(simulation, stage) for stage in range(len(simulation.executed))]
+    return {"step_s": simulation.step_s, **_of_a_run(simulation), "stages": stages}
 
 
 def table(simulation: Simulation) -> Table:
     """A row for each stage."""
-    result = Table(title=f"one step: {format_seconds(simulation.step_s)}", title_justify="left", title_style="bold")
+    result = Table(title=headline(simulation), title_justify="left", title_style="bold")
     for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", *_of_copies(simulation), "activations at most"):
         result.add_column(column, justify="right")
     for row in as_json(simulation)["stages"]:
@@ -27,6 +32,27 @@ def table(simulation: Simulation) -> Table:
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
         result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, *copies, format_bytes(row["peak_activation_bytes"]))
     return result
+
+
+def headline(simulation: Simulation) -> str:
+    """What was simulated."""
+    if isinstance(simulation, Unflushed):
+        return (
+            f"one batch without flushes, in the steady state: {format_seconds(simulation.step_s)} (gradients are one update old)"
+        )
+    return f"one step: {format_seconds(simulation.step_s)}"
+
+
+def _of_a_run(simulation: Simulation) -> dict[str, Any]:
+    if not isinstance(simulation, Unflushed):
+        return {}
+    return {
+        "schedule": "double_buffered",
+        "gradient_age_updates": 1,
+        "run_s": simulation.run_s,
+        "steady_batch": simulation.steady,
+        "updates": [[update._asdict() for update in stage] for stage in simulation.updates],
+    }
 
 
 def note(simulation: Simulation, stage: int) -> str:

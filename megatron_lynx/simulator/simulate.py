@@ -30,7 +30,8 @@ from megatron_lynx.simulator.simulation import Executed, Simulation
 class Message(NamedTuple):
     """The output of a forward (or the input's gradient of a backward) of one micro-batch at one virtual stage."""
 
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "U"]
+    """U: not a message, but an update that all stages make together (`simulator.double_buffered`), of a batch."""
     micro_batch: int
     virtual_stage: int
 
@@ -42,11 +43,13 @@ def simulate(
 
     Raises ValueError where the orders of the stages cannot be run together.
     """
-    return _Run(schedule, chunks, p2p_s, interference).simulation()
+    return Run(schedule, chunks, p2p_s, interference).simulation()
 
 
 @dataclass(frozen=True)
-class _Stage:
+class RunningStage:
+    """One stage: what it costs, and what it has done so far."""
+
     number: int
     passes: Sequence[ChunkPasses]
     at_once: frozenset[Action]
@@ -63,11 +66,13 @@ class _Stage:
         )
 
 
-class _Run:
+class Run:
+    """A schedule on its way. `simulation` once."""
+
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
         self._stages = [
-            _Stage(number, passes, _at_once(order))
+            RunningStage(number, passes, _at_once(order))
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
         self._p2p_s = p2p_s
@@ -105,7 +110,7 @@ class _Run:
         else:
             self._waiting.setdefault(message, []).append(number)
 
-    def _walk(self, stage: _Stage) -> Generator[Message, float, None]:
+    def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
         """All actions of one stage, in order."""
         free = 0.0
         before: Action | None = None
@@ -115,26 +120,36 @@ class _Run:
             if action.kind == "R":
                 replay = passes.received[phase]
                 continue
-            sent = self._sent(stage, before)
-            if sent is not None and before is not None:
-                together = before.kind != action.kind
-                self._post(sent, free)
-                if self._schedule.blocking and not together:  # [2]
-                    free = max(free, (yield sent))
-            received = self._received(stage, action)
-            arrived = free
-            if received is not None:
-                if self._schedule.blocking:
-                    self._post(received, free)
-                arrived = max(arrived, (yield received))
-            if sent is not None and self._schedule.blocking:
-                arrived = max(arrived, (yield sent))  # [1]
+            free, arrived = yield from self._exchange(stage, before, action, free)
             free = self._execute(stage, action, phase, replay, free, arrived)
             before, replay = action, NOTHING
+        yield from self._end(stage, before, free)
+
+    def _exchange(
+        self, stage: RunningStage, before: Action | None, action: Action, free: float
+    ) -> Generator[Message, float, tuple[float, float]]:
+        """What one pass hands on and the next one needs; when the stage is free to wait for that, and when all is there."""
+        sent, received = self._sent(stage, before), self._received(stage, action)
+        if sent is not None and before is not None:
+            self._post(sent, free)
+            if self._schedule.blocking and before.kind == action.kind:  # [2]
+                free = max(free, (yield sent))
+        arrived = free
+        if received is not None:
+            if self._schedule.blocking:
+                self._post(received, free)
+            arrived = max(arrived, (yield received))
+        if sent is not None and self._schedule.blocking:
+            arrived = max(arrived, (yield sent))  # [1]
+        return free, arrived
+
+    def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
+        """Behind the last pass."""
         if (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
+        yield from ()
 
-    def _execute(self, stage: _Stage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
+    def _execute(self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
         """Note what runs; the time at which it is over."""
         passes, begin = stage.passes[action.chunk], arrived
         may_return = stage.copies_may_return_s
@@ -169,7 +184,7 @@ class _Run:
         self._arrivals[message] = arrival
         self._ready.extend(self._waiting.pop(message, ()))
 
-    def _sent(self, stage: _Stage, action: Action | None) -> Message | None:
+    def _sent(self, stage: RunningStage, action: Action | None) -> Message | None:
         """What the pass hands on to the next virtual stage (forward) or to the one before (backward)."""
         if action is None:
             return None
@@ -177,14 +192,14 @@ class _Run:
         end = self._virtual_stages - 1 if action.kind == "F" else 0
         return None if place == end else Message(_direction(action), action.micro_batch, place)
 
-    def _received(self, stage: _Stage, action: Action) -> Message | None:
+    def _received(self, stage: RunningStage, action: Action) -> Message | None:
         """What the pass needs of a neighbour."""
         place = self._virtual_stage(stage, action)
         begin = 0 if action.kind == "F" else self._virtual_stages - 1
         source = place - 1 if action.kind == "F" else place + 1
         return None if place == begin else Message(_direction(action), action.micro_batch, source)
 
-    def _virtual_stage(self, stage: _Stage, action: Action) -> int:
+    def _virtual_stage(self, stage: RunningStage, action: Action) -> int:
         return action.chunk * self._schedule.pipeline + stage.number
 
 

@@ -46,22 +46,26 @@ class Simulation:
     def step_s(self) -> float:
         return max((each.end_s for stage in self.executed for each in stage[-1:]), default=0.0)
 
+    def counted(self, stage: int) -> Sequence[Executed]:
+        """The actions of a stage that the step's figures are made of."""
+        return self.executed[stage]
+
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, their tensor-parallel waits included, and of replays that delay a pass."""
-        return sum(each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.executed[stage])
+        return sum(each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.counted(stage))
 
     def bubble_s(self, stage: int) -> float:
         """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
-        return sum(each.copy_wait_s for each in self.executed[stage])
+        return sum(each.copy_wait_s for each in self.counted(stage))
 
     def exposed_replay_s(self, stage: int) -> float:
-        return sum(each.content.exposed_s for each in self.executed[stage])
+        return sum(each.content.exposed_s for each in self.counted(stage))
 
     def hidden_replay_s(self, stage: int) -> float:
-        return sum(each.content.hidden_s for each in self.executed[stage])
+        return sum(each.content.hidden_s for each in self.counted(stage))
 
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
@@ -80,13 +84,20 @@ class Simulation:
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
         both = zip(self.executed, self.copied, strict=True)
-        return Timeline({stage: (*_spans(executed), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)})
+        return Timeline(
+            {stage: (*_spans(executed, self._halts(stage)), *map(_copy, copied)) for stage, (executed, copied) in enumerate(both)}
+        )
+
+    def _halts(self, stage: int) -> Sequence[float]:
+        """When a stage goes on after something that is no action."""
+        return ()
 
 
-def _spans(executed: Sequence[Executed]) -> Iterator[Span]:
+def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
     served = _served(executed)
     free_s = 0.0
     for each, micro_batch in zip(executed, served, strict=True):
+        free_s = max([free_s, *(end_s for end_s in halts if end_s <= each.arrived_s)])
         if each.action.kind != "R":
             if each.arrived_s > free_s:
                 name = f"pipe.recv_{'forward' if each.action.kind == 'F' else 'backward'}"

@@ -1,0 +1,199 @@
+"""Batches of a pipeline that is never flushed (`schedule.double_buffered`), and the seconds of one in the steady state.
+
+    stage 0   F F F B F B F B [1] F B F B F B F B [1] F B F B ...          p = 3, m = 4, updates deferred
+    stage 1     F F B F B F B F B [1] F B F B F B F B [1] F B ...
+    stage 2       F B F B F B F B F B [1] F B F B F B F B [1] ...
+                                   │<──────── step ───────>│
+    filled once                    [2]                                     drained once
+
+ [1] an update is a barrier: it begins when the last stage is there, and all stages are through at the same time. Without one
+     (an optimizer that asks no other stage) every stage updates when it gets there
+ [2] a step is what lies between two updates, in the middle of the run; the update's own seconds come on top, as with flushes
+ [3] deferred: a message is posted when its pass is over, and under way from when its receiver has posted it, too. The receiver
+     waits when it needs it, the sender before its next message in that direction: one may be under way during an update.
+     At once: as Megatron's 1F1B, both wait before they go on (`simulate`)
+
+A stage runs as many forwards and backwards between two updates as a batch has micro-batches, so its figures are those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from megatron_lynx.schedule import one_f_one_b
+from megatron_lynx.schedule.action import Action, with_replays
+from megatron_lynx.schedule.double_buffered import Update, deferral, order
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.simulator.passes import ChunkPasses
+from megatron_lynx.simulator.simulate import Message, Run, RunningStage
+from megatron_lynx.simulator.simulation import Executed, Simulation
+from megatron_lynx.simulator.timeline import Span, Timeline
+
+Updates = Literal["deferred", "at once", "no barrier"]
+
+BATCHES = 5
+"""From filling to draining. The one before the last is measured: the stages are in step after one or two."""
+
+
+class Updated(NamedTuple):
+    """One stage's part in an update."""
+
+    arrived_s: float
+    """When the stage is there."""
+    begin_s: float
+    """When all are."""
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Unflushed(Simulation):
+    """A run from filling to draining. Figures of a step are those of one batch in its steady state; memory is the whole run's."""
+
+    updates: tuple[tuple[Updated, ...], ...]
+    """By stage and batch."""
+
+    @property
+    def steady(self) -> int:
+        """The batch that is measured: from the end of the update before its own to the beginning of its own."""
+        return len(self.updates[0]) - 2
+
+    @cached_property
+    def step_s(self) -> float:
+        begin_s, end_s = self._steady_s(0)
+        return end_s - begin_s
+
+    @property
+    def run_s(self) -> float:
+        """All batches, the last update included."""
+        return max(updates[-1].end_s for updates in self.updates)
+
+    def counted(self, stage: int) -> Sequence[Executed]:
+        begin_s, end_s = self._steady_s(stage)
+        return [each for each in self.executed[stage] if begin_s <= each.start_s < end_s]
+
+    def _steady_s(self, stage: int) -> tuple[float, float]:
+        updates = self.updates[stage]
+        return updates[self.steady - 1].end_s, updates[self.steady].begin_s
+
+    def timeline(self) -> Timeline:
+        """The run as spans: as of a step that flushes, and the updates, from when a stage is there."""
+        passes = super().timeline().ranks
+        return Timeline({stage: (*spans, *self._update_spans(stage)) for stage, spans in passes.items()})
+
+    def _halts(self, stage: int) -> Sequence[float]:
+        return [update.end_s for update in self.updates[stage]]
+
+    def _update_spans(self, stage: int) -> Iterator[Span]:
+        for batch, update in enumerate(self.updates[stage]):
+            if update.end_s > update.arrived_s:
+                yield Span("update", update.arrived_s, update.end_s, name=f"update {batch}")
+
+
+def simulate_without_flushes(
+    microbatches: int,
+    chunks: Sequence[ChunkPasses],
+    p2p_s: float = 0.0,
+    interference: float = 1.0,
+    *,
+    updates: Updates = "deferred",
+    update_s: float = 0.0,
+    batches: int = BATCHES,
+) -> Unflushed:
+    """`chunks` by stage. Raises ConfigError where a batch has fewer micro-batches than there are stages.
+
+    Args:
+        update_s: seconds of an update; they are in the run, and not in its step.
+        batches: at least 4, so that there is a middle.
+    """
+    assert batches >= 4, f"{batches} batches have no steady state"
+    pipeline = len(chunks)
+    steps = [
+        order(pipeline, stage, microbatches, batches, deferral=deferral(stage) if updates == "deferred" else 0)
+        for stage in range(pipeline)
+    ]
+    schedule = Schedule(
+        orders=tuple(tuple(with_replays(step for step in each if isinstance(step, Action))) for each in steps),
+        warmups=tuple(one_f_one_b.warmup(pipeline, stage) for stage in range(pipeline)),
+    )
+    behind = [{before: step.batch for before, step in pairwise(each) if isinstance(step, Update)} for each in steps]
+    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s).unflushed()
+
+
+class _UnflushedRun(Run):
+    """`behind`: by stage, the actions that an update follows, and whose."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        chunks: Sequence[ChunkPasses],
+        links: tuple[float, float],
+        behind: Sequence[dict[Action | Update, int]],
+        updates: Updates,
+        update_s: float,
+    ) -> None:
+        super().__init__(schedule, [[passes] for passes in chunks], *links)
+        self._behind = behind
+        self._updates = updates
+        self._update_s = update_s
+        self._there: dict[int, list[float]] = {}
+        """By batch: when the stages that have come so far reached its update."""
+        self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
+        """By stage: its last message in each direction."""
+        self._made: list[list[Updated]] = [[] for _ in chunks]
+        """By stage: its updates."""
+
+    def unflushed(self) -> Unflushed:
+        simulation = self.simulation()
+        return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, self._made)))
+
+    def _exchange(
+        self, stage: RunningStage, before: Action | None, action: Action, free: float
+    ) -> Generator[Message, float, tuple[float, float]]:
+        if self._updates != "deferred":
+            free, arrived = yield from super()._exchange(stage, before, action, free)
+            arrived = yield from self._updated(stage, before, arrived)
+            return free, arrived
+        free = yield from self._send(stage, before, free)
+        received = self._received(stage, action)
+        if received is not None:
+            self._post(received, free)
+        free = yield from self._updated(stage, before, free)
+        return free, free if received is None else max(free, (yield received))
+
+    def _send(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, float]:
+        """[3] When the stage goes on."""
+        sent, under_way = self._sent(stage, before), self._under_way[stage.number]
+        if sent is not None:
+            if (earlier := under_way.get(sent.kind)) is not None:
+                free = max(free, (yield earlier))
+            under_way[sent.kind] = sent
+            self._post(sent, free)
+        return free
+
+    def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
+        sent = self._sent(stage, before)
+        if sent is not None:
+            self._post(sent, free)
+            free = max(free, (yield sent))
+        yield from self._updated(stage, before, free)
+
+    def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
+        """[1] When the stage is through with the update behind an action; at once where there is none."""
+        batch = None if before is None else self._behind[stage.number].get(before)
+        if batch is None:
+            return time_s
+        begin_s = time_s
+        if self._updates != "no barrier":
+            there = self._there.setdefault(batch, [])
+            there.append(time_s)
+            together = Message("U", batch, 0)
+            if len(there) == self._schedule.pipeline:
+                self._arrivals[together] = max(there)
+                self._ready.extend(self._waiting.pop(together, ()))
+            begin_s = yield together
+        self._made[stage.number].append(Updated(time_s, begin_s, begin_s + self._update_s))
+        return begin_s + self._update_s
