@@ -36,6 +36,9 @@ class Model(BaseModel):
     """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    implementation: Literal["local", "transformer_engine"] = "local"
+    """Whose layers (Megatron's `--transformer-impl`): with Transformer Engine the norms are made inside `linear_qkv` and
+    `linear_fc1`, with its own kernels."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -63,6 +66,11 @@ class Model(BaseModel):
     def element_bytes(self) -> int:
         """Bytes of one activation element."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def engine(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return self.implementation == "transformer_engine"
 
     @property
     def head_size(self) -> int:

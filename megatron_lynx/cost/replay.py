@@ -9,6 +9,7 @@
  [2] a kept site lets go of its argument, where the replay makes that anyway; the replay must only *reach* it
  [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
  [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads the row-parallel one's
+ [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
 These are the rules of `runtime.record`, for sizes instead of tensors.
 """
 
@@ -42,7 +43,8 @@ def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(order, tensor, item) for tensor, items in let_go for item in items), default=-1)
     passed = max((index for index in reached if index <= row), default=-1)
-    runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay)
+    made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
+    runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
     stays = regenerated = 0
     for tensor, items in let_go:
         remembered = (

@@ -5,7 +5,8 @@
 
 A frame is *ahead* from its replay until backward enters its half. With sequence parallelism the first window of a half's own
 backward gathers its gradient, before any GEMM's saved tensor is needed: it may hide the half's own replay, unless that has to
-regenerate the dropout mask, which backward needs first of all.
+regenerate the dropout mask, which backward needs first of all. Transformer Engine reads what it saved before it gathers the
+gradient: there that window comes too late.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ def gather_of(stage: Stage, frame: FrameKey) -> Window | None:
     return None if name is None else window_at(name, layer)
 
 
-def problems(stage: Stage, layout: ParallelFacts) -> Iterator[str]:
-    """Everything that keeps the runtime from following this stage's windows, in words."""
+def problems(stage: Stage, layout: ParallelFacts, *, engine: bool = False) -> Iterator[str]:
+    """Everything that keeps the runtime from following this stage's windows, in words.
+
+    `engine`: the layers are Transformer Engine's.
+    """
     for phase in PHASES:
         windows = windows_in_order(stage, layout.sequence_parallel, phase)
         for frame in frames_of(stage):
-            yield from _misplaced(stage, layout, frame, phase, windows)
+            in_time = _last_in_time(stage, frame, layout, windows, engine)
+            yield from _misplaced(stage, frame, phase, windows, in_time)
     for phase in PHASES:
         deepest, where = _deepest(stage, layout.sequence_parallel, phase)
         if deepest > stage.ahead_depth:
@@ -78,7 +83,8 @@ def depth(stage: Stage, sequence_parallel: bool) -> int:
     return max(_deepest(stage, sequence_parallel, phase)[0] for phase in PHASES)
 
 
-def _misplaced(stage: Stage, layout: ParallelFacts, frame: FrameKey, phase: Phase, windows: list[Window]) -> Iterator[str]:
+def _misplaced(stage: Stage, frame: FrameKey, phase: Phase, windows: list[Window], in_time: int) -> Iterator[str]:
+    """`in_time`: the index of the last window that can hide this frame's replay."""
     layer, half = frame
     name = f"windows.{half} of layer {layer} ({stage.rule_for(layer).windows.of(half, phase)}, {phase})"
     window, gather = window_of(stage, frame, phase), gather_of(stage, frame)
@@ -89,7 +95,7 @@ def _misplaced(stage: Stage, layout: ParallelFacts, frame: FrameKey, phase: Phas
         return
     if window not in windows:
         yield f"{name} is no window of this stage in this phase"
-    elif windows.index(window) > _last_in_time(stage, frame, layout, windows):
+    elif windows.index(window) > in_time:
         yield f"{name} comes after backward needs the half"
     elif gather == ON_DEMAND:
         yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
@@ -102,12 +108,12 @@ def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:
     return COLUMN_PARALLEL[half] in stage.rule_for(layer).replay
 
 
-def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window]) -> int:
+def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window], engine: bool) -> int:
     """The index of the last window before backward needs a tensor of the half."""
     layer, half = frame
     first_own = windows.index(Collective("bwd", layer, half, 0))
     masked = f"{half}_bda" in stage.rule_for(layer).replay
-    return first_own if layout.sequence_parallel and not masked else first_own - 1
+    return first_own if layout.sequence_parallel and not masked and not engine else first_own - 1
 
 
 def _deepest(stage: Stage, sequence_parallel: bool, phase: Phase) -> tuple[int, str]:

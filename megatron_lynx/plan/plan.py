@@ -292,6 +292,8 @@ class ModelFacts(_Part):
     heads: int = Field(ge=1)
     kv_groups: int = Field(ge=1)
     seq: int = Field(ge=1)
+    implementation: Literal["local", "transformer_engine"] = "local"
+    """Whose layers. Transformer Engine makes a norm inside the linear behind it."""
 
 
 class ParallelFacts(_Part):
@@ -346,7 +348,9 @@ class Plan(_Part):
                 problems += [f"stages.{at} layers {rule.layers}: {text}" for text in _unhonoured(self, stage, rule)]
         if not problems:
             problems = [
-                f"stages.{at}: {text}" for at, stage in enumerate(self.stages) for text in order.problems(stage, self.parallel)
+                f"stages.{at}: {text}"
+                for at, stage in enumerate(self.stages)
+                for text in order.problems(stage, self.parallel, engine=self.model.implementation == "transformer_engine")
             ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -398,6 +402,9 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     layout = plan.parallel
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     for half in HALVES:
+        norm, linear = ITEMS_OF[half][0], COLUMN_PARALLEL[half]
+        if plan.model.implementation == "transformer_engine" and linear in rule.replay and norm not in rule.replay:
+            yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
         gathers = layout.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay
         if gathers and rule.gather.of(half) is None:
             yield f"{COLUMN_PARALLEL[half]} is replayed under sequence_parallel, so gather.{half} must say where its input is"

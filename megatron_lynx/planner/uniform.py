@@ -53,7 +53,8 @@ def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collectio
     for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
         first = top and half == "mlp"
         gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
-        own = job.parallel.sequence_parallel and not gathers_once and f"{half}_bda" not in items
+        too_late = gathers_once or f"{half}_bda" in items or job.model.engine
+        own = job.parallel.sequence_parallel and not too_late
         window = _usual_window(job, place, half, first, own) if ahead and not (first and gathers_once) else ON_DEMAND
         windows[half] = window
         if gathers_once:

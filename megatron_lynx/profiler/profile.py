@@ -109,6 +109,7 @@ class Shape(_Part):
     tensor: int
     sequence_parallel: bool
     context: int = 1
+    implementation: str = "local"
 
 
 class Source(_Part):
@@ -193,7 +194,7 @@ def _repeated(sizes: list[tuple[LinkKind, int]]) -> list[tuple[LinkKind, int]]:
 def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
-    facts = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype")}
+    facts = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation")}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     return Shape(micro=job.batch.micro, **layout, **facts)
 

@@ -71,7 +71,7 @@ class LayerShape:
     @property
     def eager(self) -> bool:
         """Whether every operator saves for itself, as in eager PyTorch."""
-        return self.model.attention == "unfused" and self.device == "cpu"
+        return self.model.attention == "unfused" and self.device == "cpu" and not self.model.engine
 
     @property
     def input_bytes(self) -> int:

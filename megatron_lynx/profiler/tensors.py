@@ -97,10 +97,13 @@ def _mlp(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
-    """The norm's output, and per row what it needs to go back."""
+    """The norm's output, and per row what it needs to go back. Transformer Engine's is no site: nothing remembers its output."""
     model, rows = shape.model, shape.own_tokens
     out = shape.input_bytes
     layernorm = model.norm == "layernorm"
+    if model.engine:
+        statistics = [SavedTensor(bytes=rows * FP32_BYTES, made_by=norm, saved_by=(norm,)) for _ in range(1 + layernorm)]
+        return [*statistics, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,))]
     blocks = [SavedTensor(bytes=rows * model.element_bytes, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
     if shape.eager and not layernorm:
         blocks.append(SavedTensor(bytes=out, made_by=norm, saved_by=(norm,)))  # before the weight

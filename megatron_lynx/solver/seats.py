@@ -10,7 +10,8 @@
     is held until its backward. In cool-down the replay falls to the longest of the windows that are left.
 [2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
 [3] When the half before holds nothing but its inputs any more.
-[4] That window gathers the gradient, and of the half only a dropout mask is needed before.
+[4] That window gathers the gradient, and of the half only a dropout mask is needed before. Not with Transformer Engine, which
+    reads what it saved first.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, so [1] and [2] come
 too early for it. Every window has one half to hide, so no two replays share one. A window without length has no seats.
 """
@@ -87,7 +88,8 @@ class Seats:
     def backward(self, place: Place, replay: Collection[str]) -> list[Wait]:
         """The windows of this backward that come before anything of the half is needed, the longest first."""
         half, waits = half_of(place), []
-        too_late = f"{half}_bda" in replay or (place == "last_mlp" and self.gathers(half, replay))
+        gathers_late = place == "last_mlp" and self.gathers(half, replay)
+        too_late = f"{half}_bda" in replay or gathers_late or self.job.model.engine
         if self.job.parallel.sequence_parallel and not too_late:  # [4]
             waits.append(Wait(own_window(half), self._lengths_s["bwd", half][0]))
         before, above = BEFORE[half]
