@@ -61,7 +61,7 @@ def schedule_of(plan: Plan) -> Schedule:
     if layout.chunks == 1:
         stock = one_f_one_b(layout.pipeline, microbatches)
     else:
-        stock = interleaved(layout.pipeline, microbatches, layout.chunks)
+        stock = interleaved(layout.pipeline, microbatches, layout.chunks, layout.group)
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 

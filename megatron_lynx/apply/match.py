@@ -98,14 +98,13 @@ def mismatches(plan: Plan, run: LiveRun) -> list[Problem]:
 def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     found, live = plan.parallel, {"tensor": run.tensor, "pipeline": run.pipeline, "chunks": len(run.chunks)}
     live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
+    planned = {name: getattr(found, name) for name in live}
+    if found.chunks == len(run.chunks) > 1 and found.pipeline == run.pipeline:
+        planned["microbatch_group"], live["microbatch_group"] = found.group, run.group_size
     for name, needed in live.items():
-        if getattr(found, name) != needed:
-            yield Problem(
-                f"plan: parallel.{name}",
-                str(getattr(found, name)),
-                f"{needed}, as this run has it",
-                "make a plan for this layout",
-            )
+        if planned[name] != needed:
+            place, stated = f"plan: parallel.{name}", str(planned[name])
+            yield Problem(place, stated, f"{needed}, as this run has it", "make a plan for this layout")
 
 
 def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:

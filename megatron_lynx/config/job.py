@@ -100,8 +100,8 @@ class Job(BaseModel):
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             needed = f"batch.micro x replicas ({share}), {_nearest(self.batch.global_, share)}"
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of {needed}")
-        elif self.chunks > 1 and self.microbatches % parallel.pipeline:
-            needed = f"a multiple of parallel.pipeline ({parallel.pipeline}) with several chunks on each stage"
+        elif self.chunks > 1 and (groups := _groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline)):
+            needed = f"{groups} with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
         if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
@@ -141,6 +141,11 @@ class Job(BaseModel):
     def microbatches(self) -> int:
         """Micro-batches of one pipeline in one step (m)."""
         return self.batch.global_ // (self.batch.micro * self.replicas)
+
+    @property
+    def microbatch_group(self) -> int:
+        """Micro-batches that pass one chunk before the next one has its turn (g)."""
+        return self.parallel.microbatch_group or self.parallel.pipeline
 
     @property
     def chunks(self) -> int:
@@ -191,6 +196,15 @@ class Job(BaseModel):
         A job that flushes has the one that it had before there was a choice."""
         later = {"schedule", "defer_updates"} if self.schedule == "flush" else None
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=later).encode()).hexdigest()
+
+
+def _groups_needed(microbatches: int, group: int, pipeline: int) -> str | None:
+    """What Megatron asks for: full groups, and a last one that is no smaller than the pipeline. None where it is so."""
+    if microbatches >= group and not 0 < microbatches % group < pipeline:
+        return None
+    if group == pipeline:
+        return f"a multiple of parallel.pipeline ({pipeline})"
+    return f"in groups of parallel.microbatch_group ({group}), the last of at least parallel.pipeline ({pipeline}),"
 
 
 def _nearest(number: int, step: int) -> str:

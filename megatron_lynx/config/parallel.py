@@ -23,6 +23,8 @@ class Parallel(BaseModel):
 
     Virtual stage k is chunk k // p of stage k % p. None: all alike. auto: as even as may be, until a plan says what is fastest
     (with as many chunks as `layers_per_chunk` makes)."""
+    microbatch_group: int | None = Field(default=None, ge=1)
+    """Micro-batches that pass one chunk before the next one has its turn (interleaved 1F1B); none: as many as stages."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
     distributed_optimizer: bool = False
@@ -35,6 +37,8 @@ class Parallel(BaseModel):
             problems.append("sequence_parallel needs tensor > 1, found tensor 1")
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
+        if self.microbatch_group is not None:
+            problems += _group_problems(self.microbatch_group, self)
         if isinstance(self.partition, tuple):
             problems += _partition_problems(self.partition, self.pipeline, self.layers_per_chunk)
         if problems:
@@ -45,6 +49,15 @@ class Parallel(BaseModel):
     def ranks(self) -> int:
         """Ranks of one model replica."""
         return self.tensor * self.context * self.pipeline
+
+
+def _group_problems(group: int, parallel: Parallel) -> list[str]:
+    partition = parallel.partition if isinstance(parallel.partition, tuple) else ()
+    if parallel.layers_per_chunk is None and len(partition) <= parallel.pipeline:
+        return [f"microbatch_group ({group}) needs several chunks on each stage, found one: give layers_per_chunk too"]
+    if group < parallel.pipeline:
+        return [f"microbatch_group ({group}) must be at least pipeline ({parallel.pipeline})"]
+    return []
 
 
 def _partition_problems(partition: tuple[int, ...], pipeline: int, layers_per_chunk: int | None) -> list[str]:

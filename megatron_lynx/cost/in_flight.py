@@ -2,8 +2,8 @@
 
 1F1B, p = 4          stage 0 1 2 3            p - s
 chunks in flight           4 3 2 1
-interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)p + 1
-chunks in flight          11 9 7 5            on stage 0: vp + p - 1
+interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
+chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from megatron_lynx.config.job import Job
 
 def chunks_in_flight(job: Job, stage: int) -> int:
     """Of one stage; one chunk and one micro-batch each."""
-    return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, stage)
+    return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group, stage)
 
 
 def chunks_in_flight_by_stage(job: Job) -> list[int]:
     """Of every stage."""
-    pipeline, chunks, microbatches = job.parallel.pipeline, job.chunks, job.microbatches
-    return [_in_flight(pipeline, chunks, microbatches, stage) for stage in range(pipeline)]
+    pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
+    return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
 
 
-def _in_flight(pipeline: int, chunks: int, microbatches: int, stage: int) -> int:
+def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage: int) -> int:
     if chunks == 1:
         return min(pipeline - stage, microbatches)
-    return min(microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * pipeline + 1)
+    return min(microbatches * chunks, 2 * (pipeline - 1 - stage) + (chunks - 1) * group + 1)
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:
     """Of a stage's first chunk, whose backward comes last."""
     pipeline = job.parallel.pipeline
-    return min(job.microbatches, pipeline - stage if job.chunks == 1 else pipeline)
+    return min(job.microbatches, pipeline - stage if job.chunks == 1 else job.microbatch_group)

@@ -21,6 +21,7 @@ EACH, CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_
 LAYOUT = "pipeline_model_parallel_layout"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+GROUP = "microbatch_group_size_per_vp_stage"
 
 
 class _Uneven(Exception):
@@ -33,6 +34,7 @@ def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> It
     pipeline = given["pipeline_model_parallel_size"]
     if not layers or not pipeline:
         return
+    chunked = bool(given[EACH])
     said = [name for name in (LAYOUT, FIRST, LAST, EMBEDDING, LOSS, CHUNKS, EACH) if given[name]]
     try:
         if sum(bool(given[name]) for name in (LAYOUT, EACH, CHUNKS)) > 1:
@@ -40,13 +42,13 @@ def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> It
         if said in ([], [EACH]):
             yield from _plain(given, pipeline, left_open)
         else:
-            yield Fact("parallel.partition", list(_partition(given, layers, pipeline)), given.origin(*said))
+            partition = _partition(given, layers, pipeline)
+            chunked = len(partition) > pipeline
+            yield Fact("parallel.partition", list(partition), given.origin(*said))
     except _Uneven as uneven:
         problems.append(Problem(given.origin(*said), str(uneven), ""))
-    group = given["microbatch_group_size_per_vp_stage"]
-    if group not in (None, pipeline) and (given[EACH] or given[CHUNKS] or given[LAYOUT]):
-        origin, needed = given.origin("microbatch_group_size_per_vp_stage"), f"{pipeline}, the number of stages"
-        problems.append(Problem(origin, str(group), needed, "plans are made for groups of that size"))
+    if given[GROUP] not in (None, pipeline) and chunked:
+        yield Fact("parallel.microbatch_group", given[GROUP], given.origin(GROUP))
 
 
 def _plain(given: Given, pipeline: int, left_open: bool) -> Iterator[Fact]:

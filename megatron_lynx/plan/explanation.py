@@ -48,7 +48,8 @@ def _heading(plan: Plan) -> Iterator[Text]:
     model, layout, batch = plan.model, plan.parallel, plan.batch
     widths = f"hidden {model.hidden}, ffn {model.ffn}, heads {model.heads} ({model.kv_groups} for K and V)"
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
-    chunks = f", {layout.chunks} chunks on each stage (interleaved)" if layout.chunks > 1 else ""
+    turns = f"interleaved, groups of {layout.group} micro-batches"
+    chunks = f", {layout.chunks} chunks on each stage ({turns})" if layout.chunks > 1 else ""
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
     yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")

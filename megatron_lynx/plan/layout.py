@@ -23,8 +23,11 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    flags += layer_flags(plan)
+    if layout.group != layout.pipeline:
+        flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")
     schedule = () if plan.schedule == "flush" else ("--lynx-schedule double-buffered",)
-    return (*flags, *layer_flags(plan), f"--micro-batch-size {plan.batch.micro}", *schedule)
+    return (*flags, f"--micro-batch-size {plan.batch.micro}", *schedule)
 
 
 def layer_flags(plan: Plan) -> tuple[str, ...]:

@@ -303,7 +303,14 @@ class ParallelFacts(_Part):
     pipeline: int = Field(ge=1, le=MOST_LAYERS)
     chunks: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Model chunks on each stage (Megatron's virtual pipeline size); 1: plain 1F1B."""
+    microbatch_group: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Micro-batches that pass one chunk before the next one has its turn; none: as many as stages."""
     sequence_parallel: bool = False
+
+    @property
+    def group(self) -> int:
+        """The size of those groups."""
+        return self.microbatch_group or self.pipeline
 
 
 class BatchFacts(_Part):
@@ -360,11 +367,18 @@ class Plan(_Part):
 def _impossible_chunks(plan: Plan) -> list[str]:
     layout, found = plan.parallel, plan.batch.microbatches
     if layout.chunks == 1:
-        return []
+        stated = layout.microbatch_group
+        return [] if stated is None else [f"parallel.microbatch_group is {stated}, but without chunks nothing takes turns"]
     if layout.pipeline == 1:
         return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
-    multiple = f"a multiple of pipeline ({layout.pipeline}) with {layout.chunks} chunks on each stage"
-    return [] if found % layout.pipeline == 0 else [f"batch.microbatches ({found}) must be {multiple}"]
+    if layout.group < layout.pipeline:
+        return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
+    if found >= layout.group and not 0 < found % layout.group < layout.pipeline:
+        return []
+    needed = f"a multiple of pipeline ({layout.pipeline})"
+    if layout.group != layout.pipeline:
+        needed = f"in groups of microbatch_group ({layout.group}), the last of at least pipeline ({layout.pipeline}),"
+    return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"]
 
 
 def _no_such_place(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:

@@ -81,6 +81,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             tensor=job.parallel.tensor,
             pipeline=job.parallel.pipeline,
             chunks=job.chunks,
+            microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
             sequence_parallel=job.parallel.sequence_parallel,
         ),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),

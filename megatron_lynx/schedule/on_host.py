@@ -18,9 +18,12 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 
 
 @lru_cache(maxsize=1024)
-def sets_on_host(pipeline: int, stage: int, microbatches: int, chunks: int = 1, prefetch: int = 1) -> tuple[int, ...]:
+def sets_on_host(
+    pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
+) -> tuple[int, ...]:
     """By chunk; a micro-batch whose backward follows its forward at once stays."""
-    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks)
+    plain = chunks == 1
+    schedule = one_f_one_b(pipeline, microbatches) if plain else interleaved(pipeline, microbatches, chunks, group_size)
     order = [*schedule.phases(stage)]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}

@@ -30,7 +30,10 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
 
 def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> float:
     pipeline = job.parallel.pipeline
-    schedule = interleaved(pipeline, microbatches, job.chunks) if job.chunks > 1 else one_f_one_b(pipeline, microbatches)
+    if job.chunks > 1:
+        schedule = interleaved(pipeline, microbatches, job.chunks, job.microbatch_group)
+    else:
+        schedule = one_f_one_b(pipeline, microbatches)
     return simulate(schedule, chunks, message_s).step_s
 
 

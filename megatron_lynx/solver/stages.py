@@ -161,7 +161,7 @@ class Stages:
         answer = StageAnswer(stage, chunks, count, ratio, stock, 0.0)
         if not ratio:
             return answer
-        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks
+        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(
             answer,
             exposed_copies_s=self._exposed_copies_s(answer),

@@ -17,6 +17,7 @@ def tiny_job(
     pipeline: int = 1,
     partition: tuple[int, ...] | None = None,
     layers_per_chunk: int | None = None,
+    microbatch_group: int | None = None,
     sequence_parallel: bool = False,
     replicas: int = 1,
     microbatches: int = 2,
@@ -36,6 +37,7 @@ def tiny_job(
         pipeline=pipeline,
         partition=partition,
         layers_per_chunk=layers_per_chunk,
+        microbatch_group=microbatch_group,
         sequence_parallel=sequence_parallel,
         distributed_optimizer=distributed_optimizer,
     )

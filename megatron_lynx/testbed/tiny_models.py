@@ -71,6 +71,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     }
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+        fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
     if len(set(job.partition)) > 1:
         fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
     return TransformerConfig(**{**fields, **overrides})

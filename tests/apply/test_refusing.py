@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from megatron_lynx.errors import HookRefused, PlanMismatch
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.plans import plan_for, replayable
@@ -155,10 +156,18 @@ def test_a_plan_with_other_chunks(pool_of):
     assert [refusal.places for refusal in refused(pool_of, job, None, plan_of(other))] == places
 
 
+def test_a_plan_for_other_groups(pool_of):
+    """Another order of passes: other windows, other memory."""
+    spoil = partial(on_ranks.set_config, microbatch_group_size_per_vp_stage=4)
+    for refusal in pool_of(2).run(on_ranks.refused, INTERLEAVED, uniform_plan(INTERLEAVED, "none"), spoil):
+        assert (type(refusal.error), refusal.places) == (PlanMismatch, ["plan: parallel.microbatch_group"])
+        assert "found 2, needed 4" in str(refusal.error)
+
+
 def test_groups_in_which_gradients_come_early(pool_of):
     """Only the last stage can tell; it says both numbers."""
-    spoil = partial(on_ranks.set_config, microbatch_group_size_per_vp_stage=4)
-    first, last = pool_of(2).run(on_ranks.refused, INTERLEAVED, plan_of(INTERLEAVED), spoil)
+    job = tiny_job(pipeline=2, layers_per_chunk=1, microbatches=4, microbatch_group=4)
+    first, last = pool_of(2).run(on_ranks.refused, job, plan_of(job))
     assert first.error is None
     assert (type(last.error), last.changed, last.places) == (HookRefused, [], ["plan: stages.1.windows"])
     assert "in groups of 4 micro-batches" in str(last.error)

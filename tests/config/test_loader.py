@@ -189,3 +189,18 @@ def test_a_flush_has_nothing_to_defer(tmp_path: Path) -> None:
 def test_unknown_schedules(tmp_path: Path) -> None:
     found = "\n".join(refusals(tmp_path, JOB, schedule="double-buffered"))
     assert "schedule: found 'double-buffered', needed one of flush, double_buffered" in found
+
+
+def test_groups_of_micro_batches_that_megatron_refuses(tmp_path: Path) -> None:
+    chunked = {"parallel.pipeline": 2, "parallel.layers_per_chunk": 1, "gpus": 4}
+    assert refusals(tmp_path, JOB, **{"parallel.microbatch_group": 2}) == [
+        "job.yaml: parallel: microbatch_group (2) needs several chunks on each stage, found one: give layers_per_chunk too"
+    ]
+    assert refusals(tmp_path, JOB, **chunked, **{"parallel.microbatch_group": 1}) == [
+        "job.yaml: parallel: microbatch_group (1) must be at least pipeline (2)"
+    ]
+    asked = {**chunked, "parallel.microbatch_group": 3, "batch.global": 4}
+    needed = "in groups of parallel.microbatch_group (3), the last of at least parallel.pipeline (2),"
+    assert refusals(tmp_path, JOB, **asked) == [
+        f"job.yaml: micro-batches of a pipeline (4) must be {needed} with several chunks on each stage"
+    ]

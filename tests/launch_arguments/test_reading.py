@@ -62,6 +62,15 @@ def test_sequence_parallelism_over_one_rank_is_none() -> None:
     assert facts(f"{SMALL} --sequence-parallel")["parallel.sequence_parallel"] is False
 
 
+def test_groups_of_micro_batches_are_read_where_stages_have_chunks() -> None:
+    grouped = (
+        f"{SMALL} --pipeline-model-parallel-size 2 --global-batch-size 64 --microbatch-group-size-per-virtual-pipeline-stage 4"
+    )
+    assert "parallel.microbatch_group" not in facts(grouped)
+    assert facts(f"{grouped} --num-layers-per-virtual-pipeline-stage 2")["parallel.microbatch_group"] == 4
+    assert facts(f"{grouped} --pipeline-model-parallel-layout 'Et*2|t*2|t*2|t*2L'")["parallel.microbatch_group"] == 4
+
+
 def test_groups_without_their_switch_have_no_effect() -> None:
     assert facts(f"{SMALL} --num-query-groups 4")["model.kv_groups"] == 16
 

@@ -99,3 +99,9 @@ def test_flags_name_the_layout_and_the_micro_batch():
     assert " ".join(launch_flags(plan)) == (
         "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --micro-batch-size 2"
     )
+
+
+def test_a_launch_is_told_the_size_of_groups() -> None:
+    jobs = [tiny_job(pipeline=2, layers_per_chunk=1, microbatches=4, microbatch_group=group) for group in (None, 2, 4)]
+    said = ["--microbatch-group-size-per-virtual-pipeline-stage 4" in launch_flags(uniform_plan(job, "none")) for job in jobs]
+    assert said == [False, False, True]

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_lynx.config.job import Job
 
 
-def recorded_order(rank: int, job: Job, group_size: int | None = None) -> tuple[int, str]:
+def recorded_order(rank: int, job: Job) -> tuple[int, str]:
     """(stage, the order in which one step ran forwards and backwards, as text)."""
     from megatron.core import parallel_state
 
@@ -15,7 +15,7 @@ def recorded_order(rank: int, job: Job, group_size: int | None = None) -> tuple[
     from megatron_lynx.testbed.training import Training, initialise, synthetic_batches
 
     initialise(job)
-    training = Training(job, build_model(job, microbatch_group_size_per_vp_stage=group_size), optimizer=None)
+    training = Training(job, build_model(job), optimizer=None)
     with Recorder() as recorder:
         training.step(synthetic_batches(job))
     return parallel_state.get_pipeline_model_parallel_rank(), recorder.text

@@ -12,15 +12,16 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "microbatches", "chunks"), [(1, 4, 1), (2, 4, 1), (8, 32, 1), (8, 3, 1), (2, 4, 2), (4, 8, 3)]
+    ("pipeline", "microbatches", "chunks", "group"),
+    [(1, 4, 1, None), (2, 4, 1, None), (8, 32, 1, None), (8, 3, 1, None), (2, 4, 2, None), (4, 8, 3, None), (2, 7, 2, 5)],
 )
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, prefetch: int) -> None:
-    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks)
+def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None, prefetch: int) -> None:
+    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks, group)
     for stage in range(pipeline):
         turns = Turns([Turn(a.kind, a.micro_batch, a.chunk, phase) for a, phase in schedule.phases(stage)])  # type: ignore[arg-type]
         expected = tuple(offload.sets_on_host(turns, chunk, prefetch) for chunk in range(chunks))
-        assert sets_on_host(pipeline, stage, microbatches, chunks, prefetch) == expected
+        assert sets_on_host(pipeline, stage, microbatches, chunks, group, prefetch) == expected
 
 
 def test_stages_of_1f1b() -> None:

@@ -26,7 +26,7 @@ def test_1f1b(pool_of: Pools, pipeline: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("microbatches", "group_size"), [(4, None), (6, 4), (2, None), (4, 4)])
 def test_interleaved(pool_of: Pools, microbatches: int, group_size: int | None) -> None:
-    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches)
-    recorded = dict(pool_of(2).run(recorded_order, job, group_size))
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches, microbatch_group=group_size)
+    recorded = dict(pool_of(2).run(recorded_order, job))
     expected = interleaved(2, microbatches, 2, group_size).orders
     assert recorded == {stage: write_actions(order) for stage, order in enumerate(expected)}

@@ -35,15 +35,15 @@ def lets_go(job: Job, stage: Stage, layer: int, half: str) -> bool:
     return any(saving.get(item, True) for item in replayed)
 
 
-def schedule_of(job: Job, group_size: int | None = None) -> Schedule:
-    pipeline, microbatches = job.parallel.pipeline, job.microbatches
-    return one_f_one_b(pipeline, microbatches) if job.chunks == 1 else interleaved(pipeline, microbatches, job.chunks, group_size)
+def schedule_of(job: Job) -> Schedule:
+    layout = job.parallel.pipeline, job.microbatches
+    return one_f_one_b(*layout) if job.chunks == 1 else interleaved(*layout, job.chunks, job.microbatch_group)
 
 
-def expected(job: Job, plan: Plan, stage: int, group_size: int | None = None) -> Expected:
+def expected(job: Job, plan: Plan, stage: int) -> Expected:
     """Backward by backward, in the order of the schedule."""
     result = Expected(0, 0, 0)
-    for action, phase in schedule_of(job, group_size).phases(stage):
+    for action, phase in schedule_of(job).phases(stage):
         entry = plan.chunks_of(stage)[action.chunk]
         if action.kind == "F" or (entry.whole is not None and action.micro_batch in entry.whole):
             continue

@@ -30,7 +30,7 @@ def plan_for(
     places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
     stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
-    layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "sequence_parallel")}
+    layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "microbatch_group", "sequence_parallel")}
     return Plan.model_validate(
         {
             "version": 1,

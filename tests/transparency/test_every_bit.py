@@ -47,7 +47,7 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
             assert outcome.differing == [], f"rank {rank}, plan {plan.model_dump_json()}"
             assert outcome.planned.frames_left == 0
             for counts in outcome.planned.counts:
-                needed = expected(job, plan, stage, (trial or Trial()).model.get("microbatch_group_size_per_vp_stage"))
+                needed = expected(job, plan, stage)
                 found = (counts.recorded, counts.replayed, counts.hidden, counts.gathered)
                 assert found == (needed.replayed, needed.replayed, needed.hidden, needed.gathered), plan.model_dump_json()
                 assert counts.live_ahead <= max(entry.ahead_depth for entry in plan.chunks_of(stage))

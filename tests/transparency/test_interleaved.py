@@ -21,21 +21,21 @@ Pools = Callable[[int], RankPool]
 
 ONE_CALL = {"overlap_p2p_comm": False}
 FLUSHED = {"overlap_p2p_comm_warmup_flush": True}
-VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "all of stage 0 is warm-up": (2, {}),
-    "one call for both directions": (4, ONE_CALL),
-    "one batched call for both directions": (4, {**ONE_CALL, "batch_p2p_comm": True}),
-    "received ahead in warm-up and cool-down": (4, FLUSHED),
-    "groups of three, received ahead": (6, {**FLUSHED, "microbatch_group_size_per_vp_stage": 3}),
-    "groups of four and of two, received ahead": (6, {**FLUSHED, "microbatch_group_size_per_vp_stage": 4}),
+VARIANTS: dict[str, tuple[int, int | None, dict[str, Any]]] = {
+    "all of stage 0 is warm-up": (2, None, {}),
+    "one call for both directions": (4, None, ONE_CALL),
+    "one batched call for both directions": (4, None, {**ONE_CALL, "batch_p2p_comm": True}),
+    "received ahead in warm-up and cool-down": (4, None, FLUSHED),
+    "groups of three, received ahead": (6, 3, FLUSHED),
+    "groups of four and of two, received ahead": (6, 4, FLUSHED),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_of_exchanging(pool_of: Pools, variant: str) -> None:
     """Each backward but those of the last virtual stage hides its first frame behind the wait for its gradient."""
-    microbatches, fields = VARIANTS[variant]
-    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches)
+    microbatches, group, fields = VARIANTS[variant]
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=microbatches, microbatch_group=group)
     plan = plan_for(job, lambda layer: replayable(job))
     outcomes = checked(pool_of, job, [plan], Trial(model=fields))
     assert [rank[0].planned.counts[0].hidden for rank in outcomes] == [2 * microbatches, microbatches]
@@ -51,10 +51,10 @@ def test_reductions_in_backward(pool_of: Pools) -> None:
 def test_gradients_that_lie_there_are_no_window(pool_of: Pools) -> None:
     """In groups of four, gradients reach the last stage two backwards early, and in cool-down nothing is waited for right before
     each backward. Such windows are refused; what is left is transparent."""
-    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4)
+    job = tiny_job("gpt", pipeline=2, layers_per_chunk=1, microbatches=4, microbatch_group=4)
     raw = plan_for(job, lambda layer: replayable(job)).model_dump(mode="json")
     raw["stages"][1]["rules"][0]["windows"]["mlp"]["cooldown"] = "on_demand"
-    checked(pool_of, job, [Plan.model_validate(raw)], Trial(model={"microbatch_group_size_per_vp_stage": 4}))
+    checked(pool_of, job, [Plan.model_validate(raw)])
 
 
 def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
