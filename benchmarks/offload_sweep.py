@@ -3,7 +3,7 @@
     python -m benchmarks.offload_sweep -o benchmarks/results
 
 Two ranks, each on a core of its own: two stages of four chunks, interleaved, so that the first stage has nine chunks in flight.
-Nothing is replayed. All shares train in the same processes, in turns; a time is the median over rounds of the slowest rank's
+Plans are the planner's. Nothing is replayed. All shares train in the same processes, in turns; a time is the median over rounds of the slowest rank's
 step, a ratio the median over rounds of that step over stock none's of the same round. A copy is exposed as far as compute waits
 for it. Bytes are the most that the first stage holds at the end of a forward, in a step of its own. Expected: those of a plan
 that keeps everything (0 %), less what the simulated step holds less than that plan's. On these ranks device and host are the same
@@ -26,8 +26,7 @@ from benchmarks.offloaded_bytes import Counted, count
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.plan.plan import Offload, Plan, Stage
-from megatron_lynx.planner import uniform_plan
+from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -38,7 +37,14 @@ from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import MIB
 
 RATIOS = (0.0, 0.3, 0.5, 0.63, 1.0)
-LAYOUT = {"gpus": 2, "parallel.tensor": 1, "parallel.pipeline": 2, "parallel.layers_per_chunk": 1, "batch.global": 8}
+LAYOUT = {
+    "gpus": 2,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 2,
+    "parallel.layers_per_chunk": 1,
+    "batch.global": 8,
+    "policy": "none",
+}
 """Of `jobs/demo`, for want of more cores."""
 
 
@@ -61,25 +67,8 @@ class Row:
         return self.expected_bytes / self.held_bytes - 1
 
 
-def offloading(job: Job, profile: Profile, ratio: float) -> Plan:
-    """Nothing replayed; of every chunk this share of what its layers keep, but for what Megatron holds anyway."""
-    kept = uniform_plan(job, "none")
-    if ratio == 0:
-        return kept
-    layer_bytes = profile.attention.saved_bytes + profile.mlp.saved_bytes
-    stages = (
-        _with_offload(stage, len(stage.layers) * layer_bytes, profile.attention.input_bytes, ratio) for stage in kept.stages
-    )
-    return kept.model_copy(update={"stages": tuple(stages)})
-
-
-def _with_offload(stage: Stage, size_bytes: int, received_bytes: int, ratio: float) -> Stage:
-    stays = 0 if (stage.stage, stage.chunk) == (0, 0) else received_bytes
-    return stage.model_copy(update={"offload": Offload(bytes=min(int(ratio * size_bytes), size_bytes - stays))})
-
-
 def rows(job: Job, profile: Profile, place: Place, rounds: int) -> list[Row]:
-    plans = {f"{ratio:.0%}": offloading(job, profile, ratio) for ratio in RATIOS}
+    plans = {f"{ratio:.0%}": make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in RATIOS}
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
     counted: list[dict[str, Counted]] = place.run(count, job, candidates)
     laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of
-from megatron_lynx.cost.memory import half_memory
+from megatron_lynx.cost.memory import half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.items import HALVES, Half
@@ -81,11 +81,24 @@ def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
 
 
 def _copy(stage: Stage, profile: Profile) -> HostCopy | None:
-    """What is offloaded of a micro-batch. A profile that knows no link to the host gives copies no time."""
+    """What is offloaded of a micro-batch: no more than can be. A profile that knows no link to the host gives copies no time."""
     if stage.offload is None:
         return None
-    seconds = profile.link_s("host", stage.offload.bytes)
-    return HostCopy(seconds, seconds, stage.offload.bytes)
+    size_bytes = min(stage.offload.bytes, _movable_bytes(stage, profile, stage.offload.smallest_tensor_bytes))
+    seconds = profile.link_s("host", size_bytes)
+    return HostCopy(seconds, seconds, size_bytes)
+
+
+def _movable_bytes(stage: Stage, profile: Profile, smallest_bytes: int) -> int:
+    """Of one micro-batch. What was received from the stage before, Megatron holds itself."""
+    halves = [(layer, half, profile.half(half)) for layer in stage.layers for half in HALVES]
+    movable = sum(
+        movable_bytes(costs, replay_of(half, costs.tensors, stage.rule_for(layer).replays(half)), smallest_bytes)
+        for layer, half, costs in halves
+    )
+    received_bytes = profile.attention.input_bytes
+    received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
+    return movable - received_bytes if received else movable
 
 
 def message_bytes_of(profile: Profile) -> int:

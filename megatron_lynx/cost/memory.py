@@ -8,7 +8,8 @@
     The other micro-batches in flight hold their resident parts all the while. What is regenerated early, while a forward or a
     receive still waits, is there from before the first backward until its own, once: only one micro-batch's backward comes next.
 
-A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes.
+A half's resident part is its input, what its kept items save, and the outputs of kept sites that a replay passes. Of that, blocks
+large enough can go to the host (`smallest_offloaded_bytes`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import pairwise
 from megatron_lynx.cost.replay import Replay
 from megatron_lynx.items import COLUMN_PARALLEL, Half
 from megatron_lynx.profiler.profile import HalfProfile
+from megatron_lynx.units import MIB
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class HalfMemory:
     """What is there when the half before ends: all that is regenerated, or a gathered input alone, or nothing."""
     early: int = 0
     """What is there before the stage's first backward begins, and then until its own: all that is regenerated, or nothing."""
+    movable: int = 0
+    """Of the resident part, what can go to the host."""
 
     @property
     def whole(self) -> int:
@@ -59,7 +63,22 @@ def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_by
         regenerated=replay.regenerated_bytes + gathered_bytes,
         tail=profile.input_bytes + argument + gathered_bytes,
         ahead=gathered_bytes,
+        movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
     )
+
+
+def smallest_offloaded_bytes(input_bytes: int) -> int:
+    """What a plan lets go to the host begins here: 1 MiB (Yuan et al.), or less in layers of which that would be a large part.
+
+    `input_bytes`: of one layer.
+    """
+    return min(MIB, input_bytes // 4)
+
+
+def movable_bytes(profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
+    """What of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
+    blocks = [profile.input_bytes, *(tensor.bytes for tensor in replay.stays if tensor.made_by != "input")]
+    return sum(size for size in blocks if size >= smallest_bytes)
 
 
 def resident_bytes(halves: Iterable[HalfMemory]) -> int:

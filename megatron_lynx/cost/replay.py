@@ -29,10 +29,14 @@ class Replay:
 
     runs: tuple[str, ...]
     """The items that a replay runs, in order; kept code on the way included, kept sites not."""
-    stays_bytes: int
+    stays: tuple[SavedTensor, ...]
     """What is held from forward to backward."""
     regenerated_bytes: int
     """What the replay makes."""
+
+    @property
+    def stays_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.stays)
 
 
 def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
@@ -45,16 +49,16 @@ def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str
     passed = max((index for index in reached if index <= row), default=-1)
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
     runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
-    stays = regenerated = 0
+    stays, regenerated = [], 0
     for tensor, items in let_go:
         remembered = (
             tensor.output and tensor.made_by not in (*replay, *ROW_PARALLEL) and order.index(tensor.made_by) < passed
         )  # [4]
         if remembered or set(tensor.saved_by) - set(items):
-            stays += tensor.bytes
+            stays.append(tensor)
         elif items:
             regenerated += tensor.bytes
-    return Replay(runs, stays, regenerated)
+    return Replay(runs, tuple(stays), regenerated)
 
 
 def sensible_choices(half: Half, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:

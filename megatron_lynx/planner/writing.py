@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape
+from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.stage_memory import StageMemory
 from megatron_lynx.items import HALVES, ITEMS, Half
 from megatron_lynx.plan import order
@@ -35,7 +36,6 @@ from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import SECOND_DIGITS, Option
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.solver.stages import StageAnswer
-from megatron_lynx.units import MIB
 from megatron_lynx.version import __version__
 
 
@@ -65,7 +65,7 @@ def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMe
 
     `held_bytes`: what a rehearsal finds that its layers hold, if that is more: originals whose copies lag behind.
     """
-    staging = round(2 * answer.offload_ratio * answer.chunk_bytes)
+    staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
     lagging = max(0, held_bytes - answer.peak_bytes)
     made_again = answer.peak_bytes - kept - staging
@@ -139,9 +139,8 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 
 def _offload(job: Job, size_bytes: int) -> Offload | None:
-    """Of layers so small that a tensor of 1 MiB is a large part of what they keep, smaller ones go, too."""
-    small_bytes = LayerShape.of(job).input_bytes // 4
-    return Offload(bytes=size_bytes, smallest_tensor_bytes=min(MIB, small_bytes)) if size_bytes else None
+    smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
+    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes) if size_bytes else None
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:

@@ -93,6 +93,11 @@ class Solved:
         return resident_bytes(self.backward_order)
 
     @cached_property
+    def movable_bytes(self) -> int:
+        """What of one micro-batch can go to the host, what was received included."""
+        return sum(half.memory.movable for half in self.halves)
+
+    @cached_property
     def ahead_bytes(self) -> int:
         """The largest frame that is regenerated in a window, or all that are there before backward begins."""
         seated = [half.memory for half in self.halves if half.seat.steady != ON_DEMAND]

@@ -1,6 +1,7 @@
 """What a job makes of its stages: what their layers keep, replay and offload, and how long each takes.
 
-    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.)
+    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.);
+                           small blocks, and what Megatron itself holds, cannot leave: where r asks for more, what can leaves
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
 
@@ -56,6 +57,7 @@ class StageAnswer:
     in_flight: int
     """Chunks between their forward and their backward, at most."""
     offload_ratio: float
+    """Asked for, of what every chunk keeps."""
     stock: StageSeconds
     """Without replays."""
     exposed_copies_s: float
@@ -64,6 +66,8 @@ class StageAnswer:
     """Micro-batches of each chunk that are in host memory at once."""
     received_bytes: int = 0
     """What Megatron itself holds of a micro-batch, once it was received from the stage before: that stays."""
+    offloaded_share: float = 0.0
+    """Of what every chunk keeps, at least so much goes: what was asked for, or what can."""
 
     @property
     def exposed_s(self) -> float:
@@ -86,8 +90,16 @@ class StageAnswer:
 
     def offloaded_bytes(self, chunk: int) -> int:
         """Of one micro-batch of a chunk."""
-        resident, received = self.chunks[chunk].resident_bytes, 0 if (self.stage, chunk) == (0, 0) else self.received_bytes
-        return min(int(self.offload_ratio * resident), resident - received)
+        return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
+
+    @property
+    def movable_share(self) -> float:
+        """The part of what a chunk keeps that can go, of the chunk of which least can."""
+        return min(self._movable_bytes(at) / max(1, chunk.resident_bytes) for at, chunk in enumerate(self.chunks))
+
+    def _movable_bytes(self, chunk: int) -> int:
+        received = 0 if (self.stage, chunk) == (0, 0) else self.received_bytes
+        return max(0, self.chunks[chunk].movable_bytes - received)
 
     def seconds(self, microbatches: int) -> float:
         """Of one micro-batch, with its part of the copies."""
@@ -149,8 +161,20 @@ class Stages:
         self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[[StageProblem], Solved] | None = None
     ) -> StageAnswer:
         solver = solver or partial(_solved, self.job)
+        answer = self._leaving(stage, ratio, ratio, budget_bytes, solver)
+        while answer.movable_share < answer.offloaded_share:
+            answer = self._leaving(stage, ratio, answer.movable_share, budget_bytes, solver)
+        if not ratio:
+            return answer
+        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
+        return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
+
+    def _leaving(
+        self, stage: int, ratio: float, share: float, budget_bytes: int | None, solver: Callable[[StageProblem], Solved]
+    ) -> StageAnswer:
+        """`ratio` is asked for, `share` goes."""
         count = chunks_in_flight(self.job, stage)
-        held = count - (count - CHUNKS_NOT_OFFLOADED) * ratio if ratio else count
+        held = count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count
         by_layers: dict[int, Solved] = {}
         for layers in self.job.chunk_layers(stage):
             if layers not in by_layers:
@@ -158,19 +182,11 @@ class Stages:
                 by_layers[layers] = solver(problem)
         chunks = tuple(by_layers[layers] for layers in self.job.chunk_layers(stage))
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
-        answer = StageAnswer(stage, chunks, count, ratio, stock, 0.0)
-        if not ratio:
-            return answer
-        layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
-        return replace(
-            answer,
-            exposed_copies_s=self._exposed_copies_s(answer),
-            host_sets=sets_on_host(*layout),
-            received_bytes=self._shape.input_bytes,
-        )
+        received_bytes = self._shape.input_bytes
+        return StageAnswer(stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share)
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
-        copy_s = self.profile.link_s("host", ceil(answer.offload_ratio * answer.chunk_bytes))
+        copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
         if copy_s == 0:
             return 0.0
         passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.exposed_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
@@ -14,9 +15,14 @@ from hypothesis import strategies as st
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, kept_bytes
 from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.profile import LinkPoint
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.plan.strategies import plans
+from tests.plan.strategies import plans as plans_of
+from tests.profiler.made_up import made_up_profile
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -64,7 +70,7 @@ def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: An
 def test_random_plans(pool_of: Pools, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS["TP2xPP2xVPP2+SP"])
     parallel = job.parallel.model_dump(include=ParallelFacts.model_fields.keys())
-    of_this_job = plans(
+    of_this_job = plans_of(
         model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
         parallel=ParallelFacts(chunks=job.chunks, **parallel),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
@@ -167,21 +173,30 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
     assert max(first_stage.live_bytes[25:]) <= max(first_stage.live_bytes[:25])
 
 
-@pytest.mark.parametrize("replayed", [(), ("input_layernorm", "pre_mlp_layernorm", "activation")])
-def test_device_bytes_fall_by_what_the_plan_offloads(pool_of: Pools, replayed: tuple[str, ...]) -> None:
-    """At the end of warm-up forward k, k micro-batches are on the host; at the end of the first steady forward one of them is on
-    its way back. What the second stage received stays: Megatron holds it."""
-    job = tiny_job("gpt", pipeline=4, microbatches=5)
-    plan = plan_for(job, lambda layer: replayed, windows=False)
-    size = 4 * (kept_bytes(LayerShape.of(job), "balanced" if replayed else "none") // 4)
-    candidates = [offloading(plan, int(ratio * size)) for ratio in RATIOS]
-    of_stage = pool_of(4).run(bytes_at_marks, job, candidates)
-    for stage, ratios, forwards in ((0, RATIOS, (0, 1, 2, 2)), (1, RATIOS[:-1], (0, 1, 1))):
-        for ratio, found in zip(ratios, of_stage[stage], strict=False):
-            for forward, away in enumerate(forwards):
-                predicted_bytes = of_stage[stage][0][forward] - away * ratio * size
-                off = f"stage {stage}, ratio {ratio}, forward {forward}: {found[forward]} bytes, {predicted_bytes} predicted"
-                assert abs(found[forward] - predicted_bytes) <= 0.02 * predicted_bytes, off
+@pytest.mark.parametrize("policy", ["none", "balanced"])
+def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> None:
+    """At the end of every forward, on both stages, up to everything that can leave: small tensors and what Megatron received stay,
+    and the planner does not promise otherwise."""
+    job = tiny_job("gpt", pipeline=2, layers=8, layers_per_chunk=1, microbatches=4).model_copy(update={"policy": policy})
+    profile = made_up_profile(job)
+    instant = LinkPoint(kind="host", bytes=1, seconds=1e-12)  # per byte; copies begin behind the forward whose end is looked at
+    profile = profile.model_copy(update={"links": (*profile.links, instant)})
+    plans = [make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in (0.0, 0.3, 0.5, 0.63, 1.0)]
+    of_stage = pool_of(2).run(bytes_at_marks, job, plans)
+    for stage, (kept, *counted) in enumerate(of_stage):
+        simulated_kept, *simulated = (after_forwards(rehearse(plan, profile), stage) for plan in plans)
+        assert len(kept) == len(simulated_kept) == job.microbatches * job.chunks
+        for plan, found, said in zip(plans[1:], counted, simulated, strict=True):
+            predicted = [bytes_ - before + now for bytes_, before, now in zip(kept, simulated_kept, said, strict=True)]
+            off = max(abs(one / other - 1) for one, other in zip(predicted, found, strict=True))
+            assert off <= 0.02, f"stage {stage}, {plan.stages[stage].offload}: {found} bytes, {predicted} predicted"
+
+
+def after_forwards(simulation: Simulation, stage: int) -> list[int]:
+    """What a stage's layers hold at the end of each forward."""
+    curve = simulation.memory(stage)
+    ends = (each.end_s for each in simulation.executed[stage] if each.action.kind == "F")
+    return [curve.bytes[bisect_right(curve.times_s, end_s) - 1] for end_s in ends]
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
