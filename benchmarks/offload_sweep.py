@@ -3,11 +3,11 @@
     python -m benchmarks.offload_sweep -o benchmarks/results
 
 Two ranks, each on a core of its own: two stages of four chunks, interleaved, so that the first stage has nine chunks in flight.
-Plans are the planner's. Nothing is replayed. All shares train in the same processes, in turns; a time is the median over rounds of the slowest rank's
-step, a ratio the median over rounds of that step over stock none's of the same round. A copy is exposed as far as compute waits
-for it. Bytes are the most that the first stage holds at the end of a forward, in a step of its own. Expected: those of a plan
-that keeps everything (0 %), less what the simulated step holds less than that plan's. On these ranks device and host are the same
-memory, so a copy costs what the core takes for it, and bandwidths say nothing about a GPU's.
+Plans are the planner's; nothing is replayed. All shares train in the same processes, in turns; a time is the median over rounds
+of the slowest rank's step, a ratio the median over rounds of that step over stock none's of the same round. A copy is exposed as
+far as compute waits for it. Bytes are the most that the first stage holds at the end of a forward, in a step of its own.
+Expected: those of a plan that keeps everything (0 %), less what the simulated step holds less than that plan's. On these ranks
+device and host are the same memory, so a copy costs what the core takes for it, and bandwidths say nothing about a GPU's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a job makes of its stages: what their layers keep, replay and offload, and how long each takes.
 
-    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.);
+    share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.)
                            small blocks, and what Megatron itself holds, cannot leave: where r asks for more, what can leaves
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins

@@ -175,8 +175,8 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
 
 @pytest.mark.parametrize("policy", ["none", "balanced"])
 def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> None:
-    """At the end of every forward, on both stages, up to everything that can leave: small tensors and what Megatron received stay,
-    and the planner does not promise otherwise."""
+    """At the end of every forward, on both stages, up to everything that can leave: small tensors and what Megatron received
+    stay, and the planner does not promise otherwise."""
     job = tiny_job("gpt", pipeline=2, layers=8, layers_per_chunk=1, microbatches=4).model_copy(update={"policy": policy})
     profile = made_up_profile(job)
     instant = LinkPoint(kind="host", bytes=1, seconds=1e-12)  # per byte; copies begin behind the forward whose end is looked at
@@ -193,10 +193,12 @@ def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> 
 
 
 def after_forwards(simulation: Simulation, stage: int) -> list[int]:
-    """What a stage's layers hold at the end of each forward."""
-    curve = simulation.memory(stage)
-    ends = (each.end_s for each in simulation.executed[stage] if each.action.kind == "F")
-    return [curve.bytes[bisect_right(curve.times_s, end_s) - 1] for end_s in ends]
+    """What a stage's layers hold at the end of each forward, before the next pass begins and asks for reloads."""
+    curve, found = simulation.memory(stage), []
+    for end_s in (each.end_s for each in simulation.executed[stage] if each.action.kind == "F"):
+        asked_next = sum(copy.bytes for copy in simulation.copied[stage] if copy.action.kind == "B" and copy.start_s == end_s)
+        found.append(curve.bytes[bisect_right(curve.times_s, end_s) - 1] - asked_next)
+    return found
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
