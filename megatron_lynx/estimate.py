@@ -7,7 +7,7 @@ job ──smallest_ratio, where auto──> offload ratio ──stage_memory─�
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -18,6 +18,7 @@ from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio
 
 
@@ -54,7 +55,9 @@ class Estimate:
     @property
     def as_json(self) -> dict[str, Any]:
         stages = [{"stage": stage, "memory_bytes": memory.named} for stage, memory in enumerate(self.stages)]
+        without_flushes = self.job.schedule == "double_buffered"
         return {
+            **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
             "fits": self.fits,
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,
@@ -86,8 +89,15 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
 
 
 def _step(job: Job, profile: Profile | None, ratio: float) -> StepSeconds | None:
+    """Without flushes no closed form knows how long stages wait for each other before an update: that is simulated."""
     costs = _costs(job, profile)
-    return None if costs is None else step_seconds(job, costs, ratio)
+    if costs is None:
+        return None
+    step = step_seconds(job, costs, ratio)
+    if job.schedule == "flush":
+        return step
+    waited_s = pipeline_s(job, costs, ratio) - step.pipeline_s - step.copies_s
+    return replace(step, bubble_s=max(0.0, waited_s))
 
 
 def _costs(job: Job, profile: Profile | None) -> Profile | None:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "launch_arguments": {"config"},
     "doctor": {"launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
-    "estimate": {"config", "profiler", "cost", "solver", "planner"},
+    "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},

@@ -67,6 +67,11 @@ def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
     return to_paste(reading.command, os.fspath(path), layer_flags(made) if job.parallel.partition == "auto" else ())
 
 
+def named_in(text: str) -> list[str]:
+    """The names of a list with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def number_or_word(text: str) -> float | str:
     try:
         return float(text)

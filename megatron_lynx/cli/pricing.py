@@ -9,7 +9,7 @@ import typer
 
 from megatron_lynx.cli.answers import show_estimate, show_published
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import job_or_launch, number_or_word, understood_as_json
+from megatron_lynx.cli.inputs import job_or_launch, named_in, number_or_word, understood_as_json
 from megatron_lynx.cli.options import AsJson, ClusterOption, GpusOption, JobOrLaunch, MemoryOption
 from megatron_lynx.cli.terminal import counted, show, show_json
 
@@ -58,6 +58,15 @@ def search(
         bool, typer.Option("--offload/--no-offload", help="Whether activations may go to host memory, no more than needed.")
     ] = True,
     across_nodes: Annotated[bool, typer.Option("--tensor-across-nodes", help="Let tensor-parallel groups span nodes.")] = False,
+    schedules: Annotated[
+        str | None,
+        typer.Option(
+            "--schedules",
+            metavar="A,B",
+            help="Of flush, interleaved, double-buffered (gradients one update old); without, the first two, and the job's.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The fastest layouts of a job or a launch. Its layout, micro-batch size, policy, offload ratio, devices do not matter."""
@@ -66,11 +75,21 @@ def search(
     from megatron_lynx.search import search as searched
     from megatron_lynx.search.table import table
 
-    asked = POLICIES if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    asked = POLICIES if policies is None else named_in(policies)
+    of_schedules = None if schedules is None else named_in(schedules)
     own_gpus = None if cluster is None or command_line(words).gpus else gpus
     job, _ = job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
     with counted("layouts ranked") as watch:
-        ranking = searched(job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, watch=watch)
+        ranking = searched(
+            job,
+            gpus,
+            top=top,
+            policies=asked,
+            offload=offload,
+            across_nodes=across_nodes,
+            schedules=of_schedules,
+            watch=watch,
+        )
     if as_json:
         show_json(ranking.as_json)
     else:

@@ -2,6 +2,7 @@
 
 1F1B, p = 4          stage 0 1 2 3            p - s
 chunks in flight           4 3 2 1
+without flushes            4 3 2 1            p - s, all the time
 interleaved, v = 2   stage 0 1 2 3            2(p - 1 - s) + (v - 1)g + 1      g: micro-batches of a group, usually p
 chunks in flight          11 9 7 5            on stage 0, g = p: vp + p - 1
 """

@@ -44,6 +44,9 @@ class Phases:
 
 
 def phases_of(job: Job, stage: int) -> Phases:
+    """Without flushes there is no cool-down but at the end of training."""
+    if job.schedule == "double_buffered":
+        return Phases(steady=job.microbatches, cooldown=0)
     warmup = min(job.parallel.pipeline - 1 - stage, job.microbatches)
     return Phases(steady=job.microbatches - warmup, cooldown=warmup)
 

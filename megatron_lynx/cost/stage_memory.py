@@ -7,6 +7,8 @@
     head  logits                           last stage: what final norm and output projection read; the logits in fp32
     recomputed                             what one whole layer makes again, under `full`; the scores of one, under `selective`
     rest                                   workspaces, communication buffers, what one layer makes again under `balanced`
+    second_weights                         without flushes: the other version of the parameters
+    second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
 
 Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
 
@@ -50,6 +52,14 @@ class StageMemory:
     logits: int
     recomputed: int
     rest: int
+    second_weights: int = 0
+    second_gradients: int = 0
+
+    @property
+    def always(self) -> int:
+        """Before there is any activation."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.second_weights + self.second_gradients + self.rest
 
     @property
     def total(self) -> int:
@@ -78,6 +88,8 @@ def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory,
 def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int], in_flight: int, ratio: float) -> StageMemory:
     """`states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
     last, size = stage == job.parallel.pipeline - 1, max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
+    parameters, gradients, _ = states
+    without_flushes = job.schedule == "double_buffered"
     return StageMemory(
         *states,
         *_layers(size, in_flight, ratio, last),
@@ -86,6 +98,8 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
         logits=logits_bytes(shape) if last else 0,
         recomputed=_recomputed(shape, job.policy),
         rest=REST_BYTES[job.cluster.device],
+        second_weights=parameters if without_flushes else 0,
+        second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
 
 

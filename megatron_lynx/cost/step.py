@@ -5,6 +5,9 @@ m x slowest stage   +   one micro-batch on all other stages / v chunks   +   mes
 
 stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on the own share, all-gather of parameters
 stage 1     F B F B F B F B   |
+
+Without flushes: m x slowest stage, copies and the update; what stages wait for each other before an update, and messages that are
+not behind passes, a simulation adds (`simulator.double_buffered`).
 """
 
 from __future__ import annotations
@@ -50,10 +53,11 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
+    flushes = job.schedule == "flush"
     return StepSeconds(
         pipeline_s=job.microbatches * slowest,
-        bubble_s=others / job.chunks,
-        messages_s=_messages_s(job, stages, message_s),
+        bubble_s=others / job.chunks if flushes else 0.0,
+        messages_s=_messages_s(job, stages, message_s) if flushes else 0.0,
         copies_s=_copies_s(job, stages, offload_ratio, message_s),
         update_s=update_s(job),
     )
@@ -103,7 +107,7 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     time of one message is not theirs.
     """
     forward_s, backward_s = (seconds / job.chunks - message_s for seconds in (stage.forward_s, stage.backward_s))
-    ends = chunks_in_flight(job, number) - 1
+    ends = chunks_in_flight(job, number) - 1 if job.schedule == "flush" else 0
     pairs = job.microbatches * job.chunks - ends
     late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
     return ends * late + pairs * max(0.0, copy_s - forward_s - backward_s)
@@ -119,6 +123,8 @@ def update_s(job: Job) -> float:
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
+    if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
+        streamed += 2 * count * each.weight
     adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
     moved = (sharers - 1) / sharers * count
     gathered = each.weight if job.parallel.distributed_optimizer else each.gradient

@@ -27,10 +27,11 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
         return [job]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
-    counts = best(layers, stages, job.microbatches, times.of, times.least)
+    microbatches = job.microbatches if job.schedule == "flush" else NEVER_FLUSHED
+    counts = best(layers, stages, microbatches, times.of, times.least)
     if counts is None:
         return [job]
-    fitting = [each for each in (even(layers, stages), counts) if step_s(each, job.microbatches, times.of) < inf]
+    fitting = [each for each in (even(layers, stages), counts) if step_s(each, microbatches, times.of) < inf]
     return [with_partition(job, _by_virtual_stage(each, job.chunks)) for each in dict.fromkeys(fitting)]
 
 
@@ -52,6 +53,10 @@ def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:
     last = len(counts) - 1
     by_stage = [spread(count, chunks, last_stage=stage == last) for stage, count in enumerate(counts)]
     return tuple(layers[chunk] for chunk in range(chunks) for layers in by_stage)
+
+
+NEVER_FLUSHED = 1_000_000
+"""Micro-batches that a pipeline which is filled once may count on: only the slowest stage matters, not all of them once."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,8 @@ class _Times:
         return stock.both_s + self._messages_s(stage)
 
     def _messages_s(self, stage: int) -> float:
-        """Without chunks they hold up both sides (`cost.stage.step_s`), stages with two neighbours twice."""
-        if self.job.chunks > 1:
+        """Without chunks they hold up both sides (`cost.stage.step_s`), stages with two neighbours twice; posted ones do not."""
+        if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
             return 0.0
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
         return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)

@@ -73,6 +73,7 @@ def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own
     if (first and last_stage) or (parallel.tensor == 1 and not first):
         return ON_DEMAND
     if first:
-        return window_of("fwd.mlp.0" if parallel.tensor > 1 and job.chunks == 1 else RECV_BACKWARD, RECV_BACKWARD)
+        precedes = parallel.tensor > 1 and job.chunks == 1 and job.schedule == "flush"
+        return window_of("fwd.mlp.0" if precedes else RECV_BACKWARD, RECV_BACKWARD)
     ordinal = 2 if parallel.sequence_parallel else 0
     return {"attention": f"bwd.mlp.{ordinal}", "mlp": f"bwd.attention.{ordinal}+1"}[half]

@@ -21,7 +21,6 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.step import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
@@ -31,7 +30,7 @@ from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess, always_bytes
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.losers import Losers
-from megatron_lynx.search.space import Space
+from megatron_lynx.search.space import Layout, Space
 
 SECOND_DIGITS = 12
 """Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
@@ -56,14 +55,18 @@ class BestFirst:
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
-    _taken: set[Parallel] = field(default_factory=set)
+    _taken: set[Layout] = field(default_factory=set)
     """Layouts whose best is simulated."""
     _beaten: list[Entry] = field(default_factory=list)
 
     def run(self) -> tuple[Candidate, ...]:
         """The `top` fastest, or as many as fit."""
-        for parallel in self.space.layouts():
-            self._open(list(self.space.on(parallel)))
+        for layout in self.space.layouts():
+            self._open(list(self.space.on(layout)))
+        for job in self.space.short_of_microbatches():
+            self.considered += len(self.policies)
+            found, needed = job.microbatches, job.parallel.pipeline
+            self.losers.add("micro-batches", job, found, needed, rank=needed / found, count=len(self.policies))
         heapify(self._queue)
         won: list[Candidate] = []
         while self._queue and len(won) < self.top:
@@ -72,7 +75,7 @@ class BestFirst:
             _, order, entry = heappop(self._queue)
             if isinstance(entry, Candidate):  # [4]
                 won.append(entry)
-            elif entry.job.parallel in self._taken:  # by one that takes no longer than this one at least
+            elif _layout_of(entry.job) in self._taken:  # by one that takes no longer than this one at least
                 self._beaten.append(entry)
             else:
                 self._look(order, entry)
@@ -114,7 +117,7 @@ class BestFirst:
             self.losers.add("host memory" if found.host else "activations", entry.job, found.found, found.limit)
         else:
             if isinstance(found, Candidate):
-                self._taken.add(entry.job.parallel)
+                self._taken.add(_layout_of(entry.job))
             heappush(self._queue, self._keyed(order, found))
 
     def _keyed(self, order: int, entry: Entry | Candidate) -> tuple[float, int, Entry | Candidate]:
@@ -131,10 +134,14 @@ class BestFirst:
 
     def _update_s(self, job: Job) -> float:
         """Of gradients, optimizer and parameters, which are as many however they are run."""
-        key = (job.parallel.tensor, job.parallel.context, job.parallel.pipeline)
+        key = (job.parallel.tensor, job.parallel.context, job.parallel.pipeline, job.schedule == "flush")
         if key not in self._updates_s:
             self._updates_s[key] = update_s(job)
         return self._updates_s[key]
+
+
+def _layout_of(job: Job) -> Layout:
+    return Layout(job.parallel, job.schedule)
 
 
 def _is_plannable(job: Job) -> bool:

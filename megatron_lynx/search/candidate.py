@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
+from megatron_lynx.search.schedules import GRADIENT_AGE_UPDATES, schedule_of
 from megatron_lynx.search.spent import Spent
 
 
@@ -47,6 +48,8 @@ class Candidate:
             "parallel": self.job.parallel.model_dump(mode="json", exclude_none=True),
             "replicas": self.job.replicas,
             "batch": self.job.batch.model_dump(mode="json", by_alias=True),
+            "schedule": self.job.schedule,
+            "gradient_age_updates": GRADIENT_AGE_UPDATES[schedule_of(self.job)],
             "policy": self.job.policy,
             "offload_ratio": self.offload_ratio,
             "step_s": self.step_s,
@@ -64,7 +67,9 @@ def in_words(job: Job) -> str:
     parallel = job.parallel
     chunks = f"{parallel.layers_per_chunk} layers per chunk" if parallel.layers_per_chunk else ""
     slices = "SP" if parallel.sequence_parallel else ""
-    return ", ".join(part for part in (sizes(job), chunks, slices, f"micro-batch {job.batch.micro}", job.policy) if part)
+    schedule = "without flushes" if job.schedule == "double_buffered" else ""
+    parts = (sizes(job), chunks, schedule, slices, f"micro-batch {job.batch.micro}", job.policy)
+    return ", ".join(part for part in parts if part)
 
 
 def sizes(job: Job) -> str:

@@ -76,7 +76,7 @@ def fullest(job: Job, ratio: float) -> tuple[int, StageMemory]:
 
 def always_bytes(job: Job) -> int:
     """What the fullest stage holds before there is any activation: the same for all policies and micro-batch sizes."""
-    return max(memory.parameters + memory.gradients + memory.optimizer + memory.rest for memory in memory_of_stages(job))
+    return max(memory.always for memory in memory_of_stages(job))
 
 
 def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:

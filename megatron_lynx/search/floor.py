@@ -73,11 +73,12 @@ class LayerCost:
         if pipeline > 1:
             others_s += min(self.embedding_s, self.head_s)
         collectives_s = microbatches * layers * self.collectives_s
+        flushes = job.schedule == "flush"  # else nothing is waited for that later passes could not hide
         return Spent(
             compute_s=microbatches * self.slowest_s(job) - collectives_s,
             replay_s=microbatches * layers * replay_s,
-            communication_s=collectives_s + 2 * (pipeline - 1) * self.message_s,
-            bubble_s=others_s / job.chunks,
+            communication_s=collectives_s + (2 * (pipeline - 1) * self.message_s if flushes else 0.0),
+            bubble_s=others_s / job.chunks if flushes else 0.0,
         )
 
     def slowest_s(self, job: Job) -> float:

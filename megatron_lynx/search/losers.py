@@ -1,11 +1,14 @@
 """Why the others lost, in families: how many, and the best of each beside the winner.
 
 cannot run     no plan can do what the layout needs
+micro-batches  fewer of them than stages, which two versions of the weights are not enough for
 no plan        everything fits as it is: a plan would do what policy `none` does
 state          parameters, gradients and optimizer alone do not fit
 activations    everything that may be offloaded is, and it does not fit
 host memory    the host has no room for what must be offloaded
 slower         by what it spends most on beyond the winner: compute, replay, communication, bubble, copies
+
+What lost without flushes is a family of its own.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from megatron_lynx.search.spent import Spent
 from megatron_lynx.units import format_bytes, format_seconds
 
 OF_BYTES = ("state", "activations", "host memory")
-REASONS = ("cannot run", "no plan", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
+WITHOUT_FLUSHES = ", double-buffered"
+REASONS = ("cannot run", "no plan", "micro-batches", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
 
 
 @dataclass(frozen=True)
 class Lost:
     """One family, by its best example: the fastest of those that are slower, of the others the one that lacks least.
 
-    `found` and `limit`: seconds of that part of its step and of the winner's, or bytes and the budget. 0 for what cannot run
-    and for what needs no plan.
+    `found` and `limit`: seconds of that part of its step and of the winner's, bytes and the budget, or micro-batches and stages.
+    0 for what cannot run and for what needs no plan.
     """
 
     reason: str
@@ -36,7 +40,7 @@ class Lost:
     example: str
     found: float
     limit: float
-    unit: Literal["bytes", "seconds"]
+    unit: Literal["bytes", "seconds", "micro-batches"]
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -44,8 +48,10 @@ class Lost:
 
     @property
     def numbers(self) -> str:
-        if self.reason in ("cannot run", "no plan"):
+        if self.reason.removesuffix(WITHOUT_FLUSHES) in ("cannot run", "no plan"):
             return ""
+        if self.unit == "micro-batches":
+            return f"{self.found:g}, at least {self.limit:g}"
         if self.unit == "bytes":
             return f"{format_bytes(self.found)}, at most {format_bytes(self.limit)}"
         return f"{format_seconds(self.found)}, the best spends {format_seconds(self.limit)}"
@@ -60,6 +66,7 @@ class Losers:
 
     def add(self, reason: str, job: Job, found: float, limit: float, *, rank: float | None = None, count: int = 1) -> None:
         """`rank`: the least is the family's example (`found`, if there is none); the first of equals stays."""
+        reason += WITHOUT_FLUSHES if job.schedule == "double_buffered" else ""
         self._counts[reason] += count
         rank = found if rank is None else rank
         if reason not in self._best or rank < self._best[reason][0]:
@@ -70,12 +77,15 @@ class Losers:
         self.add(reason, job, found, least, rank=spent.total_s)
 
     def families(self) -> tuple[Lost, ...]:
-        return tuple(self._family(reason) for reason in REASONS if reason in self._counts)
+        reasons = (reason + suffix for reason in REASONS for suffix in ("", WITHOUT_FLUSHES))
+        return tuple(self._family(reason) for reason in reasons if reason in self._counts)
 
     def _family(self, reason: str) -> Lost:
         _, job, found, limit = self._best[reason]
-        example = sizes(job) if reason == "state" else in_words(job)
-        return Lost(reason, self._counts[reason], example, found, limit, "bytes" if reason in OF_BYTES else "seconds")
+        kind = reason.removesuffix(WITHOUT_FLUSHES)
+        example = sizes(job) if kind == "state" else in_words(job)
+        unit: Literal["bytes", "seconds", "micro-batches"] = "bytes" if kind in OF_BYTES else "seconds"
+        return Lost(reason, self._counts[reason], example, found, limit, "micro-batches" if kind == "micro-batches" else unit)
 
 
 def most_beyond(spent: Spent, winner: Spent) -> tuple[str, float, float]:

@@ -22,6 +22,7 @@ from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
+from megatron_lynx.search.simulated import simulated_spent
 from megatron_lynx.search.spent import Spent
 from megatron_lynx.search.steady import in_steady_state
 from megatron_lynx.solver.stages import StageAnswer, Stages
@@ -82,7 +83,8 @@ class AllStages(Entry):
             answers, pipeline_s = decision.stages, decision.simulation.step_s
             memory_bytes = max(memory.total for memory in decision.memory)
         step_s, ratio = pipeline_s + update_s(self.job), max(answer.offload_ratio for answer in answers)
-        return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, memory_bytes)
+        step_s = max(step_s, self.spent.total_s)
+        return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
 
     def _rehearsed(self) -> tuple[float, int]:
         """Seconds of all micro-batches, and the bytes of the fullest stage."""

@@ -4,7 +4,8 @@ job, gpus ──Space──> every layout ──BestFirst──> the fastest tha
                                         └── none: the closest, and what would help ──> Infeasible
 
 Of the job count its model, its cluster, its batch, its memory budget, and `parallel.distributed_optimizer` where it is stated.
-The rest of its layout, its micro-batch size, policy and offload ratio are what is looked for.
+The rest of its layout, its micro-batch size, policy and offload ratio are what is looked for. Schedules without flushes are
+looked at only if they are asked for, or the job states one: they change what is learnt.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.analytic import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch
+from megatron_lynx.search.candidate import Candidate, in_words
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.nearest import Asked, nothing_fits
 from megatron_lynx.search.ranking import Ranking
+from megatron_lynx.search.schedules import EXACT, NAMES, Name, schedule_of
 from megatron_lynx.search.space import Space
 
 POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
@@ -40,26 +44,47 @@ def search(
     policies: Sequence[str] = POLICIES,
     offload: bool = True,
     across_nodes: bool = False,
+    schedules: Sequence[str] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
     """The `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
 
-    `across_nodes`: whether tensor-parallel groups may span nodes. Raises `ConfigError` for a request that makes no sense or that
+    `across_nodes`: whether tensor-parallel groups may span nodes. `schedules`: names of `search.schedules`; by default those with
+    flushes, and the job's. Raises `ConfigError` for a request that makes no sense or that
     nothing divides, and `Infeasible` (what binds on which stage, and the changes that would help) where nothing fits.
     """
     began_s = time.perf_counter()
-    space = Space(job, gpus, across_nodes)
-    asked = Asked(space, _checked(space, top, policies), offload)
+    known, strange = _known_schedules(job, schedules)
+    space = Space(job, gpus, across_nodes, known)
+    asked = Asked(space, _checked(space, top, policies, strange), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     candidates = running.run()
     if not candidates:
         raise nothing_fits(asked, running.excesses, POLICIES)
-    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), time.perf_counter() - began_s)
+    best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
+    seconds = time.perf_counter() - began_s
+    return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds, best_of)
 
 
-def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, ...]:
+def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The fastest of every schedule that fits, whether it is among the candidates or not."""
+    for name in asked.space.schedules:
+        found = [candidate for candidate in candidates if schedule_of(candidate.job) == name]
+        alone = replace(asked.space, schedules=(name,))
+        yield from found[:1] or BestFirst(alone, asked.policies, 1, asked.offload).run()
+
+
+def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[Name, ...], list[Problem]]:
+    """Those that there are, each once, and what is wrong with the others."""
+    if schedules is None:
+        return (NAMES if job.schedule == "double_buffered" else EXACT), []
+    asked = [name.replace("_", "-") for name in schedules]
+    return tuple(name for name in NAMES if name in asked), list(_of_names("--schedules", asked, NAMES))
+
+
+def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[Problem]) -> tuple[Policy, ...]:
     """The policies, each once. Raises `ConfigError` with everything that is wrong with the request."""
-    problems = [*_of_numbers(space, top), *_of_names(policies)]
+    problems = [*_of_numbers(space, top), *_of_names("--policies", policies, POLICIES), *strange]
     activation_mib = space.job.budget.activation_mib
     if activation_mib is not None:
         needed = "none: a search goes by budget.memory_gib"
@@ -68,6 +93,8 @@ def _checked(space: Space, top: int, policies: Sequence[str]) -> tuple[Policy, .
         raise ConfigError("this search makes no sense", problems)
     Roofline.of(space.job)
     if next(space.layouts(), None) is None:
+        if (short := next(space.short_of_microbatches(), None)) is not None or "flush" not in space.schedules:
+            raise ConfigError("nothing can run under the schedules that are asked for", [_what_is_short(space, short)])
         raise ConfigError(f"nothing divides {space.gpus} devices", [_what_divides(space)])
     return tuple(policy for policy in POLICIES if policy in policies)
 
@@ -81,14 +108,24 @@ def _of_numbers(space: Space, top: int) -> Iterator[Problem]:
         yield Problem("job: batch.global", str(space.job.batch.global_), f"at most {MOST_SEQUENCES}")
 
 
-def _of_names(policies: Sequence[str]) -> Iterator[Problem]:
-    if not policies:
-        yield Problem("--policies", "none", f"some of {', '.join(POLICIES)}")
-    for policy in policies:
-        if policy not in POLICIES:
-            close = difflib.get_close_matches(policy, POLICIES, n=1)
+def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
+    if not names:
+        yield Problem(option, "none", f"some of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             todo = f"did you mean {close[0]}?" if close else ""
-            yield Problem("--policies", repr(policy), f"one of {', '.join(POLICIES)}", todo)
+            yield Problem(option, repr(name), f"one of {', '.join(known)}", todo)
+
+
+def _what_is_short(space: Space, first: Job | None) -> Problem:
+    """Of layouts that could be interleaved or go without flushes, the one that lacks least."""
+    if first is None:
+        names = ", ".join(space.schedules)
+        return Problem("--schedules", names, "layouts of several stages, or of several chunks", "add flush, or change --gpus")
+    closest = max(space.short_of_microbatches(), key=lambda job: job.microbatches / job.parallel.pipeline)
+    found = f"{closest.microbatches} micro-batches with {closest.parallel.pipeline} stages ({in_words(closest)})"
+    return Problem("--schedules double-buffered", found, "at least as many micro-batches as stages", "enlarge batch.global")
 
 
 def _what_divides(space: Space) -> Problem:

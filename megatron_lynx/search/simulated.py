@@ -12,8 +12,10 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.search.spent import Spent
 from megatron_lynx.search.steady import in_steady_state
 from megatron_lynx.simulator.copies import HostCopy
+from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 
@@ -28,8 +30,16 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
     return in_steady_state(lambda microbatches: _step_s(job, chunks, microbatches, message_s), job.microbatches, pipeline)
 
 
+def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
+    """The closed form's account of a simulated step. Without flushes that knows nothing of stages that wait for each other."""
+    return spent.up_to(step_s) if job.schedule == "double_buffered" else spent
+
+
 def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, message_s: float) -> float:
     pipeline = job.parallel.pipeline
+    if job.schedule == "double_buffered":
+        updates: Updates = "deferred" if job.defer_updates else "at once"
+        return simulate_without_flushes(microbatches, [passes for (passes,) in chunks], message_s, updates=updates).step_s
     if job.chunks > 1:
         schedule = interleaved(pipeline, microbatches, job.chunks, job.microbatch_group)
     else:

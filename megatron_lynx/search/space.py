@@ -6,10 +6,12 @@
     context    cuts each sequence into two slices for every rank; needs fused attention
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
+    schedule   with flushes, or without: then stages have one chunk, there are at least two, and as many micro-batches
     data       what is left; it divides the batch
     micro      divides a replica's share of the batch
 
-Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it.
+Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it, with
+flushes before without.
 A stage has as many layers as every other one: who wants to move some begins with one of these.
 """
 
@@ -18,9 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from megatron_lynx.config.job import Batch, Job
+from megatron_lynx.config.job import Batch, Job, Schedule
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.search.schedules import EXACT, Name
+
+
+class Layout(NamedTuple):
+    """How a job is spread, and how its pipeline goes from batch to batch."""
+
+    parallel: Parallel
+    schedule: Schedule = "flush"
 
 
 @dataclass(frozen=True)
@@ -32,27 +43,55 @@ class Space:
     gpus: int
     across_nodes: bool = False
     """Whether a tensor-parallel group may span nodes."""
+    schedules: tuple[Name, ...] = EXACT
 
     def __iter__(self) -> Iterator[Job]:
         """Jobs that keep everything; valid as they stand."""
-        for parallel in self.layouts():
-            yield from self.on(parallel)
+        for layout in self.layouts():
+            yield from self.on(layout)
 
-    def layouts(self) -> Iterator[Parallel]:
+    def layouts(self) -> Iterator[Layout]:
         """Each has a micro-batch size that goes with it."""
+        return (layout for layout in self._layouts() if layout.schedule == "flush" or next(self.on(layout), None) is not None)
+
+    def on(self, layout: Layout) -> Iterator[Job]:
+        """The jobs of one layout, by micro-batch size."""
+        pipeline = layout.parallel.pipeline
+        for job in self._of_all_sizes(layout):
+            if layout.schedule == "double_buffered":
+                runs = job.microbatches >= pipeline
+            else:
+                runs = layout.parallel.layers_per_chunk is None or job.microbatches % pipeline == 0
+            if runs:
+                yield job
+
+    def short_of_microbatches(self) -> Iterator[Job]:
+        """What two versions of the weights would not be enough for."""
+        for layout in self._layouts():
+            if layout.schedule == "double_buffered":
+                yield from (job for job in self._of_all_sizes(layout) if job.microbatches < layout.parallel.pipeline)
+
+    def _of_all_sizes(self, layout: Layout) -> Iterator[Job]:
+        stated = {"gpus": self.gpus, "parallel": layout.parallel, "policy": "none", "offload_ratio": 0.0}
+        defers = layout.schedule == "flush" or self.job.defer_updates
+        stated |= {"schedule": layout.schedule, "defer_updates": defers}
+        for micro in divisors(self._share(layout.parallel.ranks)):
+            batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
+            yield self.job.model_copy(update={**stated, "batch": batch})
+
+    def _layouts(self) -> Iterator[Layout]:
         for tensor in self._tensors():
             for context in self._contexts(tensor):
                 for pipeline in self._pipelines(tensor * context):
-                    yield from self._chunked(tensor, context, pipeline)
+                    for parallel in self._chunked(tensor, context, pipeline):
+                        yield from self._scheduled(parallel)
 
-    def on(self, parallel: Parallel) -> Iterator[Job]:
-        """The jobs of one layout, by micro-batch size."""
-        share = self._share(parallel.ranks)
-        stated = {"gpus": self.gpus, "parallel": parallel, "policy": "none", "offload_ratio": 0.0}
-        for micro in divisors(share):
-            if parallel.layers_per_chunk is None or share // micro % parallel.pipeline == 0:
-                batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
-                yield self.job.model_copy(update={**stated, "batch": batch})
+    def _scheduled(self, parallel: Parallel) -> Iterator[Layout]:
+        flushes: Name = "flush" if parallel.layers_per_chunk is None else "interleaved"
+        if flushes in self.schedules:
+            yield Layout(parallel)
+        if "double-buffered" in self.schedules and flushes == "flush" and parallel.pipeline > 1:
+            yield Layout(parallel, "double_buffered")
 
     @property
     def distributed_optimizer(self) -> bool:

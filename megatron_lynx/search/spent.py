@@ -23,5 +23,9 @@ class Spent:
     def total_s(self) -> float:
         return self.compute_s + self.replay_s + self.communication_s + self.bubble_s + self.copies_s
 
+    def up_to(self, step_s: float) -> Spent:
+        """With what a step takes beyond: stages that wait for each other."""
+        return replace(self, bubble_s=self.bubble_s + max(0.0, step_s - self.total_s))
+
     def with_update(self, update_s: float) -> Spent:
         return replace(self, communication_s=self.communication_s + update_s)

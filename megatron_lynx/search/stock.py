@@ -8,7 +8,7 @@ from megatron_lynx.cost.step import step_seconds, update_s
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess, Fits, fit
-from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.search.simulated import pipeline_s, simulated_spent
 
 
 @dataclass(frozen=True)
@@ -36,5 +36,5 @@ class Fitting(Entry):
     def closer(self) -> Candidate:
         """Simulated. The closed form alone knows that copies and messages take turns: no less than it says."""
         profile, ratio = self.cost.profile, self.fit.offload_ratio
-        step_s = pipeline_s(self.job, profile, ratio) + update_s(self.job)
-        return Candidate(self.job, max(step_s, self.spent.total_s), self.spent, ratio, self.fit.memory.total)
+        step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job), self.spent.total_s)
+        return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, self.fit.memory.total)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from rich.console import Group
-from rich.table import Table
+from collections.abc import Iterator, Sequence
 
-from megatron_lynx.search.candidate import Candidate
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_lynx.search.candidate import Candidate, in_words
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.ranking import Ranking
+from megatron_lynx.search.schedules import OLD_GRADIENTS, schedule_of
 from megatron_lynx.units import format_bytes, format_seconds
 
-COLUMNS = ("t", "c", "p", "d", "layers per chunk", "SP", "micro", "policy", "offload")
+COLUMNS = ("t", "c", "p", "d", "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
 FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory")
 
 
@@ -19,10 +23,23 @@ def table(ranking: Ranking) -> Group:
     budget = format_bytes(ranking.job.memory_budget_bytes)
     best = Table(header_style="bold", title=f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each")
     for column in (*COLUMNS, *FIGURES):
-        best.add_column(column, justify="left" if column == "policy" else "right")
+        best.add_column(column, justify="left" if column in ("policy", "schedule") else "right")
     for candidate in ranking.candidates:
         best.add_row(*_layout(candidate), *_figures(candidate))
-    return Group(best, _others(ranking.losers)) if ranking.losers else Group(best)
+    parts: list[RenderableType] = [best]
+    if ranking.best_of:
+        parts += [Text(line) for line in _schedules(ranking.best_of)]
+    return Group(*parts, _others(ranking.losers)) if ranking.losers else Group(*parts)
+
+
+def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
+    """The fastest of each schedule, and what the figures do not say."""
+    least_s = min(candidate.step_s for candidate in best_of)
+    for candidate in best_of:
+        slower = f", {candidate.step_s / least_s:.2f} times the fastest" if candidate.step_s > least_s else ""
+        what = f"{schedule_of(candidate.job)}: {in_words(candidate.job)}"
+        yield f"the best {what}: {format_seconds(candidate.step_s)}{slower}"
+    yield OLD_GRADIENTS
 
 
 def _layout(candidate: Candidate) -> tuple[str, ...]:
@@ -30,7 +47,8 @@ def _layout(candidate: Candidate) -> tuple[str, ...]:
     sizes = (parallel.tensor, parallel.context, parallel.pipeline, job.replicas)
     slices = "yes" if parallel.sequence_parallel else "no"
     layers = "-" if job.chunks == 1 else str(parallel.layers_per_chunk)
-    return (*map(str, sizes), layers, slices, str(job.batch.micro), job.policy, f"{candidate.offload_ratio:g}")
+    micro, ratio = str(job.batch.micro), f"{candidate.offload_ratio:g}"
+    return (*map(str, sizes), layers, schedule_of(job), slices, micro, job.policy, ratio)
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:

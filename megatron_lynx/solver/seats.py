@@ -6,8 +6,9 @@
                                         replay attention(L)     replay mlp(L-1)                                               [3]
     with sequence parallelism          [bwd.X.0] X ...                a half's own replay, before its GEMMs                   [4]
 
-[1] Only in the steady phase of 1F1B, and not on the last stage, where the forward is the micro-batch's own. What is regenerated
-    is held until its backward. In cool-down the replay falls to the longest of the windows that are left.
+[1] Only in the steady phase of 1F1B, and not on the last stage, where the forward is the micro-batch's own; not without
+    flushes, where the forward may use another version of the weights. What is regenerated is held until its backward. In
+    cool-down the replay falls to the longest of the windows that are left.
 [2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
 [3] When the half before holds nothing but its inputs any more.
 [4] That window gathers the gradient, and of the half only a dropout mask is needed before. Not with Transformer Engine, which
@@ -151,6 +152,7 @@ class StageSeats:
         """Windows of the forwards that come right before a backward."""
         job = self.seats.job
         precedes = self.phases.steady > 0 and job.chunks == 1 and job.parallel.tensor > 1 and not self._last
+        precedes &= job.schedule == "flush"
         waits = {half: self.seats.forward(half) for half in HALVES}
         return {half: [wait] if precedes and wait.seconds > 0 else [] for half, wait in waits.items()}
 

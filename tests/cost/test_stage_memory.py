@@ -163,3 +163,28 @@ def test_every_byte_of_the_total_is_named() -> None:
         named = stage_memory(catalogued_job(), stage, 0.3).named
         assert named.pop("total") == sum(named.values())
         assert (named["logits"] > 0) == (stage == 7)
+
+
+def without_flushes(**fields):
+    layout = {"tensor": 2, "pipeline": 4, "distributed_optimizer": True}
+    return catalogued_job("llama-7b", "a100-80g", gpus=16, batch=16, parallel=layout, **fields)
+
+
+def test_two_versions_on_every_stage_and_two_gradients_on_all_but_the_first() -> None:
+    flushing, deferred = without_flushes(), without_flushes(schedule="double_buffered")
+    at_once = without_flushes(schedule="double_buffered", defer_updates=False)
+    for stage in range(4):
+        before, after, no_second = (stage_memory(job, stage) for job in (flushing, deferred, at_once))
+        assert (before.second_weights, before.second_gradients) == (0, 0)
+        assert after.second_weights == no_second.second_weights == before.parameters
+        assert after.second_gradients == (0 if stage == 0 else before.gradients)
+        assert no_second.second_gradients == 0
+        assert after.total == before.total + after.second_weights + after.second_gradients
+        assert after.always == before.always + after.second_weights + after.second_gradients
+        assert after.activations == before.activations, "p - s micro-batches, as with flushes"
+
+
+def test_an_update_without_flushes_copies_the_weights_once_more() -> None:
+    flushing, deferred = without_flushes(), without_flushes(schedule="double_buffered")
+    weights = max(stage_parameters(flushing, stage).total for stage in range(4)) * 2
+    assert update_s(deferred) - update_s(flushing) == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)

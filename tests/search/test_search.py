@@ -17,6 +17,7 @@ from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import STOCK
+from megatron_lynx.search.schedules import EXACT, NAMES, Name, schedule_of
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.search.jobs import small_job, with_budget
@@ -36,12 +37,15 @@ def looked_through(entry: Entry) -> Entry | None:
     return None
 
 
-def everything(job: Job, gpus: int, policies: tuple[str, ...], offload: bool) -> list[Candidate]:
+def everything(
+    job: Job, gpus: int, policies: tuple[str, ...], offload: bool, schedules: tuple[Name, ...] = EXACT
+) -> list[Candidate]:
     """The best of each layout by its closed form, by simulated time: nothing pruned, nothing put off."""
-    running = BestFirst(Space(job, gpus), policies, 1, offload)
+    space = Space(job, gpus, schedules=schedules)
+    running = BestFirst(space, policies, 1, offload)
     best: dict[object, tuple[float, int, Entry]] = {}
     order = 0
-    for each in Space(job, gpus):
+    for each in space:
         for policy in policies:
             if policy == "planned" and each.parallel.context > 1:
                 continue
@@ -49,7 +53,8 @@ def everything(job: Job, gpus: int, policies: tuple[str, ...], offload: bool) ->
             order += 1
             if entry is not None:
                 key = (round(entry.spent.total_s, 12), order, entry)
-                best[each.parallel] = min(best.get(each.parallel, key), key, key=lambda known: known[:2])
+                layout = each.parallel, each.schedule
+                best[layout] = min(best.get(layout, key), key, key=lambda known: known[:2])
     candidates = [(order, entry.closer()) for _, order, entry in best.values()]
     found = [(round(each.step_s, 12), order, each) for order, each in candidates if isinstance(each, Candidate)]
     return [candidate for _, _, candidate in sorted(found, key=lambda each: each[:2])]
@@ -71,6 +76,59 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
     found = search(job, 4, top=12, policies=("full", "planned")).candidates
     assert {each.job.policy for each in found} == {"full", "planned"}
     assert [each.step_s for each in found] == pytest.approx([each.step_s for each in expected[: len(found)]])
+
+
+@pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
+def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
+    job = with_budget(small_job(seq=4096, layers=16), memory_gib)
+    expected = everything(job, 8, STOCK, True, NAMES)
+    found = search(job, 8, top=20, policies=STOCK, schedules=NAMES)
+    assert [(each.job, each.step_s) for each in found.candidates] == [(each.job, each.step_s) for each in expected[:20]]
+    assert {schedule_of(each.job) for each in found.best_of} == set(NAMES)
+    for best in found.best_of:
+        name = schedule_of(best.job)
+        assert best.step_s == min(each.step_s for each in expected if schedule_of(each.job) == name)
+
+
+def test_without_flushes_everybody_is_accounted_for() -> None:
+    job = with_budget(small_job(seq=4096, layers=16), TIGHT_GIB)
+    found = search(job, 8, top=12, schedules=("double-buffered",))
+    assert found.considered == len(found.candidates) + sum(lost.count for lost in found.losers)
+    short = next(lost for lost in found.losers if lost.reason == "micro-batches, double-buffered")
+    assert (short.unit, short.found < short.limit) == ("micro-batches", True)
+    assert all(each.job.microbatches >= each.job.parallel.pipeline > 1 for each in found.candidates)
+    for each in found.candidates:
+        assert Job.model_validate(each.job.model_dump(by_alias=True)).schedule == "double_buffered"
+
+
+def test_old_gradients_are_only_searched_on_request() -> None:
+    job = small_job(seq=4096, batch=8, layers=4)
+    assert all(each.job.schedule == "flush" for each in search(job, 4, top=50, policies=STOCK).candidates)
+
+
+def test_small_batches_on_long_pipelines_gain() -> None:
+    """Where nothing but a long pipeline fits, and there are few micro-batches, the flush is what a step loses most by."""
+    job = with_budget(catalogued_job("llama-65b", "a100-80g", gpus=1, batch=16, seq=4096, parallel={}, policy="none"), 70.0)
+    of = {schedule_of(each.job): each for each in search(job, 64, top=1, policies=STOCK, schedules=NAMES).best_of}
+    assert of["double-buffered"].step_s < of["flush"].step_s
+
+
+def test_too_few_sequences_for_two_versions() -> None:
+    with pytest.raises(ConfigError) as caught:
+        search(small_job(batch=1, layers=4), 2, schedules=("double-buffered",))
+    assert "1 micro-batches with 2 stages" in str(caught.value)
+    with pytest.raises(ConfigError, match="layouts of several stages"):
+        search(small_job(batch=1, layers=4), 1, schedules=("double-buffered",))
+    with pytest.raises(ConfigError, match="double-buffered"):
+        search(small_job(batch=1, layers=4), 2, schedules=("gpipe",))
+
+
+def test_an_estimate_says_the_same_without_flushes() -> None:
+    job = with_budget(small_job(seq=4096, layers=16), TIGHT_GIB)
+    for each in search(job, 8, top=5, policies=STOCK, schedules=("double-buffered",)).candidates:
+        said = estimate(Job.model_validate({**each.job.model_dump(by_alias=True), "offload_ratio": "auto"}))
+        assert max(memory.total for memory in said.stages) == each.memory_bytes
+        assert said.step.total_s == pytest.approx(each.step_s, rel=1e-9)
 
 
 @pytest.fixture(scope="module")
