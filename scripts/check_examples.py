@@ -250,7 +250,6 @@ def answer() -> None:
 
 
 def answer_to(arguments: list[str], gpus: int) -> dict[str, Any]:
-    from megatron.post_training.arguments import add_modelopt_args
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.yaml_arguments import load_yaml, validate_yaml
 
@@ -258,7 +257,7 @@ def answer_to(arguments: list[str], gpus: int) -> dict[str, Any]:
     yaml, sys.argv = "--yaml-cfg" in arguments, ["pretrain_gpt.py", *arguments]
     stopped = None
     try:
-        parsed = parse_args(add_modelopt_args)
+        parsed = parse_args(modelopt_flags())
     except SystemExit:
         return {"values": {}, "taken": False, "stopped": "its parser does not take these arguments"}
     except AttributeError as error:  # its own example lacks names that it looks for
@@ -275,6 +274,15 @@ def answer_to(arguments: list[str], gpus: int) -> dict[str, Any]:
         values["sequence_parallel"] = None  # it would have been switched off later
     values["gradients_known"] = not stopped
     return {"values": dict(by_our_names(values)), "taken": True, "stopped": stopped}
+
+
+def modelopt_flags() -> Callable[..., Any] | None:
+    """What adds ModelOpt's flags to the parser: a checkout has it, a wheel has not."""
+    try:
+        from megatron.post_training.arguments import add_modelopt_args
+    except ModuleNotFoundError:
+        return None
+    return add_modelopt_args  # type: ignore[no-any-return]
 
 
 def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

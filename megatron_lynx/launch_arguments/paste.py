@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from megatron_lynx.launch_arguments.command_line import CommandLine
 
 LAUNCHER = ("-m", "megatron_lynx.launch")
+OURS = (LAUNCHER, ("-m", "megatron_lynx.testbed"))
+"""What runs a script under a plan already."""
 
 
 def to_paste(command: CommandLine, plan: str, flags: Sequence[str]) -> str:
@@ -19,8 +21,8 @@ def to_paste(command: CommandLine, plan: str, flags: Sequence[str]) -> str:
     if command.script is None:
         return f"add to the launch: {added}"
     variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment]
-    launcher = list(command.launcher[:-2] if command.launcher[-2:] == LAUNCHER else command.launcher)
-    words = shlex.join([*launcher, *LAUNCHER, command.script, *without_plan(command.arguments)])
+    launcher = command.launcher if command.launcher[-2:] in OURS else (*command.launcher, *LAUNCHER)
+    words = shlex.join([*launcher, command.script, *without_plan(command.arguments)])
     return " ".join([*variables, words, added])
 
 

@@ -52,7 +52,7 @@ layout_arguments() {
 training_arguments() {
     TRAINING=(
         --train-iters "$TRAIN_ITERS" --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters $((TRAIN_ITERS / 100))
-        --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 1 --eval-iters 0
+        --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --eval-interval "$TRAIN_ITERS"
     )
     if [[ -n $CHECKPOINTS ]]; then
         TRAINING+=(--load "$CHECKPOINTS" --save "$CHECKPOINTS" --save-interval 1000)

@@ -23,6 +23,10 @@ MODEL=(
     --attention-dropout 0 --hidden-dropout 0
 )
 
-LAYERS=()
+# What the planner moves between stages: the first and the last also have the large vocabulary.
+case $CLUSTER in
+    a100-80g) LAYERS=(--pipeline-model-parallel-layout 'Et*20|t*20|t*21|t*19L') ;;
+    *) LAYERS=() ;;
+esac
 
 launch "$@"

@@ -51,4 +51,6 @@ def test_the_command_to_paste() -> None:
     )
     again = to_paste(command_line(shlex.split(under_plan)), "other.yaml", [])
     assert again == under_plan.replace("plan.yaml", "other.yaml"), "the launcher and the plan are there once"
+    testbed = "torchrun -m megatron_lynx.testbed pretrain_gpt.py"
+    assert to_paste(command_line(testbed.split()), "plan.yaml", []) == f"{testbed} --lynx-plan plan.yaml"
     assert to_paste(command_line(["--num-layers", "4"]), "plan.yaml", []) == "add to the launch: --lynx-plan plan.yaml"
