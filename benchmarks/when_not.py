@@ -1,0 +1,156 @@
+"""Where a plan gains much, little or nothing over stock recomputation: one layout, and one thing changed at a time.
+
+    python -m benchmarks.when_not           the table of docs/when_not.md; a test holds it current
+
+Nothing runs: seconds are the simulator's, from the figures of catalogued clusters, without the optimizer's update. Each row is
+given the memory of stock full recomputation and a tenth of what that saves:
+
+    full ├───┼───────────────────────────────┤ none        what a device holds
+             └ the budget of the row: stock recomputes 9 layers of 10 (block), ours keeps, hides and replays as it likes
+
+Userbuffers (--tp-comm-overlap) hide collectives behind the GEMMs they belong to, and leave no windows. What they can gain at most
+is priced by links between a node's GPUs that take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.job import Budget, Job, Policy
+from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.planner import Decision, decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.units import GIB
+from megatron_lynx.yaml_file import read_yaml
+
+KEPT_BY_STOCK = 0.1
+"""Of what full recomputation saves: the row's budget allows for so much of it."""
+
+REFERENCE: dict[str, Any] = {
+    "model": "llama3-8b",
+    "cluster": "a100-80g",
+    "tensor": 4,
+    "pipeline": 2,
+    "microbatches": 16,
+    "micro": 1,
+    "seq": 8192,
+}
+"""The layout that rows are variations of."""
+
+CASES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("t=4, p=2, m=16, A100 (NVLink 300 GB/s)", {}),
+    ("t=1, p=1: no collective, no message", {"tensor": 1, "pipeline": 1}),
+    ("t=1, p=2: messages between stages alone", {"tensor": 1, "pipeline": 2}),
+    ("t=2, p=1", {"tensor": 2, "pipeline": 1}),
+    ("t=4, p=1", {"tensor": 4, "pipeline": 1}),
+    ("t=8, p=1", {"tensor": 8, "pipeline": 1}),
+    ("t=4, p=4", {"pipeline": 4}),
+    ("m=2: a third of the step is bubble", {"microbatches": 2}),
+    ("m=64", {"microbatches": 64}),
+    ("sequence 2048", {"seq": 2048}),
+    ("sequence 32768", {"seq": 32768}),
+    ("H800 (NVLink 200 GB/s)", {"cluster": "h800-80g"}),
+    ("H100 (NVLink 450 GB/s)", {"cluster": "h100-80g"}),
+    ("A100 on PCIe", {"cluster": "a100-80g-pcie"}),
+    ("H800, t=8, p=1", {"tensor": 8, "pipeline": 1, "cluster": "h800-80g"}),
+    ("Llama 3 70B, t=8, p=4", {"model": "llama3-70b", "tensor": 8, "pipeline": 4}),
+    ("Llama 3 70B, t=8, p=4, H800", {"model": "llama3-70b", "tensor": 8, "pipeline": 4, "cluster": "h800-80g"}),
+)
+"""What is changed, in words and for the job."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one step of each setting, and what the plan does."""
+
+    what: str
+    none_s: float
+    block_s: float
+    """Stock within the budget: full recomputation of so many layers as have to be."""
+    hidden_none_s: float
+    """Stock none if every collective were hidden."""
+    hidden_block_s: float
+    ours_s: float
+    hidden: float
+    """Of the seconds that the plan replays, in [0, 1]; 1 where it replays nothing."""
+    none_gib: float
+    budget_gib: float
+
+
+def job_of(change: Mapping[str, Any]) -> Job:
+    """The reference layout with something changed; one replica."""
+    asked = {**REFERENCE, **change}
+    tensor, pipeline = asked["tensor"], asked["pipeline"]
+    model = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml") | {"seq": asked["seq"]}
+    return Job.model_validate(
+        {
+            "model": model,
+            "cluster": read_yaml(bundled_configs() / f"clusters/{asked['cluster']}.yaml"),
+            "gpus": tensor * pipeline,
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1, "distributed_optimizer": True},
+            "batch": {"micro": asked["micro"], "global": asked["micro"] * asked["microbatches"]},
+        }
+    )
+
+
+def rows() -> Iterator[Row]:
+    for what, change in CASES:
+        yield row(what, job_of(change))
+
+
+def row(what: str, job: Job) -> Row:
+    none_s, block_s = stock_s(job)
+    most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
+    budget_gib = least + KEPT_BY_STOCK * (most - least)
+    allowed = job.model_copy(update={"budget": Budget(memory_gib=budget_gib)})
+    decision = decide(allowed, analytic_profile(job))
+    ours_s = decision.simulation.step_s
+    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, hidden(decision), most, budget_gib)
+
+
+def stock_s(job: Job) -> tuple[float, float]:
+    """Nothing recomputed; and as many layers as the budget of the row asks for."""
+    profile = analytic_profile(job)
+    none_s, full_s = (pipeline_s(under(job, policy), profile, 0.0) for policy in ("none", "full"))
+    return none_s, none_s + (1 - KEPT_BY_STOCK) * (full_s - none_s)
+
+
+def under(job: Job, policy: Policy) -> Job:
+    return job.model_copy(update={"policy": policy})
+
+
+def at_once(job: Job) -> Job:
+    """With links between GPUs of a node that take no time: `nvlink` is what tensor-parallel collectives go over."""
+    cluster = job.cluster.model_dump()
+    cluster["nvlink"] = {"gb_per_s": 1e9, "efficiency": 1.0, "latency_us": 1e-6}
+    return job.model_copy(update={"cluster": Cluster.model_validate(cluster)})
+
+
+def hidden(decision: Decision) -> float:
+    """Of the replayed seconds of all stages."""
+    stages = [stage.predicted for stage in decision.plan.stages if stage.predicted is not None]
+    hidden_s, exposed_s = (sum(getattr(each, name) for each in stages) for name in ("hidden_replay_s", "exposed_replay_s"))
+    return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown. Steps are ratios to stock none."""
+    lines = ["| layout | none holds | budget | stock (block) | ours | hidden | gain | userbuffers: none, block |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for each in rows:
+        block, ours, bare, hidden_block = (
+            f"{seconds / each.none_s:.2f}" for seconds in (each.block_s, each.ours_s, each.hidden_none_s, each.hidden_block_s)
+        )
+        gain = f"{each.block_s / each.ours_s - 1:.0%}"
+        sizes = [f"{size:.0f} GiB" for size in (each.none_gib, each.budget_gib)]
+        lines.append(f"| {' | '.join([each.what, *sizes, block, ours, f'{each.hidden:.0%}', gain, f'{bare}, {hidden_block}'])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(rows()))
