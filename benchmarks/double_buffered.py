@@ -5,7 +5,7 @@
 Two stages on a core each, as many micro-batches as stages (m = p), Megatron's optimizer with clipping: every update is a barrier.
 Both schedules train in the same processes, in turns, each from an empty pipeline to an empty one; a batch's seconds are the mean
 of those between the second update and the last but one, on the first stage, a figure the median over rounds. Predicted: the
-profile of the job (one layer, the ends of the model, messages), measured before, simulated with the same order; on top the seconds
+profile of the job (one layer, the ends of the model, messages), measured before, simulated in the same order; on top the seconds
 of an update alone, measured behind a drain in both ways. Gain: the part of a flushing batch that is saved.
 """
 
@@ -20,7 +20,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.double_buffered_ranks import Timed, race
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
@@ -29,6 +28,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.place import place_for
 from megatron_lynx.testbed.profiling import measure_profile
+from megatron_lynx.testbed.schedules import Timed, Way, race
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}
@@ -114,7 +114,7 @@ def main() -> None:
     rounds = 2 if chosen.quick else chosen.rounds
     with place_for(job) as place:
         profile = measure_profile(job, place, lambda what: nullcontext())
-        ranks = place.run(race, job, SETTINGS, rounds, chosen.batches)
+        ranks = place.run(race, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
         machine = this_machine(place.links, "cpu")
     found = rows(job, profile, ranks)
     model = f"{job.model.layers} layers of {job.model.hidden}, {job.model.seq} tokens, {job.microbatches} micro-batches"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
     from megatron_lynx.testbed.comparison import Comparison
+    from megatron_lynx.testbed.schedule_comparison import Row as ScheduleRow
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -101,6 +102,24 @@ def show_published(rows: list[Row]) -> None:
         figures = (f"{row.published:.6g}", f"{row.computed:.6g}", f"{row.error:+.3g}{unit}", bound, row.calibrates or "")
         table.add_row(row.source, row.what, *figures, style="bold red" if row.within is False else "")
     show(table)
+
+
+def show_schedules(rows: list[ScheduleRow]) -> None:
+    """Ways with and without flushes, and what their gradients are."""
+    from rich.table import Table
+
+    from megatron_lynx.units import format_bytes, format_seconds
+
+    table = Table(header_style="bold", title="one batch, its update included", title_justify="left")
+    for column in ("setting", "predicted", "measured", "ratio to none", "fullest device", "gradients"):
+        table.add_column(column, justify="left" if column in ("setting", "gradients") else "right", overflow="fold")
+    for row in rows:
+        measured = "-" if row.measured_s is None else format_seconds(row.measured_s)
+        figures = (format_seconds(row.predicted_s), measured, f"{row.ratio_to_none:.3f}", format_bytes(row.memory_bytes))
+        table.add_row(row.setting, *figures, row.gradients, style="bold red" if row.equals_version_rule is False else "")
+    show(table)
+    if any(row.without_flushes for row in rows):
+        typer.echo("a batch without flushes teaches something else than one with: compare losses, not only seconds")
 
 
 def show_held(held: list[Held], summary: str) -> None:

@@ -137,3 +137,19 @@ def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path 
     made = make_plan(job, costs)
     save_plan(made, folder / "plan.yaml")
     return made
+
+
+def plan_and_costs(
+    job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, place: Place | None = None
+) -> tuple[Plan, Profile]:
+    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `place`. Both are kept."""
+    from megatron_lynx.plan import load_plan, save_plan
+    from megatron_lynx.planner import make_plan
+    from megatron_lynx.profiler.profile import save_profile
+
+    measured = place is not None and profile_file is None and job.cluster.matmul is None
+    costs = measured_here(job, place) if measured and place is not None else costs_of(job, profile_file)
+    save_profile(costs, folder / "profile.yaml")
+    made = make_plan(job, costs) if plan_file is None else load_plan(plan_file)
+    save_plan(made, folder / "plan.yaml")
+    return made, costs

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_findings, show_held, write_comparison
+from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import job_named, place_of, plan_for
+from megatron_lynx.cli.inputs import job_named, place_of, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, JobName, ProfileOption
 from megatron_lynx.cli.terminal import announced, make_folder, page, quieten_megatron, show_json
+
+if TYPE_CHECKING:
+    from megatron_lynx.config import Job
 
 
 @app.command()
@@ -26,7 +29,10 @@ def compare(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Train a job under stock Megatron's settings and under a plan, side by side, on this machine."""
+    """Train a job under stock Megatron's settings and under a plan, side by side, on this machine.
+
+    A job without flushes is simulated and, on the testbed, trained beside those with flushes.
+    """
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
     from megatron_lynx.compare.table import rows_of
@@ -35,6 +41,9 @@ def compare(
 
     job = job_named(job_file)
     make_folder(output)
+    if job.schedule == "double_buffered":
+        _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
+        return
     with place_of(job) as place:
         made = plan_for(job, place, plan_file, profile_file, output)
         comparison = run(partitioned_as(job, made), made, place, announced, rounds=rounds, warmups=warmups)
@@ -46,6 +55,27 @@ def compare(
         typer.echo("\n".join(f"wrote {path}" for path in written))
     if not comparison.gradients_equal:
         typer.echo("gradients under the plan differ from stock Megatron's", err=True)
+        raise typer.Exit(1)
+
+
+def _compare_schedules(
+    job: Job, plan_file: Path | None, profile_file: Path | None, rounds: int, output: Path, as_json: bool
+) -> None:
+    """What is not here to be trained on is simulated alone."""
+    from megatron_lynx.testbed.schedule_comparison import side_by_side, trained_side_by_side
+
+    if job.cluster.device == "cpu":
+        with place_of(job) as place:
+            made, costs = plan_and_costs(job, plan_file, profile_file, output, place)
+            rows = trained_side_by_side(job, made, costs, place, announced, rounds=rounds)
+    else:
+        rows = side_by_side(job, *plan_and_costs(job, plan_file, profile_file, output))
+    if as_json:
+        show_json({"rows": [row.as_json for row in rows]})
+    else:
+        show_schedules(rows)
+    if any(row.equals_version_rule is False for row in rows):
+        typer.echo("weights without flushes differ from the version rule's", err=True)
         raise typer.Exit(1)
 
 
