@@ -34,8 +34,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 def write_simulation(
     simulation: Simulation, plan_file: Path, plot: Path | None, trace: Path | None, budget_mib: float | None
 ) -> list[Path]:
-    from megatron_lynx.simulator.figures import note
-    from megatron_lynx.units import MIB, format_seconds
+    from megatron_lynx.simulator.figures import headline, note
+    from megatron_lynx.units import MIB
 
     stages = range(len(simulation.executed))
     timeline, memory = simulation.timeline(), {stage: simulation.memory(stage) for stage in stages}
@@ -44,7 +44,7 @@ def write_simulation(
 
         notes = {stage: note(simulation, stage) for stage in stages}
         shown = Shown(timeline, memory, notes, None if budget_mib is None else budget_mib * MIB)
-        plot_simulation(shown, plot, f"One step under {plan_file.name}, simulated: {format_seconds(simulation.step_s)}")
+        plot_simulation(shown, plot, f"Simulated under {plan_file.name}: {headline(simulation)}")
     if trace is not None:
         from megatron_lynx.compare.perfetto import write_trace
 

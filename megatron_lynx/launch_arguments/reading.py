@@ -23,7 +23,7 @@ from megatron_lynx.launch_arguments.kinds import ALLOWED, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
-from megatron_lynx.launch_arguments.our_flags import schedule_facts
+from megatron_lynx.launch_arguments.our_flags import refused_without_flushes, schedule_facts
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 
@@ -70,6 +70,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, kind_of(value.flag)) for value in effective]
     problems += _refused(kinds)
+    if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
+        problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as"]
     priced += _positions(given)
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])

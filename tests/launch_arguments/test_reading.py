@@ -330,3 +330,18 @@ def test_too_few_micro_batches_for_two_versions() -> None:
     with pytest.raises(ConfigError) as caught:
         job_of(read(f"{PIPELINE} --lynx-schedule double-buffered --global-batch-size 12"), "a100-80g")
     assert "micro-batches of a pipeline (3) must be at least parallel.pipeline (4)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--perform-rl-step", "rollouts need weights that are one version"),
+        ("--rampup-batch-size 4 4 100", "as many micro-batches"),
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "the forward of another version"),
+    ],
+)
+def test_what_two_versions_do_not_go_with(flags: str, why: str) -> None:
+    flag = next(word for word in reversed(flags.split()) if word.startswith("--"))
+    assert why not in problems(f"{PIPELINE} {flags}")
+    found = problems(f"{PIPELINE} --lynx-schedule double-buffered {flags}")
+    assert any(line.startswith(f"{flag}: ") and why in line for line in found.splitlines()), found
