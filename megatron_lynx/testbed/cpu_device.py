@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -102,6 +102,7 @@ def answer_device_calls(undo: ExitStack) -> None:
     """Which device there is, its streams, and waiting for it."""
     answers = {
         "current_device": lambda: CPU,
+        "device": OnlyDevice,
         "is_initialized": lambda: True,
         "set_device": ignore,
         "synchronize": ignore,
@@ -176,6 +177,13 @@ def is_cuda(place: Any) -> bool:
     if isinstance(place, str):
         return place.startswith("cuda")
     return isinstance(place, torch.device) and place.type == "cuda"
+
+
+class OnlyDevice(nullcontext[None]):
+    """`torch.cuda.device`: to be on the device that there is."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
 
 
 class CpuStream(torch.cpu.Stream):

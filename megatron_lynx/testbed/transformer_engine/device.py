@@ -1,0 +1,52 @@
+"""What Transformer Engine's Python asks about the GPU. It alone is answered: nothing else may take the CPU for one.
+
+asked                                     answered, to files of transformer_engine
+torch.cuda.is_available()                 yes: its modules refuse to be built otherwise
+tensor.is_cuda                            yes
+device properties and capability          those of a Hopper, which has FP8
+NVTX ranges                               nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_lynx.testbed.cpu_device import replace
+
+CAPABILITY = (9, 0)
+PROPERTIES = SimpleNamespace(
+    name="CPU", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=0, multi_processor_count=1, shared_memory_per_block_optin=0
+)
+
+
+def answer_transformer_engine(undo: ExitStack) -> None:
+    """Answer its questions; those of others go where they went before."""
+    for name, answer in {
+        "is_available": True,
+        "is_current_stream_capturing": False,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": CAPABILITY,
+    }.items():
+        replace(undo, torch.cuda, name, told_to_transformer_engine(answer, getattr(torch.cuda, name)))
+    for name, answer in {"range_push": 0, "range_pop": 0, "range": nullcontext()}.items():
+        replace(undo, torch.cuda.nvtx, name, told_to_transformer_engine(answer, getattr(torch.cuda.nvtx, name)))
+    is_cuda = torch.Tensor.is_cuda.__get__
+    replace(undo, torch.Tensor, "is_cuda", property(lambda tensor: asked_by_transformer_engine() or is_cuda(tensor)))
+
+
+def told_to_transformer_engine(answer: Any, otherwise: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return answer if asked_by_transformer_engine() else otherwise(*args, **kwargs)
+
+    return function
+
+
+def asked_by_transformer_engine() -> bool:
+    """Whether the function that called this one was called from Transformer Engine's Python."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("transformer_engine.")

@@ -1,0 +1,24 @@
+"""The file that Transformer Engine loads as `transformer_engine_torch`, in place of the compiled one.
+
+Its own loader runs it, under that name. What the parts have is answered, any other name is unanswered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lynx.testbed.transformer_engine import enums, facts, gemm, multi_tensor, normalization, softmax
+from megatron_lynx.testbed.transformer_engine.unanswered import Unanswered
+
+PARTS = (enums, facts, gemm, multi_tensor, normalization, softmax)
+
+globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
+
+PLUGINS = ("flash_attention", "get_attention_backend")
+"""Not in the extension: names that plugins may add to it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or name in PLUGINS:
+        raise AttributeError(name)
+    return Unanswered(f"transformer_engine_torch.{name}")

@@ -1,0 +1,84 @@
+"""Matrix products, with what a cuBLAS epilogue does to them.
+
+Operands come in cuBLAS's order, columns first, so for torch's rows the product is `op(B) @ op(A)`:
+
+    TN  forward           B = input (n, in),    A = weight (out, in)   ->  (n, out)
+    NN  input gradient    B = grad (n, out),    A = weight (out, in)   ->  (n, in)
+    NT  weight gradient   B = grad (n, out),    A = input (n, in)      ->  (out, in), which may be added to `D` where it lies
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
+
+__all__ = ["generic_gemm"]
+
+
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: torch.Tensor | None,
+    quantizer: Any,
+    output_dtype: Any,
+    bias: torch.Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+    grad: bool,
+    workspace: torch.Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: torch.Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(product, bias gradient, GELU's input, extra output); each of the last three where asked for.
+
+    Raises:
+        NotImplementedError: with userbuffers, whose products communicate.
+    """
+    if comm_overlap is not None:
+        raise NotImplementedError("generic_gemm with userbuffers (comm_overlap)")
+    left, right = in_fp32(B), in_fp32(A)
+    dtype = A.dtype if output_dtype is None else torch_type(output_dtype)
+    product = product_of(left, transB, right, transA) * alpha
+    bias_gradient = pre_gelu = None
+    if bias is not None and grad:
+        bias_gradient = left.flatten(0, -2).sum(0).to(dtype)
+    elif bias is not None:
+        product += bias.detach().float()
+    if gelu and grad:
+        product = torch.ops.aten.gelu_backward(product, in_fp32(gelu_in), approximate="tanh")
+    elif gelu:
+        pre_gelu = product.to(dtype)
+        product = torch.nn.functional.gelu(product, approximate="tanh")
+    if accumulate and D is not None:
+        product += D.detach().float() * (1.0 if beta is None else beta)
+    return delivered(product, D, quantizer, dtype), bias_gradient, pre_gelu, extra_output
+
+
+def product_of(left: torch.Tensor, transpose_left: bool, right: torch.Tensor, transpose_right: bool) -> torch.Tensor:
+    """`op(left) @ op(right)`; all dimensions but the last are rows, and an untransposed left operand's are given back."""
+    rows = left.shape[:-1]
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    right = right.t() if transpose_right else right
+    if transpose_left:
+        return left.t() @ right
+    return (left @ right).view(*rows, right.shape[1])
+
+
+def torch_type(dtype: Any) -> torch.dtype:
+    """Torch's name for one of Transformer Engine's types (the extension's enumeration, or its Python's)."""
+    from megatron_lynx.testbed.transformer_engine.enums import DType
+
+    return DType(int(dtype)).of_torch
