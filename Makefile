@@ -12,6 +12,7 @@ PIP    := $(BIN)/python -m pip install --no-input --quiet
 TORCH  := torch==2.13.0
 DEMO   := build/demo
 OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
+ENGINES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
 
 .PHONY: demo test check clean
 
@@ -21,8 +22,9 @@ demo: $(VENV)/installed
 	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
-test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded)
+test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(ENGINES:%=build/transformer-engine-%/downloaded)
 	$(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
+		$(foreach release,$(ENGINES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release)) \
 		$(BIN)/python -m pytest
 
 check: $(VENV)/installed
@@ -42,6 +44,11 @@ $(VENV)/installed: setup.py megatron_lynx/version.py Makefile
 build/megatron-core-%/downloaded: | $(VENV)/installed
 	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
 		megatron-core==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
+
+# Transformer Engine's Python, without what is compiled (1 MB each); megatron_lynx/testbed/transformer_engine runs it on a CPU.
+build/transformer-engine-%/downloaded: | $(VENV)/installed
+	-$(BIN)/python -m pip download --no-input --quiet --no-deps --only-binary=:all: --python-version 3.12 --dest $(@D) \
+		transformer_engine==$* && $(BIN)/python -m zipfile -e $(@D)/*.whl $(@D) && touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

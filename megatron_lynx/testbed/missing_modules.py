@@ -5,6 +5,7 @@
     fused kernels (nvcc), modules that import        modules whose functions do nothing: training without experts calls none
       triton without looking whether it is there
     the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
+    Transformer Engine's compiled part       `testbed.transformer_engine`, where its Python is on the import path
     typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
 
 Found by removing each alone and running megatron-core and the scripts of 0.16 to 0.19 on a CPU. What is installed is left alone.
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.testbed.cpu_device import StandIn, ignore, replace
+from megatron_lynx.testbed.transformer_engine import stand_in_for_transformer_engine
 
 APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
 HELPER = "megatron.core.datasets.helpers_cpp"
@@ -46,6 +48,7 @@ def stand_in_for_missing_modules(*, apex: bool = False) -> StandIn:
     undo = ExitStack()
     if not hasattr(typing, "override"):
         replace(undo, typing, "override", unchanged)
+    undo.enter_context(stand_in_for_transformer_engine())
     finder = Answers(apex)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)

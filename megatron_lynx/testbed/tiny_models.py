@@ -1,9 +1,10 @@
-"""Models of megatron-core's local layers, built from a job, with the same weights in every build and every layout.
+"""Models of megatron-core's layers, local or Transformer Engine's, built from a job; the same weights in every build and layout.
 
     job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk ──> weights drawn by global name
 
 Megatron seeds weights by rank. Here each parameter is drawn whole, seeded by its name in the unsplit model, and each rank
-takes its slice: two builds are equal in every bit, and layouts can be compared with each other up to rounding.
+takes its slice: two builds are equal in every bit, and layouts can be compared with each other up to rounding. So can the
+two kinds of layers, whose norms have other names (`SAME`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+SAME = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+"""Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -100,7 +105,7 @@ def _build_chunk(
     vp_stage = number if job.chunks > 1 else None
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage),
+        transformer_layer_spec=(engine_block_spec if model.engine else block_spec)(config, vp_stage),
         vocab_size=model.vocab,
         max_sequence_length=model.seq,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -141,6 +146,15 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=Norm)
 
 
+def engine_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's default layer on GPUs, which is made of Transformer Engine's modules."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
+
+
 class Norm:
     """Torch's LayerNorm or RMSNorm for a layer spec. Marks its parameters, so that it may be used with sequence parallelism.
 
@@ -166,9 +180,11 @@ def draw_weights(chunk: GPTModel, seed: int) -> None:
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """A parameter's name in the unsplit model: layers counted over all stages, one name for tied embeddings."""
+    """A parameter's name in the unsplit model of local layers: layers counted over all stages, one name for tied embeddings."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
+    for fused, own in SAME.items():
+        name = name.replace(fused, own)
     return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)
 
 

@@ -35,7 +35,7 @@ def answer_transformer_engine(undo: ExitStack) -> None:
         replace(undo, torch.cuda, name, told_to_transformer_engine(answer, getattr(torch.cuda, name)))
     for name, answer in {"range_push": 0, "range_pop": 0, "range": nullcontext()}.items():
         replace(undo, torch.cuda.nvtx, name, told_to_transformer_engine(answer, getattr(torch.cuda.nvtx, name)))
-    is_cuda = torch.Tensor.is_cuda.__get__
+    is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
     replace(undo, torch.Tensor, "is_cuda", property(lambda tensor: asked_by_transformer_engine() or is_cuda(tensor)))
 
 

@@ -95,7 +95,7 @@ NVTE_QKV_Layout = IntEnum(
 )
 
 
-class NVTE_Fused_Attn_Backend(IntEnum):  # noqa: N801 (the extension's name)
+class NVTE_Fused_Attn_Backend(IntEnum):
     """Since 2.19 a backend is answered together with the reason for it: a member unpacks into that pair."""
 
     NVTE_No_Backend = -1

@@ -22,7 +22,7 @@ def get_cudnn_version() -> int:
     return 91400
 
 
-def get_cublasLt_version() -> int:  # noqa: N802 (the extension's name)
+def get_cublasLt_version() -> int:
     return 130000
 
 

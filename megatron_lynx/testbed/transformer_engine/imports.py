@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lynx.testbed.cpu_device import StandIn, replace
+from megatron_lynx.testbed.cpu_device import StandIn
 from megatron_lynx.testbed.transformer_engine.device import answer_transformer_engine
 from megatron_lynx.testbed.transformer_engine.unanswered import UnansweredModule
 
@@ -36,14 +36,12 @@ IMPORTED = re.compile(r"^(?:import|from) (triton|onnxscript|onnx|einops|cutlass)
 def stand_in_for_transformer_engine() -> StandIn:
     """Let the Transformer Engine on the import path run without its compiled parts, until the returned handle is removed.
 
-    Nothing is done where there is none, or where its compiled extension is installed. To be in place before it is imported, and so
-    before Megatron is; modules that were imported stay so. The stand-in for CUDA (`stand_in_for_cuda`) is to be in place as well.
+    Nothing is done where there is none, or where its compiled extension is installed. To be in place before it is imported, and
+    so before Megatron is; modules that were imported stay so. The stand-in for CUDA is to be in place as well.
     """
     undo = ExitStack()
     if PACKAGE not in sys.modules and importlib.util.find_spec(PACKAGE) is not None and not has_compiled_extension():
-        # Read when its modules are imported or first called. Compilers and cuDNN are not there to be used.
-        for name, value in {"NVTE_TORCH_COMPILE": "0", "NVTE_FLASH_ATTN": "0"}.items():
-            set_environment(undo, name, value)
+        set_environment(undo, "NVTE_TORCH_COMPILE", "0")  # read when its modules are imported
         answer_transformer_engine(undo)
         finder = Finder()
         sys.meta_path.insert(0, finder)
@@ -107,4 +105,7 @@ def needs_what_is_missing(spec: importlib.machinery.ModuleSpec) -> bool:
 def set_environment(undo: ExitStack, name: str, value: str) -> None:
     before = os.environ.get(name)
     os.environ[name] = value
-    undo.callback(os.environ.pop if before is None else os.environ.__setitem__, name, *([] if before is None else [before]))
+    if before is None:
+        undo.callback(os.environ.pop, name)
+    else:
+        undo.callback(os.environ.__setitem__, name, before)

@@ -1,4 +1,4 @@
-"""What optimizers do to lists of tensors: norms, scaling, Adam. Megatron takes them from here where Transformer Engine is installed.
+"""What optimizers do to lists of tensors: norms, scaling, Adam. Megatron takes them where Transformer Engine is.
 
 `tensor_lists` is a list of roles, each a list with one tensor per parameter; what is written is written in place.
 """

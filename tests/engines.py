@@ -1,0 +1,37 @@
+"""Ranks with a release of Transformer Engine on their import path, and perhaps another release of megatron-core.
+
+`make test` puts both under build/ and names the folders in TRANSFORMER_ENGINE_2_NN_DIR and MEGATRON_CORE_0_NN_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.testbed.ranks import RankPool
+
+ENGINES = ("2.4", "2.9", "2.14", "2.17", "2.20")
+"""The oldest that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
+
+
+def pool_with(engine: str, ranks: int, core: str | None = None) -> RankPool:
+    """Ranks (not started yet) that import this Transformer Engine, its compiled extension stood in for.
+
+    `core`: a release of megatron-core; none is the installed one. The test is skipped where one of them is not there.
+    """
+    folders = [folder_of("TRANSFORMER_ENGINE", engine, "transformer_engine")]
+    if core is not None:
+        folders.insert(0, folder_of("MEGATRON_CORE", core, "megatron/core"))
+    path = os.pathsep.join([*map(str, folders), *(entry or os.getcwd() for entry in sys.path)])
+    return RankPool(ranks, env={"PYTHONPATH": path})
+
+
+def folder_of(what: str, release: str, content: str) -> Path:
+    variable = f"{what}_{release.replace('.', '_')}_DIR"
+    folder = Path(os.environ.get(variable, "")).resolve()
+    if not (folder / content).is_dir():
+        pytest.skip(f"no {content} {release} in {folder} ({variable}; `make test` downloads it where it can)")
+    return folder
