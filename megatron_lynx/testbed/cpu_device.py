@@ -150,7 +150,7 @@ def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and is_cuda(kwargs["device"]):
+        if "device" in kwargs and (is_cuda(kwargs["device"]) or isinstance(kwargs["device"], int)):
             kwargs["device"] = CPU
             kwargs.pop("pin_memory", None)
         elif len(args) > 1 and is_cuda(args[1]):

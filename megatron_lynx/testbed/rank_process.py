@@ -52,7 +52,7 @@ def prepare(store: list[Any]) -> int:
     from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
     # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed|transformer_engine")
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         stand_in_for_cuda()

@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,11 +39,11 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     """Megatron's configuration of a job: no fusion that needs CUDA; `overrides` are fields of TransformerConfig.
 
     Raises:
-        ConfigError: the job wants flash attention, which the local layers do not have.
+        ConfigError: the job wants flash attention, which a CPU does not have.
     """
     model, parallel = job.model, job.parallel
     if model.attention == "flash":
-        problem = Problem("job: model.attention", "flash", "unfused", "the testbed's local layers keep the scores")
+        problem = Problem("job: model.attention", "flash", "unfused", "the testbed's layers keep the scores")
         raise ConfigError("The testbed cannot build this model.", [problem])
     swiglu = model.activation == "swiglu"
     dtype = DTYPES[model.dtype]
@@ -52,6 +53,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "ffn_hidden_size": model.ffn,
         "num_attention_heads": model.heads,
         "num_query_groups": model.kv_groups,
+        "attention_backend": AttnBackend.unfused,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",

@@ -61,6 +61,30 @@ def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
     return run
 
 
+def losses_and_differences(rank: int, job: Job, like: Job) -> tuple[list[float], float, float]:
+    """A job's losses, and how far two runs of it, and a run of one like it, are from those and from its gradients (relative)."""
+    run, again, other = train(rank, job, [{}, {}])[:2] + train(rank, like, [{}])
+    return [float(loss) for loss in run.losses], far_apart(run, again), far_apart(run, other)
+
+
+def far_apart(run: Run, other: Run) -> float:
+    """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms go by their own names."""
+    from megatron_lynx.testbed.tiny_models import SAME
+
+    def tensors(of: Run) -> dict[str, torch.Tensor]:
+        named = {f"loss {index}": loss for index, loss in enumerate([*of.losses, *of.evaluation])}
+        for step, gradients in enumerate(of.gradients):
+            for name, gradient in gradients.items():
+                for fused, own in SAME.items():
+                    name = name.replace(fused, own)
+                named[f"{step} {name}"] = gradient
+        return named
+
+    here, there = tensors(run), tensors(other)
+    assert here.keys() == there.keys()
+    return max(float((here[name] - there[name]).abs().max() / there[name].abs().max()) for name in here)
+
+
 def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
     """Each case: settings of TransformerConfig and arguments of Training besides `ddp`."""
     from megatron_lynx.testbed.training import initialise

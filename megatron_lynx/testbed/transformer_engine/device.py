@@ -28,6 +28,7 @@ def answer_transformer_engine(undo: ExitStack) -> None:
     """Answer its questions; those of others go where they went before."""
     for name, answer in {
         "is_available": True,
+        "current_device": 0,
         "is_current_stream_capturing": False,
         "get_device_properties": PROPERTIES,
         "get_device_capability": CAPABILITY,

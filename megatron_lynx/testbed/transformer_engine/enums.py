@@ -15,6 +15,8 @@ __all__ = [
     "FP8BwdTensors",
     "FP8FwdTensors",
     "Float8BlockScaleTensorFormat",
+    "NVTEQBHistogramMode",
+    "NVTERoutingMapFormat",
     "NVTEScalingMode",
     "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend",
@@ -65,6 +67,8 @@ CommOverlapAlgo = IntEnum(
     start=0,
 )
 Float8BlockScaleTensorFormat = IntEnum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID", start=0)
+NVTEQBHistogramMode = IntEnum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC", start=0)
+NVTERoutingMapFormat = IntEnum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8", start=0)
 NVTEScalingMode = IntEnum(
     "NVTEScalingMode",
     "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D NVTE_BLOCK_SCALING_2D NVTE_NVFP4_1D_SCALING",
