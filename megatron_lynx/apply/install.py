@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -46,6 +47,21 @@ class Installation:
 
     def remove(self) -> None:
         """Put back every identical object. Raises `HookRefused` in the middle of a step; a second call does nothing."""
+        self._give_back()
+        self.engine.close()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, Megatron runs its own identical objects: steps as without a plan. Then the same plan is in force again, with
+        the same engine. Raises `HookRefused` in the middle of a step."""
+        claims = [hook.claim for hook in self._hooks]
+        self._give_back()
+        try:
+            yield
+        finally:
+            self._hooks = holding.put_in_place(claims)
+
+    def _give_back(self) -> None:
         if self._hooks and self.engine.busy:
             raise HookRefused(
                 "cannot remove the plan now",
@@ -53,7 +69,6 @@ class Installation:
             )
         holding.give_back(self._hooks)
         self._hooks = []
-        self.engine.close()
 
     def __enter__(self) -> Installation:
         return self

@@ -8,5 +8,6 @@ script     the script as `python SCRIPT` would run it, between `hold` and `give_
   hooks/initialisation  once all ranks can talk: what the flags say is read and checked, and all ranks agree on it
   hooks/loop            around Megatron's training loop: install(model, plan), and remove
 agreement  one rank's mistake stops all of them, with one message
+check      the first steps once more as stock, compared bit for bit
 trace      one step's timeline of all ranks, in one file
 """

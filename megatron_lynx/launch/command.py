@@ -16,8 +16,8 @@ from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.flags import Flags, read_flags
 
 USAGE = """\
-usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]] [--lynx-log LEVEL]
-                    <arguments of SCRIPT>
+usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
+                    [--lynx-check N [--lynx-check-against REFERENCE]] [--lynx-log LEVEL] <arguments of SCRIPT>
 
 Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN.
 `SCRIPT --help` shows these flags among Megatron's, with what each does."""

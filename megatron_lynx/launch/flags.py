@@ -11,6 +11,7 @@ from megatron_lynx.errors import ConfigError, Problem
 
 PREFIX = "--lynx-"
 LEVELS = ("debug", "info", "warning", "error")
+REFERENCES = ("fitting", "none", "full")
 GROUP = "megatron-lynx"
 
 
@@ -22,6 +23,8 @@ class Flags:
     lynx_trace: str | None = None
     lynx_trace_step: int = 3
     lynx_log: str = "warning"
+    lynx_check: int | None = None
+    lynx_check_against: str = "fitting"
 
     @property
     def plan(self) -> Path | None:
@@ -51,6 +54,20 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--lynx-trace-step", metavar="N", type=_step, default=Flags.lynx_trace_step, help="Which step of this run. Default: 3."
     )
     group.add_argument(
+        "--lynx-check",
+        metavar="N",
+        type=_count,
+        help="In the first N steps of this run, run stock on the same batch, too, and compare losses and gradients bit for bit; "
+        "stop at the first difference. Needs --lynx-plan.",
+    )
+    group.add_argument(
+        "--lynx-check-against",
+        choices=REFERENCES,
+        default=Flags.lynx_check_against,
+        help="Stock without recomputation (none), with full recomputation (full), or the first of them that fits in memory (the "
+        "default).",
+    )
+    group.add_argument(
         "--lynx-log", choices=LEVELS, default=Flags.lynx_log, help="What megatron-lynx says on rank 0 beside its summary."
     )
     return parser
@@ -59,6 +76,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _step(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text}, needed a step of this run, from 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1")
     return int(text)
 
 
@@ -74,6 +97,10 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     flags = Flags(**vars(found))
     if flags.lynx_trace is not None and flags.lynx_plan is None:
         problems.append(Problem("--lynx-trace", "no --lynx-plan", "one: without a plan there is nothing to trace"))
+    if flags.lynx_check is not None and flags.lynx_plan is None:
+        problems.append(Problem("--lynx-check", "no --lynx-plan", "one: without a plan there is nothing to check"))
+    if flags.lynx_check is None and flags.lynx_check_against != Flags.lynx_check_against:
+        problems.append(Problem("--lynx-check-against", "no --lynx-check", "one: how many steps are to be checked"))
     if problems:
         raise ConfigError("the launch cannot be read", problems)
     return flags

@@ -4,7 +4,7 @@ megatron.training                        Launch
 -----------------------------------------------------------------------------------------
 all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
 the training loop begins                 begin(model): install
-  a step begins / ends                   stepping(): the one that is traced
+  a step begins / ends                   step(): the one that is traced, the ones that are checked
 the training loop ends, however          end()
 """
 
@@ -19,6 +19,7 @@ from megatron_lynx.apply import install
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError
 from megatron_lynx.launch.agreement import agree, on_rank_0
+from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.trace_file import TraceFile
@@ -35,12 +36,15 @@ class Launch:
         self._plan: Plan | None = None
         self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
         self._installation: Any = None
+        self._check: Check | None = None
+        self._args: Any = None
 
     def prepare(self, args: Any) -> None:
         """Read and check everything that can be checked before a model is built; all ranks go on, or none.
 
         What was asked for becomes part of `args` (a YAML configuration does not pass it on), so checkpoints record it.
         """
+        self._args = args
         for name, value in vars(self.flags).items():
             setattr(args, name, value)
         if self.flags.plan is None:
@@ -68,17 +72,39 @@ class Launch:
         agree(error)
         with self._installation:
             self._say_begun()
+            self._check = self._new_check()
             yield
+            self._say_checked()
             self._say_done()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One step of training."""
+    def step(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
         if self._installation is None:
             yield
             return
+        if self._check is not None:
+            schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
+            arguments["forward_backward_func"] = self._check.around(schedule, optimizer, self._installation)
         with self._trace.around(self._installation.engine.trace):
             yield
+        if self._check is not None and self._check.over:
+            self._say_checked()
+
+    def _new_check(self) -> Check | None:
+        if self.flags.lynx_check is None:
+            return None
+        last = getattr(self._args, "train_iters", None)
+        steps = None if last is None else last - (getattr(self._args, "iteration", None) or 0)
+        if steps is not None and steps < self.flags.lynx_check:
+            on_rank_0(f"megatron-lynx: --lynx-check {self.flags.lynx_check}: this run has {steps} steps; all of them are checked")
+        return Check(self.flags.lynx_check, self.flags.lynx_check_against)
+
+    def _say_checked(self) -> None:
+        """Once; nothing where no step was checked."""
+        check, self._check = self._check, None
+        if check is not None and (summary := check.summary()) is not None:
+            on_rank_0(f"megatron-lynx: {summary}")
 
     def _say_begun(self) -> None:
         held = f"{len(self._installation.hooks)} hooks on rank 0"

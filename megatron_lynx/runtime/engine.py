@@ -45,6 +45,8 @@ class Counts:
 
     recorded: int = 0
     """Frames that let something go."""
+    let_go_bytes: int = 0
+    """Of tensors that were let go; those that share memory count each."""
     hidden: int = 0
     """Replays that ran inside a window."""
     on_demand: int = 0
@@ -179,6 +181,7 @@ class Engine:
         with self._inside(scope), self._span("forward", frame):
             outputs = scope.run(args, kwargs)
         self.counts.recorded += frame.lets_go
+        self.counts.let_go_bytes += frame.let_go_bytes
         self._mark_entry(frame, outputs)
         return outputs
 

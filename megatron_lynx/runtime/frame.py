@@ -153,6 +153,7 @@ class Frame:
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
+    let_go_bytes: int = 0
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
 
@@ -176,7 +177,9 @@ class Frame:
             self.wanted.discard(key)
             self.found[key] = tensor.detach()
 
-    def want(self, key: Key) -> Handle:
+    def want(self, key: Key, size_bytes: int) -> Handle:
+        """Instead of a tensor that is let go."""
+        self.let_go_bytes += size_bytes
         self.wanted.add(key)
         return Handle(self, key)
 

@@ -115,14 +115,14 @@ class Recorder:
         key = (self._segment, self._ordinal)
         self._ordinal += 1
         if self._replays(self._item):
-            return self.frame.want(key)  # [1]
+            return self.frame.want(key, tensor.nbytes)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
         return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [6]
 
     def _pack_view(self, argument: int, tensor: Tensor) -> Handle:
         key = (self._segment, -1 - len(self.frame.views))
         self.frame.views[key] = View.of(tensor, argument)
-        return self.frame.want(key)
+        return self.frame.want(key, tensor.nbytes)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Handle):

@@ -4,13 +4,15 @@ Replaces              `train` and `train_step` of `megatron.training.training` (
 Why                   when the loop begins the model is built, wrapped and loaded, and no step has run: the plan is installed here
                       and removed when the loop ends, so that evaluating, saving and a second `pretrain` in this process meet
                       Megatron's own objects.
-Calls the original    once per call, with the arguments as they came (`train_step` returns more in later releases).
+Calls the original    once per call, with the arguments as they came (`train_step` returns more in later releases); a checked step
+                      with another `forward_backward_func`.
 Holds                 nothing; the installation is the launch's.
 Passes through when   no plan was asked for. A script that only evaluates (`--skip-train`) never gets here.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -31,10 +33,13 @@ def claims(launch: Launch) -> Iterator[Claim]:
         return train
 
     def around_step(original: Any) -> Any:
+        signature = inspect.signature(original)
+
         @wraps(original)
         def train_step(*args: Any, **kwargs: Any) -> Any:
-            with launch.step():
-                return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            with launch.step(given.arguments):
+                return original(*given.args, **given.kwargs)
 
         return train_step
 

@@ -1,0 +1,154 @@
+"""Losses and gradients of one pass over a step, and the first difference between two.
+
+Everything is compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. The first difference is the one that the
+pass would meet first: losses by micro-batch, then gradients as backward comes to them, from the last layer to the first. What lies
+behind the first is mostly its consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_lynx.items import ITEMS
+from megatron_lynx.runtime.saved import map_nest, tensors_in
+
+Gradients = Mapping[str, Tensor | None]
+Position = tuple[int, ...]
+"""In a pass over a step: smaller for what it comes to earlier."""
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """One value of one rank that differs. In the order in which a pass over the step meets them."""
+
+    position: Position
+    rank: int
+    stage: int
+    name: str
+    found: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.name} on stage {self.stage} (rank {self.rank})"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one pass left behind on one rank."""
+
+    losses: tuple[Any, ...]
+    """What the loss function reported, by micro-batch; nothing where the rank computes no loss."""
+    gradients: Gradients
+    """By the parameter's name in the whole model."""
+    positions: Mapping[str, Position]
+    """When backward is done with each of them."""
+
+    @classmethod
+    def of(cls, losses: Any, chunks: Sequence[Module]) -> Outcome:
+        """As it is now. Gradients are views of Megatron's buffers: good until these are zeroed."""
+        parameters = list(named_parameters(chunks))
+        return cls(
+            tuple(losses or ()),
+            {name: gradient_of(parameter) for name, parameter in parameters},
+            {name: backward_position(name, parameter) for name, parameter in parameters},
+        )
+
+    def on_host(self) -> Outcome:
+        """A copy in host memory."""
+        losses = map_nest(Tensor, _to_host, self.losses)
+        gradients = {name: None if value is None else _to_host(value) for name, value in self.gradients.items()}
+        return Outcome(losses, gradients, self.positions)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self.gradients.values() if gradient is not None)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def gradient_of(parameter: Parameter) -> Tensor | None:
+    """Where Megatron's DDP accumulates it, or where autograd does."""
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
+    """With the number of the layer in the whole model, from 0, as checkpoints have it."""
+    for chunk in chunks:
+        layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+        global_ = {
+            f"decoder.layers.{local}.": f"decoder.layers.{layer.layer_number - 1}." for local, layer in enumerate(layers)
+        }
+        for name, parameter in chunk.named_parameters():
+            prefix = next((prefix for prefix in global_ if name.startswith(prefix)), None)
+            yield (name if prefix is None else global_[prefix] + name.removeprefix(prefix)), parameter
+
+
+def differences(one: Outcome, other: Outcome, *, rank: int, stage: int, names: tuple[str, str]) -> list[Difference]:
+    """Every value that is not the same in both. `names`: how to call the two."""
+    found = [
+        Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
+        for index, pair in enumerate(_paired(one.losses, other.losses))
+        if (what := _loss_difference(*pair, names))
+    ]
+    found += [
+        Difference(one.positions[name], rank, stage, name, what)
+        for name, mine in one.gradients.items()
+        if (what := _difference(mine, other.gradients[name], names))
+    ]
+    return sorted(found)
+
+
+def _paired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    for index in range(max(len(one), len(other))):
+        yield (one[index] if index < len(one) else None), (other[index] if index < len(other) else None)
+
+
+def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
+    mine, yours = list(tensors_in(one)), list(tensors_in(other))
+    if len(mine) != len(yours):
+        return f"{len(mine)} values in {names[0]}, {len(yours)} in {names[1]}"
+    return next((what for a, b in zip(mine, yours, strict=True) if (what := _difference(a, b, names))), "")
+
+
+def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
+    """In words; empty where there is none."""
+    if one is None or other is None:
+        there, absent = (names[1], names[0]) if one is None else names
+        return "" if one is other else f"a value in {there}, none in {absent}"
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"
+    one = one.to(other.device)
+    differing = (_bits(one) != _bits(other)).flatten()
+    if not differing.any():
+        return ""
+    mine, yours = one.flatten()[differing].double(), other.flatten()[differing].double()
+    worst = int(torch.nan_to_num((mine - yours).abs(), nan=torch.inf).argmax())
+    return (
+        f"{len(mine)} of {one.numel()} values that differ, most {mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
+    )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def backward_position(name: str, parameter: Parameter) -> Position:
+    parts = name.split(".")
+    if parts[0] == "embedding" or getattr(parameter, "shared_embedding", False):  # the first and the last stage add up theirs
+        return 3, 0
+    if parts[:2] != ["decoder", "layers"]:
+        return 1, 0  # behind all layers
+    item = next((ITEMS.index(part) for part in reversed(parts) if part in ITEMS), len(ITEMS))
+    return 2, -int(parts[2]), -item

@@ -1,0 +1,84 @@
+"""Stock Megatron, to be compared with: without recomputation, or with full recomputation.
+
+    fitting (default)   without recomputation, where every rank has room for it; else with full recomputation
+    none, full          as asked for
+
+Both give the same bits. Whether there is room is measured, in a pass under the plan before the first check: what that pass needed,
+and what it let go of or sent to the host, times the passes in flight. Of what is let go, tensors that several operations save count
+several times, so near the edge the answer is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+
+from megatron_lynx.errors import LynxError, Problem
+
+Kind = Literal["none", "full"]
+
+IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
+
+USABLE = 0.95
+"""Of the free memory, as the allocator cannot use all of it: its blocks do not always fit."""
+
+
+@contextmanager
+def stock(kind: Kind, chunks: Sequence[Module]) -> Iterator[None]:
+    """Megatron's own settings inside, which its layers read at each call. Its timers do not count what runs here."""
+    settings: dict[str, Any] = {"timers": None}
+    if kind == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "distribute_saved_activations": False,
+        }
+    configs = {id(module.config): module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")}
+    before = [(config, {name: getattr(config, name) for name in settings if hasattr(config, name)}) for config in configs.values()]
+    try:
+        for config, present in before:
+            for name in present:
+                setattr(config, name, settings[name])
+        yield
+    finally:
+        for config, present in before:
+            for name, value in present.items():
+                setattr(config, name, value)
+
+
+def room_bytes() -> int | None:
+    """Device memory that is not in use; None where nobody counts it."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+@dataclass(frozen=True)
+class Need:
+    """Device memory of a pass on one rank, beside what is there before and after it."""
+
+    planned_bytes: int
+    let_go_bytes: int
+    """What the plan does not hold, of all passes that are in flight at the fullest."""
+
+    @property
+    def of_none_bytes(self) -> int:
+        return self.planned_bytes + self.let_go_bytes
+
+    def fits(self, room: int) -> bool:
+        return self.of_none_bytes <= USABLE * room
+
+
+def out_of_memory(step: int, error: BaseException) -> LynxError:
+    """Other ranks may wait for this one in a collective, so there is no going on."""
+    first = str(error).splitlines()[0] if str(error) else "out of memory"
+    todo = "give --lynx-check-against full: its bits are the same"
+    problem = Problem("--lynx-check", f"{IN_WORDS['none']} ran out of device memory in step {step} ({first})", "", todo)
+    return LynxError("the plan cannot be checked like this", [problem])

@@ -1,0 +1,118 @@
+"""What a forward and backward pass changes, beside gradients: taken before a pass, and put back behind it.
+
+random numbers     python, numpy, torch's generators, Megatron's tracker
+buffers            of the model (routers' biases and counts, running statistics)
+extra states       of modules that save one in checkpoints: FP8 scales and amax histories of Transformer Engine
+logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
+validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
+
+Gradients are zeroed by Megatron's own functions. The calculator of the number of micro-batches, learning rates and the optimizer
+change outside of passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.runtime.saved import map_nest
+
+
+class AllRandom:
+    """A `RandomSource` over everything that training draws from."""
+
+    def __init__(self) -> None:
+        self._megatron = MegatronRandom()
+
+    def capture(self) -> Any:
+        return random.getstate(), numpy.random.get_state(), self._megatron.capture()
+
+    def restore(self, state: Any) -> None:
+        of_python, of_numpy, of_megatron = state
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+        self._megatron.restore(of_megatron)
+
+    def same(self, one: Any, other: Any) -> bool:
+        same_numpy = all(numpy.array_equal(mine, yours) for mine, yours in zip(one[1], other[1], strict=True))
+        return one[0] == other[0] and same_numpy and self._megatron.same(one[2], other[2])
+
+
+class State:
+    """Everything of one rank, as it was when this was made."""
+
+    def __init__(self, model: Sequence[Module]) -> None:
+        self._random = AllRandom()
+        self._drawn = self._random.capture()
+        modules = [module for chunk in model for module in chunk.modules()]
+        self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+        self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
+        self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
+        self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
+
+    def restore(self) -> None:
+        """Put it back. It can be put back again."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for module, before in self._extra:
+            module.set_extra_state(_copied(before))
+        for losses, before in self._logged:
+            losses.clear()
+            losses.update(_copied(before))
+        for machine, before in self._validated:
+            vars(machine).clear()
+            vars(machine).update({name: copy.copy(value) for name, value in before.items()})
+        self._random.restore(self._drawn)
+
+
+_LOGGED = (
+    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.16, 0.17
+    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER._metrics"),  # from 0.18 on
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
+)
+"""Where releases sum up losses for their log, as dicts. What nobody imported holds nothing."""
+
+
+def _logged_losses() -> Iterator[dict[str, Any]]:
+    for module, path in _LOGGED:
+        found: Any = sys.modules.get(module)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if isinstance(found, dict):
+            yield found
+
+
+def _rerun_state_machine() -> Iterator[Any]:
+    from megatron.core import rerun_state_machine
+
+    if (machine := getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)) is not None:
+        yield machine
+
+
+def _has_extra_state(module: Module) -> bool:
+    return type(module).get_extra_state is not Module.get_extra_state
+
+
+def _shallow(owner: Any) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in vars(owner).items()}
+
+
+def _copied(value: Any) -> Any:
+    """With tensors of its own. Entries of a log are objects of a class; process groups in them are shared."""
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        twin = copy.copy(value)
+        vars(twin).update({name: _copied(part) for name, part in vars(value).items()})
+        return twin
+    return map_nest(Tensor, torch.clone, value)

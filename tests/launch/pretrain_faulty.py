@@ -1,0 +1,72 @@
+"""A training script in which something goes wrong that `--lynx-check` is there for. FAULT says what.
+
+replay   replays of layer 3 feed its core attention other numbers than its forward did
+oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
+room     the device has no room that is not in use
+stock    stock differs from itself from one run to the next
+"""
+
+import os
+import runpy
+import sys
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_lynx.launch.check import check
+from megatron_lynx.runtime.replay import Replayer
+
+
+def under_a_plan(layer):
+    return "_forward_mlp" in vars(layer)
+
+
+def perturb_replays():
+    site = Replayer.site
+
+    def perturbed(self, call):
+        if (self.frame.policy.layer, call.name) == (3, "core_attention"):
+            call = replace(call, args=tuple(arg * 1.001 if torch.is_tensor(arg) else arg for arg in call.args))
+        return site(self, call)
+
+    Replayer.site = perturbed
+
+
+def run_out_of_memory():
+    forward = TransformerLayer.forward
+
+    @wraps(forward)
+    def failing(self, *args, **kwargs):
+        stock = not under_a_plan(self) and self.config.recompute_granularity is None
+        if stock and self.layer_number == 3 and os.environ["RANK"] == os.environ["RANK_OF_FAULT"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+        return forward(self, *args, **kwargs)
+
+    TransformerLayer.forward = failing
+
+
+def have_no_room():
+    check.room_bytes = lambda: 1024
+
+
+def differ_from_run_to_run():
+    forward = TransformerLayer.forward
+    runs = iter(range(1, 1_000_000))
+
+    @wraps(forward)
+    def restless(self, hidden_states, *args, **kwargs):
+        if not under_a_plan(self) and self.layer_number == 2:
+            hidden_states = hidden_states * (1 + next(runs) / 1000)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    TransformerLayer.forward = restless
+
+
+if __name__ == "__main__":
+    faults = {"replay": perturb_replays, "oom": run_out_of_memory, "room": have_no_room, "stock": differ_from_run_to_run}
+    faults[os.environ["FAULT"]]()
+    sys.argv[0] = str(Path(__file__).with_name("pretrain_tiny.py"))
+    runpy.run_path(sys.argv[0], run_name="__main__")
