@@ -62,7 +62,8 @@ def trained(job: Job, **model: Any) -> Any:
 
 
 def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
-    """What differs from before: while installed, after `remove()`, after the context, after an exception in the context."""
+    """What differs from before: while installed, while lifted and after that, after `remove()`, after the context, after an exception
+    in the context."""
     from megatron_lynx.apply import install
 
     training = trained(job)
@@ -73,6 +74,14 @@ def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
     seen["claimed"] = sorted(hook.claim.where for hook in installation.hooks)
     seen["installed"] = attributes.changed()
     one_step(training)
+    with installation.lifted():
+        seen["lifted"] = attributes.changed()
+        installation.engine.take_counts()
+        one_step(training)
+        seen["recorded while lifted"] = ["frames"] * installation.engine.take_counts().recorded
+    seen["in force again"] = attributes.changed()
+    one_step(training)
+    seen["recorded again"] = ["frames"] * installation.engine.take_counts().recorded
     installation.remove()
     installation.remove()
     seen["removed"] = attributes.changed()

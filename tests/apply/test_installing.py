@@ -21,6 +21,9 @@ def test_removal_restores_the_identical_objects(pool_of, layout):
         assert {f"megatron.core.pipeline_parallel.schedules.{name}_step" for name in ("forward", "backward")} <= {
             *seen["installed"]
         }
+        assert [seen["lifted"], seen["recorded while lifted"]] == [[], []]
+        assert seen["in force again"] == seen["installed"]
+        assert seen["recorded again"]
         assert [seen["removed"], seen["context left"], seen["context failed"]] == [[], [], []]
 
 

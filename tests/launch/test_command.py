@@ -49,6 +49,18 @@ def test_megatrons_parser_reads_the_same():
     assert "megatron-lynx" in parser.format_help()
 
 
+def test_help_of_a_text_that_argparse_cannot_format():
+    """0.18 and 0.19 have one: their own `--help` ends in a traceback."""
+    from megatron_lynx.launch.hooks.arguments import printable
+
+    parser = argparse.ArgumentParser(prog="script", allow_abbrev=False)
+    parser.add_argument("--share", default=1, help="in % of the batch, by default %(default)s")
+    parser.add_argument("--sound", default=2, help="50 %% of it, by default %(default)s (%(prog)s)")
+    shown = printable(parser).format_help()
+    assert "in % of the batch" in shown
+    assert "50 % of it, by default 2 (script)" in shown
+
+
 def test_everything_is_handed_to_the_script(tmp_path):
     script = tmp_path / "train.py"
     script.touch()

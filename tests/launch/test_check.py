@@ -1,0 +1,89 @@
+"""`--lynx-check`, launched: it passes and changes nothing, it finds what is wrong, and it says what it cannot tell.
+
+`test_wheel` has the run that is checked, traced, saved and resumed; `test_checked_steps` the parts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from .launched import MODEL, SIZE, saved
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def faulty(run, tmp_path_factory):
+    """`faulty(fault, stages)`: a checked launch in which something goes wrong."""
+
+    def launched(fault, stages, *flags):
+        layout = {"pipeline": stages} if stages > 1 else {}
+        plan = uniform_plan(tiny_job("gpt", **layout, microbatches=4, **SIZE))
+        path = saved(plan, tmp_path_factory.mktemp("check") / "plan.yaml")
+        arguments = [*MODEL, "--pipeline-model-parallel-size", str(stages), "--train-iters", "3", "--lynx-plan", path, *flags]
+        env = {"FAULT": fault, "RANK_OF_FAULT": str(stages - 1)}
+        return run(HERE / "pretrain_faulty.py", arguments, ranks=stages, env=env)
+
+    return launched
+
+
+def test_reduced_while_backward_runs(run, tmp_path):
+    """Two replicas of two stages with two chunks, distributed optimizer: steps go on from buckets, gathered parameters and flags as
+    they would be without the check."""
+    layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
+    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16".split()
+    flags += "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+    plan = saved(uniform_plan(tiny_job("gpt", **layout, **SIZE)), tmp_path / "plan.yaml")
+    stock = run(HERE / "pretrain_tiny.py", [*MODEL, *flags], ranks=4)
+    checked = run(HERE / "pretrain_tiny.py", [*MODEL, *flags, "--lynx-plan", plan, "--lynx-check", "3"], ranks=4)
+    assert (stock.status, checked.status) == (0, 0), checked.text
+    assert checked.ours[1].startswith("megatron-lynx: checked 3 steps against stock without recomputation: in each, 8 losses ")
+    assert len(stock.iterations) == 5
+    assert checked.iterations == stock.iterations
+
+
+def test_a_broken_replay_is_named(faulty):
+    """The output that attention's projection saw is the first thing that the wrong queries and keys change."""
+    broken = faulty("replay", 2, "--lynx-check", "2")
+    assert broken.status == 1
+    _, headline, problem = broken.ours
+    assert headline.startswith("megatron-lynx: --lynx-check: in step 1 the plan and stock without recomputation differ in 32 places")
+    assert problem.startswith("  - decoder.layers.2.self_attention.linear_proj.weight on stage 1 (rank 1): found 409")
+    assert broken.iterations == []
+    assert "/megatron_lynx/" not in broken.text, "no traceback of ours"
+
+
+def test_stock_that_differs_from_itself(faulty):
+    restless = faulty("stock", 1, "--lynx-check", "2")
+    assert restless.status == 1
+    _, headline, problem = restless.ours
+    assert headline.endswith("in step 1 stock without recomputation differs from itself when it runs twice")
+    assert all(setting in problem for setting in ("--deterministic-mode", "NCCL_ALGO=Ring", "CUBLAS_WORKSPACE_CONFIG=:4096:8"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("room", "does not fit in memory, so"), ("oom", "ran out of memory, so")], ids=["foreseen", "met"]
+)
+def test_where_stock_needs_too_much_memory(faulty, fault, says):
+    """Then it recomputes, and more steps than there are is all of them."""
+    checked = faulty(fault, 1, "--lynx-check", "9")
+    assert checked.status == 0, checked.text
+    _, steps, falling_back, summary, done = checked.ours
+    assert steps == "megatron-lynx: --lynx-check 9: this run has 3 steps; all of them are checked"
+    assert says in falling_back
+    assert summary.startswith("megatron-lynx: checked 3 steps against stock with full recomputation: in each, 4 losses and")
+    assert done.startswith("megatron-lynx: rank 0 replayed 96 "), "what was measured first is not counted"
+
+
+def test_one_rank_without_memory_ends_all(faulty):
+    """Others wait for it where they cannot be told."""
+    ended = faulty("oom", 2, "--lynx-check", "1")
+    assert ended.status == 1
+    assert ended.iterations == []
+    assert "megatron-lynx: rank 1: the plan cannot be checked like this" in ended.ours
+    assert "give --lynx-check-against full: its bits are the same" in ended.text
