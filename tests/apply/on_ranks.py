@@ -62,8 +62,8 @@ def trained(job: Job, **model: Any) -> Any:
 
 
 def install_and_remove(rank: int, job: Job, plan: Plan) -> dict[str, list[str]]:
-    """What differs from before: while installed, while lifted and after that, after `remove()`, after the context, after an exception
-    in the context."""
+    """What differs from before: while installed, while lifted and behind it, after `remove()`, after the context, after an
+    exception in the context."""
     from megatron_lynx.apply import install
 
     training = trained(job)

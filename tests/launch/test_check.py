@@ -33,11 +33,11 @@ def faulty(run, tmp_path_factory):
 
 
 def test_reduced_while_backward_runs(run, tmp_path):
-    """Two replicas of two stages with two chunks, distributed optimizer: steps go on from buckets, gathered parameters and flags as
-    they would be without the check."""
+    """Two replicas of two stages with two chunks, distributed optimizer: steps go on from buckets, gathered parameters and flags
+    as they would be without the check."""
     layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
-    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16".split()
-    flags += "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+    flags = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "16"]
+    flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     plan = saved(uniform_plan(tiny_job("gpt", **layout, **SIZE)), tmp_path / "plan.yaml")
     stock = run(HERE / "pretrain_tiny.py", [*MODEL, *flags], ranks=4)
     checked = run(HERE / "pretrain_tiny.py", [*MODEL, *flags, "--lynx-plan", plan, "--lynx-check", "3"], ranks=4)
@@ -52,7 +52,9 @@ def test_a_broken_replay_is_named(faulty):
     broken = faulty("replay", 2, "--lynx-check", "2")
     assert broken.status == 1
     _, headline, problem = broken.ours
-    assert headline.startswith("megatron-lynx: --lynx-check: in step 1 the plan and stock without recomputation differ in 32 places")
+    assert headline.startswith(
+        "megatron-lynx: --lynx-check: in step 1 the plan and stock without recomputation differ in 32 places"
+    )
     assert problem.startswith("  - decoder.layers.2.self_attention.linear_proj.weight on stage 1 (rank 1): found 409")
     assert broken.iterations == []
     assert "/megatron_lynx/" not in broken.text, "no traceback of ours"

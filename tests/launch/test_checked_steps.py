@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -185,14 +186,14 @@ def test_full_recomputation_is_lent_to_a_pass():
     model = nn.Sequential(nn.Linear(1, 1))
     model.config = config
     before = dict(vars(config))
-    with pytest.raises(RuntimeError, match="in it"), stock("full", [model]):
+    with suppress(KeyError), stock("full", [model]):
         assert vars(config) == {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
             "timers": None,
         }
-        raise RuntimeError("in it")
+        raise KeyError
     assert vars(config) == before
     with stock("none", [model]):
         assert vars(config) == {**before, "timers": None}

@@ -1,6 +1,7 @@
 """The real `pretrain_gpt.py` of a Megatron-LM checkout, 0.16 to 0.19, as it is.
 
-MEGATRON_LM_DIR names the checkout. Mock data, dropout 0.1, five iterations: what is printed under a plan equals stock's.
+MEGATRON_LM_DIR names the checkout. Mock data, dropout 0.1, five iterations: what is printed under a plan equals stock's,
+and in the first two, which are checked, so does every gradient.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def test_every_printed_digit_is_stocks(script, layout, tmp_path):
     assert stock.status == 0, stock.text
     assert len(stock.iterations) == 5
     for number, plan in enumerate(plans_of(layout)):
-        planned = launch(script, [*flags, "--lynx-plan", saved(plan, tmp_path / f"{number}.yaml")], ranks=ranks)
+        path = saved(plan, tmp_path / f"{number}.yaml")
+        planned = launch(script, [*flags, "--lynx-plan", path, "--lynx-check", "2"], ranks=ranks)
         assert planned.status == 0, planned.text
         assert planned.iterations == stock.iterations
+        assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
         assert planned.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
 

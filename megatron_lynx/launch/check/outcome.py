@@ -1,8 +1,8 @@
 """Losses and gradients of one pass over a step, and the first difference between two.
 
 Everything is compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. The first difference is the one that the
-pass would meet first: losses by micro-batch, then gradients as backward comes to them, from the last layer to the first. What lies
-behind the first is mostly its consequence.
+pass would meet first: losses by micro-batch, then gradients as backward comes to them, from the last layer to the first. What
+lies behind the first is mostly its consequence.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]
     """With the number of the layer in the whole model, from 0, as checkpoints have it."""
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
-        global_ = {
-            f"decoder.layers.{local}.": f"decoder.layers.{layer.layer_number - 1}." for local, layer in enumerate(layers)
-        }
+        global_ = {f"decoder.layers.{local}.": f"decoder.layers.{layer.layer_number - 1}." for local, layer in enumerate(layers)}
         for name, parameter in chunk.named_parameters():
             prefix = next((prefix for prefix in global_ if name.startswith(prefix)), None)
             yield (name if prefix is None else global_[prefix] + name.removeprefix(prefix)), parameter
@@ -132,9 +130,8 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
         return ""
     mine, yours = one.flatten()[differing].double(), other.flatten()[differing].double()
     worst = int(torch.nan_to_num((mine - yours).abs(), nan=torch.inf).argmax())
-    return (
-        f"{len(mine)} of {one.numel()} values that differ, most {mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
-    )
+    most = f"{mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
+    return f"{len(mine)} of {one.numel()} values that differ, most {most}"
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,9 +3,9 @@
     fitting (default)   without recomputation, where every rank has room for it; else with full recomputation
     none, full          as asked for
 
-Both give the same bits. Whether there is room is measured, in a pass under the plan before the first check: what that pass needed,
-and what it let go of or sent to the host, times the passes in flight. Of what is let go, tensors that several operations save count
-several times, so near the edge the answer is full.
+Both give the same bits. Whether there is room is measured, in a pass under the plan before the first check: what that pass
+needed, and what it let go of or sent to the host, times the passes in flight. Of what is let go, tensors that several operations
+save count several times, so near the edge the answer is full.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import Module
-
-from megatron_lynx.errors import LynxError, Problem
 
 Kind = Literal["none", "full"]
 
@@ -40,7 +38,9 @@ def stock(kind: Kind, chunks: Sequence[Module]) -> Iterator[None]:
             "distribute_saved_activations": False,
         }
     configs = {id(module.config): module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")}
-    before = [(config, {name: getattr(config, name) for name in settings if hasattr(config, name)}) for config in configs.values()]
+    before = [
+        (config, {name: getattr(config, name) for name in settings if hasattr(config, name)}) for config in configs.values()
+    ]
     try:
         for config, present in before:
             for name in present:
@@ -74,11 +74,3 @@ class Need:
 
     def fits(self, room: int) -> bool:
         return self.of_none_bytes <= USABLE * room
-
-
-def out_of_memory(step: int, error: BaseException) -> LynxError:
-    """Other ranks may wait for this one in a collective, so there is no going on."""
-    first = str(error).splitlines()[0] if str(error) else "out of memory"
-    todo = "give --lynx-check-against full: its bits are the same"
-    problem = Problem("--lynx-check", f"{IN_WORDS['none']} ran out of device memory in step {step} ({first})", "", todo)
-    return LynxError("the plan cannot be checked like this", [problem])

@@ -63,14 +63,14 @@ class State:
         """Put it back. It can be put back again."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        for module, before in self._extra:
-            module.set_extra_state(_copied(before))
-        for losses, before in self._logged:
+        for module, extra in self._extra:
+            module.set_extra_state(_copied(extra))
+        for losses, sums in self._logged:
             losses.clear()
-            losses.update(_copied(before))
-        for machine, before in self._validated:
+            losses.update(_copied(sums))
+        for machine, fields in self._validated:
             vars(machine).clear()
-            vars(machine).update({name: copy.copy(value) for name, value in before.items()})
+            vars(machine).update({name: copy.copy(value) for name, value in fields.items()})
         self._random.restore(self._drawn)
 
 

@@ -2,8 +2,8 @@
 
 Replaces              `add_megatron_arguments` of `megatron.training.arguments` (a global, read by `parse_args`).
 Why                   our flags belong into `--help`, into what Megatron logs, and into the arguments that checkpoints record.
-Calls the original    once per call. Of the parser that it returns, help texts that argparse cannot format are escaped: an unescaped
-                      per cent sign in one of theirs ends `--help` of 0.18 and 0.19 in a traceback.
+Calls the original    once per call. Of the parser that it returns, help texts that argparse cannot format are escaped: a per cent
+                      sign in one of theirs ends `--help` of 0.18 and 0.19 in a traceback.
 Holds                 nothing.
 Passes through when   never: every parser gets our group, behind Megatron's own.
 """
