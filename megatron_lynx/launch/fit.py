@@ -15,6 +15,9 @@ from megatron_lynx.plan import Plan
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
     yield from _sizes(plan, args)
+    if plan.schedule == "double_buffered" and getattr(args, "lynx_check", None) is not None:
+        found = "a plan without flushes, whose gradients are not complete when a step ends"
+        yield Problem("--lynx-check", found, "one that flushes", "check a plan for --lynx-schedule flush")
     if (granularity := getattr(args, "recompute_granularity", None)) is not None:
         found = f"{granularity} (set by --recompute-activations or --recompute-granularity)"
         yield Problem("--recompute-*", found, "none", "drop these flags: the plan decides what is recomputed")
