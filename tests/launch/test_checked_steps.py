@@ -16,6 +16,9 @@ from megatron_lynx.launch.check.batches import DataIterators
 from megatron_lynx.launch.check.outcome import Outcome, backward_position, differences, named_parameters
 from megatron_lynx.launch.check.reference import Need, stock
 from megatron_lynx.launch.check.state import State
+from megatron_lynx.launch.fit import arguments_against
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 
 def reading(count):
@@ -203,3 +206,11 @@ def test_room_is_what_the_plan_needs_and_what_it_lets_go():
     need = Need(planned_bytes=600, let_go_bytes=300)
     assert need.fits(1000)
     assert not need.fits(940)
+
+
+def test_a_plan_without_flushes_is_not_checked():
+    """Its schedule leaves a step with micro-batches in flight."""
+    plan = uniform_plan(tiny_job("gpt"))
+    unlike = {problem.where for problem in arguments_against(plan, SimpleNamespace(lynx_check=2))}
+    buffered = plan.model_copy(update={"schedule": "double_buffered"})
+    assert {problem.where for problem in arguments_against(buffered, SimpleNamespace(lynx_check=2))} - unlike == {"--lynx-check"}
