@@ -24,8 +24,10 @@ TRAIN_ITERS=${TRAIN_ITERS:-100000}
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-# Ready plans count on NCCL's kernels being queued before the replay that hides them; `megatron-lynx doctor` says more.
+# Collectives have to be queued before the replays that they hide, and replays allocate in another order than forwards:
+# `megatron-lynx doctor` says more.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 # What runs it: a launch for machines without GPUs has its own.
 if [[ -z ${ENGINE+set} ]]; then
@@ -110,6 +112,10 @@ launch() {
     command+=(-m "$LAUNCHER" "$MEGATRON_LM_DIR/pretrain_gpt.py")
     command+=("${MODEL[@]}" "${LAYOUT[@]}" "${ENGINE[@]}" "${TRAINING[@]}" "${DATA[@]}" "${RECOMPUTATION[@]}" "$@")
     if [[ -n $print ]]; then
+        local variable
+        for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF; do
+            printf '%s=%s\n' "$variable" "${!variable}"
+        done
         printf '%s\n' "${command[@]}"
     else
         exec "${command[@]}"
