@@ -1,6 +1,7 @@
 """Where a plan gains much, little or nothing over stock recomputation: one layout, and one thing changed at a time.
 
-    python -m benchmarks.when_not           the table of docs/when_not.md; a test holds it current
+    python -m benchmarks.when_not             the table of docs/when_not.md; a test holds it current
+    python -m benchmarks.when_not --local     the same for Megatron's own layers
 
 Nothing runs: seconds are the simulator's, from the figures of catalogued clusters, without the optimizer's update. Each row is
 given the memory of stock full recomputation and a tenth of what that saves:
@@ -14,6 +15,7 @@ is priced by links between a node's GPUs that take no time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ KEPT_BY_STOCK = 0.1
 
 REFERENCE: dict[str, Any] = {
     "model": "llama3-8b",
+    "implementation": "transformer_engine",
     "cluster": "a100-80g",
     "tensor": 4,
     "pipeline": 2,
@@ -86,10 +89,13 @@ def job_of(change: Mapping[str, Any]) -> Job:
     """The reference layout with something changed; one replica."""
     asked = {**REFERENCE, **change}
     tensor, pipeline = asked["tensor"], asked["pipeline"]
-    model = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml") | {"seq": asked["seq"]}
+    model = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml") | {
+        "seq": asked["seq"],
+        "implementation": "transformer_engine",
+    }
     return Job.model_validate(
         {
-            "model": model,
+            "model": model | {"seq": asked["seq"], "implementation": asked["implementation"]},
             "cluster": read_yaml(bundled_configs() / f"clusters/{asked['cluster']}.yaml"),
             "gpus": tensor * pipeline,
             "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1, "distributed_optimizer": True},
@@ -98,9 +104,10 @@ def job_of(change: Mapping[str, Any]) -> Job:
     )
 
 
-def rows() -> Iterator[Row]:
+def rows(always: Mapping[str, Any]) -> Iterator[Row]:
+    """`always`: what is changed in every row."""
     for what, change in CASES:
-        yield row(what, job_of(change))
+        yield row(what, job_of({**always, **change}))
 
 
 def row(what: str, job: Job) -> Row:
@@ -153,4 +160,4 @@ def table(rows: Iterable[Row]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(rows()))
+    print(table(rows({"implementation": "local"} if "--local" in sys.argv else {})))
