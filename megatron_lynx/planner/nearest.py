@@ -1,6 +1,7 @@
 """What to change in a job that does not fit: the fewest of these with which every stage's least memory does, the first of equals.
 
-    offload_ratio: auto -> distributed_optimizer -> sequence_parallel -> smaller micro-batch -> longer pipeline -> tensor
+    offload_ratio: auto -> defer_updates: false -> distributed_optimizer -> sequence_parallel -> smaller micro-batch
+                  -> longer pipeline -> tensor -> schedule: flush
 
 That is the order of how little they ask of the one who launches. Of changes that need other measurements, those that a described
 cluster's figures can stand in for are tried.
@@ -43,6 +44,8 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
     layout, micro, pipeline = job.parallel, job.batch.micro, job.parallel.pipeline
     if job.offload_ratio != "auto" and job.policy == "planned":
         yield "offload_ratio", "auto"
+    if job.schedule == "double_buffered" and job.defer_updates:
+        yield "defer_updates", False
     if not layout.distributed_optimizer and job.replicas > 1:
         yield "parallel.distributed_optimizer", True
     if not layout.sequence_parallel and layout.tensor > 1:
@@ -54,6 +57,8 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
         yield "parallel.pipeline", pipeline
     if 2 * layout.tensor <= NEVER_MORE_TENSOR_RANKS:
         yield "parallel.tensor", 2 * layout.tensor
+    if job.schedule == "double_buffered":
+        yield "schedule", "flush"
 
 
 def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
