@@ -7,16 +7,16 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of
 from megatron_lynx.cost.memory import half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
-from megatron_lynx.items import HALVES, Half
+from megatron_lynx.items import HALVES, ITEMS, Half
 from megatron_lynx.plan import order
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.plan import Plan, Rule, Stage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.interleaved import interleaved
@@ -39,11 +39,11 @@ def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    _check_alike(plan)
     stages = range(plan.parallel.pipeline)
     chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
+        _check_alike(plan)
         return simulate_without_flushes(
             plan.batch.microbatches,
             [passes for (passes,) in chunks],
@@ -67,17 +67,34 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
     """What one micro-batch costs on one stage, or on one chunk of it."""
-    place = stage.stage, stage.chunk
+    own = tuple(_treated(stage, profile))
+    chunks = {each.chunk: tuple(_treated(each, profile)) for each in plan.chunks_of(stage.stage) if each.chunk != stage.chunk}
+    passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(stage, profile))
+    if stage.whole is None:
+        return passes
+    kept = tuple(_treated(_keeping(stage), profile))
+    return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
+
+
+def _passes(
+    plan: Plan, stage: Stage, profile: Profile, own: tuple[Treated, ...], others: Mapping[int, tuple[Treated, ...]]
+) -> ChunkPasses:
+    place, message_bytes = (stage.stage, stage.chunk), message_bytes_of(profile)
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
-    message_bytes = message_bytes_of(profile)
-    passes = stage_passes(
-        tuple(_treated(plan, stage, profile)),
+    return stage_passes(
+        own,
         profile,
         message_bytes,
         embedding=embedding_of(profile, message_bytes) if first else None,
         head=head_of(profile, message_bytes) if last else None,
+        others=others,
     )
-    return replace(passes, copy=_copy(stage, profile))
+
+
+def _keeping(stage: Stage) -> Stage:
+    """The same layers with nothing replayed: what becomes of a whole micro-batch."""
+    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})
+    return stage.model_copy(update={"rules": (rule,)})
 
 
 def _copy(stage: Stage, profile: Profile) -> HostCopy | None:
@@ -123,11 +140,11 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 def _check_alike(plan: Plan) -> None:
     places = [f"plan: stages.{at}.whole" for at, stage in enumerate(plan.stages) if stage.whole is not None]
     if places:
-        needed = "none: the simulator treats all micro-batches of a stage alike"
+        needed = "none: without flushes the simulator treats all micro-batches of a stage alike"
         raise PlanMismatch("this plan cannot be simulated", [Problem(place, "some micro-batches", needed) for place in places])
 
 
-def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
+def _treated(stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
     for layer in stage.layers:
         for half in HALVES:

@@ -9,7 +9,7 @@ from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.rehearsal import rehearse, stage_passes_of
 from megatron_lynx.simulator.figures import as_json
@@ -27,6 +27,14 @@ LAYOUTS = {
     "tp x pp": {"tensor": 2, "pipeline": 2, "microbatches": 4},
     "tp x pp+sp": {"tensor": 2, "pipeline": 2, "microbatches": 4, "sequence_parallel": True},
     "few micro-batches": {"tensor": 2, "pipeline": 4, "microbatches": 2},
+}
+CHUNKED = {
+    "pp": {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+    "tp": {"tensor": 2, "pipeline": 2, "layers": 8, "layers_per_chunk": 2, "microbatches": 6},
+    "groups of 4": {"tensor": 2, "pipeline": 2, "layers": 8, "layers_per_chunk": 2, "microbatches": 8, "microbatch_group": 4},
+    "a smaller last group": {"tensor": 2, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 5, "microbatch_group": 3},
+    "tp+sp": {"tensor": 2, "pipeline": 4, "layers": 8, "layers_per_chunk": 1, "microbatches": 8, "sequence_parallel": True},
+    "other layers": {"tensor": 2, "pipeline": 2, "layers": 8, "partition": (1, 2, 3, 2), "microbatches": 4},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 every_policy = pytest.mark.parametrize("policy", ["none", "full", "planned"])
@@ -177,9 +185,80 @@ def test_copies_are_in_the_timeline_and_what_they_carry_leaves_the_device():
     assert as_json(simulation)["stages"][0]["exposed_copy_s"] == simulation.exposed_copy_s(0)
 
 
-def test_a_plan_with_whole_micro_batches_is_not_simulated_as_if_it_had_none():
-    job = job_of(LAYOUTS["pp"])
-    data = uniform_plan(job).model_dump(mode="json")
-    data["stages"][0]["whole"] = {"of_every": 2, "first": 1}
+def with_whole(plan, **whole):
+    data = plan.model_dump(mode="json")
+    for entry in data["stages"]:
+        entry["whole"] = whole
+    return Plan.model_validate(data)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tp x pp"], *CHUNKED.values()])
+def test_whole_micro_batches_replay_nothing_and_hold_all(layout):
+    """Between a plan that keeps everything and one that replays."""
+    job = job_of(layout)
+    profile = made_up_profile(job)
+    usual = uniform_plan(job)
+    kept, mixed, replayed = (
+        rehearse(plan, profile) for plan in (uniform_plan(job, "none"), with_whole(usual, of_every=2, first=1), usual)
+    )
+    for stage in range(job.parallel.pipeline):
+        none, some, every = (replays(run, stage) for run in (kept, mixed, replayed))
+        assert none == set()
+        assert some == {replay for replay in every if replay[0] % 2 == 1}
+        assert mixed.memory(stage).bytes[-1] == 0
+        peaks = [run.memory(stage).peak_bytes for run in (replayed, mixed, kept)]
+        assert peaks == sorted(peaks)
+    assert with_all(rehearse(with_whole(usual, of_every=1, first=1), profile)) == with_all(kept)
+
+
+def replays(simulation, stage):
+    spans = simulation.timeline().ranks[stage]
+    return {(span.micro_batch, span.layer, span.half) for span in spans if span.kind == "replay"}
+
+
+def with_all(simulation):
+    stages = range(len(simulation.executed))
+    return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.hidden_replay_s(stage)) for stage in stages]
+
+
+def test_without_flushes_whole_micro_batches_are_not_simulated_as_if_there_were_none():
+    job = job_of(LAYOUTS["pp"]).model_copy(update={"schedule": "double_buffered"})
+    plan = with_whole(uniform_plan(job), of_every=2, first=1)
     with pytest.raises(PlanMismatch, match=r"stages\.0\.whole"):
-        rehearse(Plan.model_validate(data), made_up_profile(job))
+        rehearse(plan, made_up_profile(job))
+
+
+@pytest.mark.parametrize("layout", CHUNKED.values(), ids=CHUNKED.keys())
+@pytest.mark.parametrize("link_s", [1e-5, 1.0])
+def test_chunks_hold_at_most_what_the_planner_said_and_hide_as_much(layout, link_s):
+    job = job_of(layout)
+    profile = made_up_profile(job, link_s)
+    kept = rehearse(uniform_plan(job, "none"), profile)
+    least = rehearse(make_plan(job, profile), profile)
+    stages = range(job.parallel.pipeline)
+    said_bytes = [Stages(job, profile).answer(stage).peak_bytes for stage in stages]
+    assert all(least.memory(stage).peak_bytes <= said_bytes[stage] for stage in stages)
+    most, floor = max(kept.memory(stage).peak_bytes for stage in stages), max(said_bytes)
+    for share in (0.1, 0.5):
+        budget = Budget(activation_mib=(floor + share * (most - floor) + 1) / MIB)
+        decision = decide(job.model_copy(update={"budget": budget}), profile)
+        simulation, plan = decision.simulation, decision.plan
+        for stage in stages:
+            held_bytes = simulation.memory(stage).peak_bytes
+            assert held_bytes <= decision.stages[stage].peak_bytes <= budget.activation_mib * MIB
+            assert simulation.memory(stage).bytes[-1] == 0
+            hidden_s = sum(entry.predicted.hidden_replay_s for entry in plan.chunks_of(stage))
+            assert hidden_s == pytest.approx(simulation.hidden_replay_s(stage), abs=1e-9)
+        demand = rehearse(without_windows(plan), profile)
+        assert simulation.step_s <= demand.step_s + 1e-12
+
+
+def test_windows_of_forwards_of_other_chunks_hide_replays():
+    """Chunk 0 of stage 0 has layers 1 and 2, chunk 1 layers 5 and 6."""
+    job = job_of(CHUNKED["tp"])
+    simulation = rehearse(uniform_plan(job), made_up_profile(job, 10.0))
+    exposed_s = {(stage, chunk): simulation.replays_of(stage, chunk)[1] for stage in range(2) for chunk in range(2)}
+    assert exposed_s[1, 1] > 0, "the model's last MLP half has no window"
+    assert (exposed_s[0, 0], exposed_s[0, 1]) == pytest.approx((0, 0))
+    spans = [span for span in simulation.timeline().ranks[0] if span.kind == "replay" and span.window.startswith("fwd.")]
+    assert {(span.layer, span.window) for span in spans} == {(2, "fwd.mlp.0@6"), (6, "fwd.mlp.0@2")}

@@ -33,7 +33,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Phases:
-    """How many backwards of a 1F1B stage follow a forward (steady), and how many follow another backward (cool-down)."""
+    """How many backwards of a stage follow a forward (steady), and how many follow another backward (cool-down)."""
 
     steady: int
     cooldown: int
@@ -44,7 +44,7 @@ class Phases:
 
 
 def phases_of(job: Job, stage: int) -> Phases:
-    """Without flushes there is no cool-down but at the end of training."""
+    """Of one chunk a stage. Without flushes there is no cool-down but at the end of training."""
     if job.schedule == "double_buffered":
         return Phases(steady=job.microbatches, cooldown=0)
     warmup = min(job.parallel.pipeline - 1 - stage, job.microbatches)

@@ -73,7 +73,9 @@ def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own
     if (first and last_stage) or (parallel.tensor == 1 and not first):
         return ON_DEMAND
     if first:
-        precedes = parallel.tensor > 1 and job.chunks == 1 and job.schedule == "flush"
-        return window_of("fwd.mlp.0" if precedes else RECV_BACKWARD, RECV_BACKWARD)
+        lies_there = place[0] == parallel.pipeline - 1 and job.microbatch_group > parallel.pipeline
+        received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(place[0])
+        precedes = parallel.tensor > 1 and layers[place[1]] == min(layers) and job.schedule == "flush"
+        return window_of("fwd.mlp.0" if precedes else received, received)
     ordinal = 2 if parallel.sequence_parallel else 0
     return {"attention": f"bwd.mlp.{ordinal}", "mlp": f"bwd.attention.{ordinal}+1"}[half]

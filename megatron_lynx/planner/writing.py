@@ -56,6 +56,9 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
             "exposed_copy_s": round(simulation.exposed_copy_s(entry.stage), SECOND_DIGITS),
             "memory_bytes": memory.total,
         }
+        if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
+            hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
+            found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
     return plan.model_copy(update={"stages": tuple(stages)})
 

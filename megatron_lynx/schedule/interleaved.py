@@ -7,11 +7,20 @@
 
 If w is not less than the m·v forwards there are, all of them come first. With g = p the first stage holds at most
 w + 1 = v p + p - 1 chunk-forwards.
+
+The forward right before a steady backward is w places further on in the same table, so it is of another chunk, as a rule:
+
+    stage 0 of 2     2F0 0B1   3F0 1B1   2F1 0B0   3F1 1B0          chunk 0 hides replays of chunk 1, and chunk 1 those of 0
+    last stage       0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0          its last chunk goes back at once; chunk 0 hides those of 0
+
+In cool-down the last chunk's backwards wait for a forward of the stages behind; then those of the other chunks follow one another
+on all stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule.action import Action
@@ -21,6 +30,24 @@ from megatron_lynx.schedule.schedule import Schedule
 def warmup(pipeline: int, stage: int, chunks: int, group_size: int) -> int:
     """Chunk-forwards of a stage before its first backward, if there are more of them than that."""
     return 2 * (pipeline - 1 - stage) + (chunks - 1) * group_size
+
+
+def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int) -> tuple[int, ...]:
+    """How many backwards of each chunk follow another backward: those of the last w places."""
+    left = min(warmup(pipeline, stage, chunks, group_size), microbatches * chunks)
+    counts, last = [0] * chunks, microbatches % group_size or group_size
+    for size in chain([last], repeat(group_size)):
+        for chunk in range(chunks):
+            taken = min(size, left)
+            counts[chunk], left = counts[chunk] + taken, left - taken
+        if not left:
+            break
+    return tuple(counts)
+
+
+def goes_back_at_once(pipeline: int, stage: int, microbatches: int, chunk: int, chunks: int, group_size: int) -> bool:
+    """Whether every forward of a chunk is followed by its own backward: on the last stage the last chunk's, in full groups."""
+    return (stage, chunk) == (pipeline - 1, chunks - 1) and microbatches % group_size == 0
 
 
 def places(microbatches: int, chunks: int, group_size: int) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_lynx.cost.communication import window_lengths_s
@@ -29,6 +30,10 @@ from megatron_lynx.simulator.walk import Walk
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, Profile
+
+
+Served = dict[Window, tuple[Treated, ...]]
+"""Halves by the window that hides their replay, those that backward needs first first."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,22 @@ def stage_passes(
     message_bytes: int,
     embedding: BlockProfile | None = None,
     head: BlockProfile | None = None,
+    others: Mapping[int, Sequence[Treated]] = MappingProxyType({}),
 ) -> ChunkPasses:
-    """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them."""
+    """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
+    `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays."""
     forward: dict[Half, Segments] = {half: segments(profile, "fwd", half, message_bytes) for half in HALVES}
     backward: dict[Half, Segments] = {half: segments(profile, "bwd", half, message_bytes) for half in HALVES}
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     return ChunkPasses(
-        forward={phase: _forward(treated, phase, forward, profile.interference, first) for phase in PHASES},
+        forward={phase: _forward(treated, _hidden(treated, phase), forward, profile.interference, first) for phase in PHASES},
         backward={phase: _backward(treated, phase, backward, profile.interference, back) for phase in PHASES},
         received={phase: _received(treated, phase) for phase in PHASES},
+        hiding={
+            chunk: _forward(treated, _as_seen_by(treated, other), forward, profile.interference, first)
+            for chunk, other in others.items()
+        },
     )
 
 
@@ -79,10 +90,10 @@ def segments(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, messa
 
 
 def _forward(
-    treated: Sequence[Treated], phase: Phase, halves: dict[Half, Segments], interference: float, ends_s: tuple[float, float]
+    treated: Sequence[Treated], served: Served, halves: dict[Half, Segments], interference: float, ends_s: tuple[float, float]
 ) -> Pass:
+    """`served`: whose replays its windows hide."""
     walk = Walk(interference, ends_s[0])
-    served = _served(treated, "steady") if phase == "steady" else {}
     for half in treated:
         start_s = walk.clock_s
         parts = halves[half.half]
@@ -113,9 +124,7 @@ def _backward(
     return walk.over()
 
 
-def _back_through(
-    walk: Walk, half: Treated, following: Treated | None, parts: Segments, served: dict[Window, tuple[Treated, ...]]
-) -> None:
+def _back_through(walk: Walk, half: Treated, following: Treated | None, parts: Segments, served: Served) -> None:
     """One half's backward, from its first segment to its last. The input of `following` is gathered in its last window."""
     last, left = len(parts.windows_s) - 1, half.memory.whole
     for ordinal, compute_s in enumerate(parts.compute_s):
@@ -139,9 +148,23 @@ def _received(treated: Sequence[Treated], phase: Phase) -> Pass:
     return walk.over()
 
 
-def _served(treated: Iterable[Treated], phase: Phase) -> dict[Window, tuple[Treated, ...]]:
-    """Replays by window, those that backward needs first first."""
-    served: dict[Window, tuple[Treated, ...]] = {}
+def _hidden(treated: Sequence[Treated], phase: Phase) -> Served:
+    """What a forward of the same chunk hides."""
+    return _served(treated, "steady") if phase == "steady" else {}
+
+
+def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> Served:
+    """What a forward hides of another chunk: its layers are known by where they stand in their chunk."""
+    moved = running[0].layer - other[0].layer
+    return {
+        replace(window, layer=window.layer + moved): halves
+        for window, halves in _served(other, "steady").items()
+        if isinstance(window, Collective) and window.passing == "fwd"
+    }
+
+
+def _served(treated: Iterable[Treated], phase: Phase) -> Served:
+    served: Served = {}
     for half in reversed(tuple(treated)):
         if half.replayed:
             window = half.window(phase)

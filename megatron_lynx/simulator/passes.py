@@ -5,12 +5,13 @@
     steady       replays of the next backward      its windows' replays                 its windows' replays
     cool-down                                      its windows' replays                 its windows' replays
 
+The next backward may be another chunk's, and a forward hides nothing where that is its own, or of a micro-batch that is whole.
 A pass is timed from its own beginning; the simulator puts it in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from megatron_lynx.schedule.schedule import Phase
@@ -47,6 +48,22 @@ class ChunkPasses:
     received: Mapping[Phase, Pass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
     copy: HostCopy | None = None
     """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
+    hiding: Mapping[int, Pass] = field(default_factory=dict)
+    """Forwards that hide replays of something else than their own like: of another chunk, by that chunk."""
+    whole: Container[int] = ()
+    """Micro-batches that keep everything."""
+    keeping: ChunkPasses | None = None
+    """Their passes."""
+
+    def of(self, micro_batch: int) -> ChunkPasses:
+        """The passes of one micro-batch."""
+        return self.keeping if self.keeping is not None and micro_batch in self.whole else self
+
+    def forward_before(self, phase: Phase, chunk: int | None) -> Pass:
+        """A forward whose collectives hide replays of a backward of `chunk` (none: of nobody)."""
+        if chunk is None or phase != "steady":
+            return self.forward["warmup"]
+        return self.hiding.get(chunk, self.forward["steady"])
 
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:

@@ -15,7 +15,7 @@ once. An order in which stages wait for each other in a ring is refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -52,10 +52,24 @@ class RunningStage:
 
     number: int
     passes: Sequence[ChunkPasses]
-    at_once: frozenset[Action]
-    """Forwards whose backward follows at once."""
+    behind: Mapping[Action, Action]
+    """The backward that follows a forward at once."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
+
+    def goes_back_at_once(self, forward: Action) -> bool:
+        return self.behind.get(forward) == Action(forward.micro_batch, "B", forward.chunk)
+
+    def forward(self, action: Action, phase: Phase) -> Pass:
+        """What a forward is, with the replays that it hides."""
+        behind = self.behind.get(action)
+        hides = (
+            behind is not None
+            and not self.goes_back_at_once(action)
+            and behind.micro_batch not in self.passes[behind.chunk].whole
+        )
+        chunk = behind.chunk if behind is not None and hides else None
+        return self.passes[action.chunk].of(action.micro_batch).forward_before(phase, chunk)
 
     @property
     def copies_may_return_s(self) -> float:
@@ -72,7 +86,7 @@ class Run:
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
         self._stages = [
-            RunningStage(number, passes, _at_once(order))
+            RunningStage(number, passes, _behind(order))
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
         self._p2p_s = p2p_s
@@ -116,7 +130,7 @@ class Run:
         before: Action | None = None
         replay: Pass = NOTHING
         for action, phase in self._schedule.phases(stage.number):
-            passes = stage.passes[action.chunk]
+            passes = stage.passes[action.chunk].of(action.micro_batch)
             if action.kind == "R":
                 replay = passes.received[phase]
                 continue
@@ -151,7 +165,7 @@ class Run:
 
     def _execute(self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
         """Note what runs; the time at which it is over."""
-        passes, begin = stage.passes[action.chunk], arrived
+        passes, begin = stage.passes[action.chunk].of(action.micro_batch), arrived
         may_return = stage.copies_may_return_s
         if replay.seconds:  # [3]
             exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
@@ -162,10 +176,10 @@ class Run:
         waited = 0.0
         if action.kind == "B":
             waited = max(0.0, stage.copies.back_s(action, may_return, passes.copy) - begin)
-        chosen = (passes.forward if action.kind == "F" else passes.backward)[phase]
+        chosen = stage.forward(action, phase) if action.kind == "F" else passes.backward[phase]
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited))
-        if action.kind == "F" and passes.copy is not None and action not in stage.at_once:
+        if action.kind == "F" and passes.copy is not None and not stage.goes_back_at_once(action):
             stage.copies.offload(action, end, passes.copy)
         return end
 
@@ -203,9 +217,9 @@ class Run:
         return action.chunk * self._schedule.pipeline + stage.number
 
 
-def _at_once(order: Sequence[Action]) -> frozenset[Action]:
+def _behind(order: Sequence[Action]) -> dict[Action, Action]:
     passes = [action for action in order if action.kind != "R"]
-    return frozenset(one for one, after in pairwise(passes) if after == Action(one.micro_batch, "B", one.chunk))
+    return {one: after for one, after in pairwise(passes) if (one.kind, after.kind) == ("F", "B")}
 
 
 def _direction(action: Action) -> Literal["F", "B"]:

@@ -67,6 +67,12 @@ class Simulation:
     def hidden_replay_s(self, stage: int) -> float:
         return sum(each.content.hidden_s for each in self.counted(stage))
 
+    def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Seconds of one chunk's replays: hidden, exposed. Those that a forward hides are the next backward's."""
+        executed = self.executed[stage]
+        own = [each.content for each, served in zip(executed, _served(executed), strict=True) if served.chunk == chunk]
+        return sum(content.hidden_s for content in own), sum(content.exposed_s for content in own)
+
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
         if stage not in self._curves:
@@ -96,7 +102,7 @@ class Simulation:
 def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Span]:
     served = _served(executed)
     free_s = 0.0
-    for each, micro_batch in zip(executed, served, strict=True):
+    for each, whose in zip(executed, served, strict=True):
         free_s = max([free_s, *(end_s for end_s in halts if end_s <= each.arrived_s)])
         if each.action.kind != "R":
             if each.arrived_s > free_s:
@@ -105,9 +111,9 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             free_s = each.end_s
         stretched = (each.end_s - each.start_s) / each.content.seconds if each.content.seconds else 1.0
         for span in each.content.spans:
-            whose = micro_batch if span.kind in ("replay", "gather") else each.action.micro_batch
+            owner = whose if span.kind in ("replay", "gather") else each.action
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
-            placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=whose)
+            placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             yield from _parted(placed, each.end_s - each.content.exposed_s) if each.action.kind == "R" else (placed,)
 
 
@@ -125,10 +131,10 @@ def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
         yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=ON_DEMAND)
 
 
-def _served(executed: Sequence[Executed]) -> list[int]:
+def _served(executed: Sequence[Executed]) -> list[Action]:
     """Whose replays an action runs: its own, or for a forward those of the backward behind it."""
     following = [*(after.action for _, after in pairwise(executed)), None]
     return [
-        after.micro_batch if after is not None and each.action.kind == "F" else each.action.micro_batch
+        after if after is not None and each.action.kind == "F" else each.action
         for each, after in zip(executed, following, strict=True)
     ]

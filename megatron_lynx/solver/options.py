@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.in_flight import microbatches_in_flight
+from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.layer import LayerShape, item_flops
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import Choices, Option, Receive, Seat, StageProblem, is_ahead, is_early
 from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
 from megatron_lynx.units import MIB
@@ -68,10 +69,10 @@ class StageProblems:
     job: Job
     profile: Profile
 
-    def of(self, stage: int, layers: int | None = None) -> StageProblem:
-        """One stage, with so many layers if the partition is still open."""
-        budget_mib, in_flight = self.job.budget.activation_mib, microbatches_in_flight(self.job, stage)
-        seats = StageSeats(self._seats, stage)
+    def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
+        """One stage, with so many layers if the partition is still open. `chunks`: those that are to be alike, if not all."""
+        budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
+        seats = self.seats(stage, chunks)
         return StageProblem(
             stage,
             len(self.job.layers_of(stage)) if layers is None else layers,
@@ -81,15 +82,34 @@ class StageProblems:
             receive=self._receive(seats, in_flight),
         )
 
+    def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
+        """What some chunks of a stage, or all, are offered in common."""
+        return StageSeats(self._seats, stage, tuple(range(self.job.chunks)) if chunks is None else chunks)
+
+    def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
+        """An answer for several chunks of a stage, as it is in one of them."""
+        seats = self.seats(stage, (chunk,))
+        layers = tuple(
+            LayerChoice(self._taken(layer.attention, seats), self._taken(layer.mlp, seats, last_mlp=layer is answer.layers[-1]))
+            for layer in answer.layers
+        )
+        return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
+
+    def _taken(self, option: Option, seats: StageSeats, *, last_mlp: bool = False) -> Option:
+        seat = seats.taken(option.seat, last_mlp=last_mlp)
+        if seat == option.seat:
+            return option
+        return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, self.profile.interference))
+
     def _receive(self, seats: StageSeats, in_flight: int) -> Receive | None:
-        if seats.received_s is None or self.job.chunks > 1:
+        if seats.received_s is None:
             return None
         done = int(seats.phases.steady > 0)
         return Receive(seats.received_s, self.profile.interference, 1 - seats.phases.steady_share, in_flight - done)
 
     def _choices(self, seats: StageSeats) -> tuple[Choices, Choices, Choices]:
         """All choices of an attention half, an MLP half and the last MLP half: first those that every stage has."""
-        if seats.received_s is None:  # the last stage
+        if not seats.has_more:
             return self._everywhere
         attention, mlp, last_mlp = (
             Choices((*common, *self._priced(subsets, seats)))

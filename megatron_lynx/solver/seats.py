@@ -6,7 +6,7 @@
                                         replay attention(L)     replay mlp(L-1)                                               [3]
     with sequence parallelism          [bwd.X.0] X ...                a half's own replay, before its GEMMs                   [4]
 
-[1] Only in the steady phase of 1F1B, and not on the last stage, where the forward is the micro-batch's own; not without
+[1] Only in the steady phase, and not in the model's last chunk, where the forward is the micro-batch's own; not without
     flushes, where the forward may use another version of the weights. What is regenerated is held until its backward. In
     cool-down the replay falls to the longest of the windows that are left.
 [2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
@@ -14,13 +14,18 @@
 [4] That window gathers the gradient, and of the half only a dropout mask is needed before. Not with Transformer Engine, which
     reads what it saved first.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, so [1] and [2] come
-too early for it. Every window has one half to hide, so no two replays share one. A window without length has no seats.
+too early for it. With several chunks on a stage:
+[5] That forward may be another chunk's, so that a chunk with more layers than another one has no such windows.
+[6] Only the last chunk's backwards wait as long as in [2]; in the others all stages run backwards, and a message is all that is
+    waited for. In groups larger than the pipeline that is there in time, too, and on the last stage much too early. Before that,
+    messages are overlapped with passes, and only the first gradient is waited for.
+Every window has one half to hide, so no two replays share one. A window without length has no seats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -29,6 +34,7 @@ from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, Half
+from megatron_lynx.schedule import interleaved
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
 
@@ -129,10 +135,11 @@ class Seats:
 
 @dataclass(frozen=True)
 class StageSeats:
-    """The seats that depend on the stage, or are there on some only."""
+    """The seats that depend on the stage, or are there on some only. `chunks`: those of the stage that are to be alike."""
 
     seats: Seats
     stage: int
+    chunks: tuple[int, ...] = (0,)
 
     def of(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> Iterator[Seat]:
         """`backward`: what `Seats.backward()` says of this half."""
@@ -141,36 +148,63 @@ class StageSeats:
             return
         steady, late = [*self._forwards[half]], [*backward]
         if place == "last_mlp" and self.received_s is not None:  # in cool-down it may hide more than a window of its backward
-            steady += [*backward, Wait(RECV_BACKWARD, self.seats.p2p_s)]
+            steady += [*backward, Wait(RECV_BACKWARD, 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s)]
             late.append(Wait(RECV_BACKWARD, self.received_s))
         cooldown = max(late, key=lambda wait: wait.seconds, default=NOWHERE)
         for wait in steady:
             yield Seat(wait.name, cooldown.name, wait.seconds, cooldown.seconds, self.phases.steady_share)
 
+    def taken(self, seat: Seat, *, last_mlp: bool) -> Seat:
+        """A seat that several chunks were offered, as it is in these: their own phases, their own wait in cool-down."""
+        if seat.steady == seat.cooldown != RECV_BACKWARD:
+            return seat
+        waits = [Wait(seat.cooldown, seat.cooldown_s)]
+        if self.received_s is not None and (last_mlp or seat.cooldown == RECV_BACKWARD):
+            received = Wait(RECV_BACKWARD, self.received_s)
+            waits = [received] if seat.cooldown == RECV_BACKWARD else [*waits, received]
+        name, seconds = max(waits, key=lambda wait: wait.seconds)
+        return replace(seat, cooldown=name, cooldown_s=seconds, steady_share=self.phases.steady_share)
+
     @cached_property
     def _forwards(self) -> dict[Half, list[Wait]]:
-        """Windows of the forwards that come right before a backward."""
-        job = self.seats.job
-        precedes = self.phases.steady > 0 and job.chunks == 1 and job.parallel.tensor > 1 and not self._last
-        precedes &= job.schedule == "flush"
+        """Windows of the forwards that come right before a backward. [5]"""
+        job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
+        precedes = self.phases.steady > 0 and job.parallel.tensor > 1 and not self._last and job.schedule == "flush"
+        everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
         waits = {half: self.seats.forward(half) for half in HALVES}
-        return {half: [wait] if precedes and wait.seconds > 0 else [] for half, wait in waits.items()}
+        return {half: [wait] if precedes and everywhere and wait.seconds > 0 else [] for half, wait in waits.items()}
 
     @cached_property
     def phases(self) -> Phases:
-        return phases_of(self.seats.job, self.stage)
+        job = self.seats.job
+        if job.chunks == 1:
+            return phases_of(job, self.stage)
+        last = interleaved.cooldown(job.parallel.pipeline, self.stage, job.microbatches, job.chunks, job.microbatch_group)
+        late = sum(last[chunk] for chunk in self.chunks)
+        return Phases(job.microbatches * len(self.chunks) - late, late)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are any that not every stage has."""
+        return self.received_s is not None or any(self._forwards.values())
 
     @property
     def _last(self) -> bool:
-        return self.stage == self.seats.job.parallel.pipeline - 1
+        """Whether the model's last chunk is among them: it receives no gradient, and goes back at once."""
+        job = self.seats.job
+        return self.stage == job.parallel.pipeline - 1 and job.chunks - 1 in self.chunks
 
     @cached_property
     def received_s(self) -> float | None:
-        """How long the gradient is awaited in cool-down, if it is."""
-        seats = self.seats
-        if self._last:
+        """How long the gradient is awaited in cool-down, if it is. [6]"""
+        seats, job = self.seats, self.seats.job
+        lies_there = self.stage == job.parallel.pipeline - 1 and job.microbatch_group > job.parallel.pipeline
+        if self._last or lies_there:
             return None
-        return seats.p2p_s + stage_seconds(seats.job, seats.profile, self.stage + 1, seats.message_bytes).forward_s
+        if self.stage == job.parallel.pipeline - 1 or self.chunks != (job.chunks - 1,):
+            return seats.p2p_s if job.microbatch_group == job.parallel.pipeline else 0.0
+        forward_s = stage_seconds(job, seats.profile, self.stage + 1, seats.message_bytes).forward_s
+        return seats.p2p_s + forward_s / job.chunks
 
 
 def _seat(wait: Wait) -> Seat:

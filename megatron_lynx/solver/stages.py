@@ -28,10 +28,10 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.solver import baselines, exact
 from megatron_lynx.solver.answer import Solved, infeasible
+from megatron_lynx.solver.chunks import Chunks, SolvedChunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
 from megatron_lynx.units import GIB, format_bytes
 
@@ -53,7 +53,7 @@ class StageAnswer:
     """One stage. Seconds of one micro-batch through all its chunks, but for `exposed_copies_s`."""
 
     stage: int
-    chunks: tuple[Solved, ...]
+    chunks: SolvedChunks
     in_flight: int
     """Chunks between their forward and their backward, at most."""
     offload_ratio: float
@@ -76,12 +76,12 @@ class StageAnswer:
     @property
     def peak_bytes(self) -> int:
         """What all its layers hold at most, all chunks in flight. No less than what a simulation finds."""
-        return max(chunk.peak_bytes for chunk in self.chunks)
+        return self.chunks.peak_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        """What the largest chunk keeps of one micro-batch (C)."""
-        return max(chunk.resident_bytes for chunk in self.chunks)
+        """What the largest chunk that is in flight beside others keeps of one micro-batch (C)."""
+        return self.chunks.most_resident_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -95,7 +95,9 @@ class StageAnswer:
     @property
     def movable_share(self) -> float:
         """The part of what a chunk keeps that can go, of the chunk of which least can."""
-        return min(self._movable_bytes(at) / max(1, chunk.resident_bytes) for at, chunk in enumerate(self.chunks))
+        return min(
+            self._movable_bytes(at) / max(1, chunk.resident_bytes) for at, chunk in enumerate(self.chunks.beside_each_other)
+        )
 
     def _movable_bytes(self, chunk: int) -> int:
         received = 0 if (self.stage, chunk) == (0, 0) else self.received_bytes
@@ -127,7 +129,7 @@ class Stages:
 
     def refined(self, answer: StageAnswer) -> StageAnswer:
         """The same share offloaded, and nothing faster: every layer may differ, and replays of cool-down share the receive."""
-        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), _refined)
+        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), refined=True)
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = layers_budget_bytes(self.job, stage)
@@ -157,30 +159,24 @@ class Stages:
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
         return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
 
-    def _offloading(
-        self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[[StageProblem], Solved] | None = None
-    ) -> StageAnswer:
-        solver = solver or partial(_solved, self.job)
-        answer = self._leaving(stage, ratio, ratio, budget_bytes, solver)
+    def _offloading(self, stage: int, ratio: float, budget_bytes: int | None, *, refined: bool = False) -> StageAnswer:
+        solver = self._refined if refined else partial(self._chunks.solved, solver=partial(_solved, self.job))
+        solved = partial(solver, stage, budget_bytes=budget_bytes)
+        answer = self._leaving(stage, ratio, ratio, solved)
         while answer.movable_share < answer.offloaded_share:
-            answer = self._leaving(stage, ratio, answer.movable_share, budget_bytes, solver)
+            answer = self._leaving(stage, ratio, answer.movable_share, solved)
         if not ratio:
             return answer
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
-    def _leaving(
-        self, stage: int, ratio: float, share: float, budget_bytes: int | None, solver: Callable[[StageProblem], Solved]
-    ) -> StageAnswer:
-        """`ratio` is asked for, `share` goes."""
+    def _refined(self, stage: int, in_flight: float, budget_bytes: int | None) -> SolvedChunks:
+        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, exact.solve))
+
+    def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
+        """`ratio` is asked for, `share` goes. `solved`: the chunks, by how many are in flight."""
         count = chunks_in_flight(self.job, stage)
-        held = count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count
-        by_layers: dict[int, Solved] = {}
-        for layers in self.job.chunk_layers(stage):
-            if layers not in by_layers:
-                problem = replace(self._problem(stage, layers), in_flight=held, budget_bytes=budget_bytes)
-                by_layers[layers] = solver(problem)
-        chunks = tuple(by_layers[layers] for layers in self.job.chunk_layers(stage))
+        chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         received_bytes = self._shape.input_bytes
         return StageAnswer(stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share)
@@ -222,23 +218,13 @@ class Stages:
             )
         ]
 
-    def _problem(self, stage: int, layers: int) -> StageProblem:
-        """The same for all shares."""
-        if (stage, layers) not in self._known:
-            self._known[stage, layers] = self._problems.of(stage, layers)
-        return self._known[stage, layers]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int], StageProblem]:
-        return {}
-
     @cached_property
     def _answers(self) -> dict[int, StageAnswer]:
         return {}
 
     @cached_property
-    def _problems(self) -> StageProblems:
-        return StageProblems(self.job, self.profile)
+    def _chunks(self) -> Chunks:
+        return Chunks(StageProblems(self.job, self.profile))
 
     @cached_property
     def _shape(self) -> LayerShape:
@@ -253,10 +239,6 @@ def _solved(job: Job, problem: StageProblem) -> Solved:
     if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)
     return answer
-
-
-def _refined(problem: StageProblem) -> Solved:
-    return with_shared_receive(problem, exact.solve(problem))
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule.action import Action, most_in_flight, read_action, read_actions, with_replays, write_actions
-from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.interleaved import cooldown, goes_back_at_once, interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 
@@ -100,6 +102,30 @@ def test_phases_are_warm_up_then_steady_then_cool_down(schedule: Schedule) -> No
         last_stage = schedule.warmups[stage] == 0
         assert ranks == sorted(ranks)
         assert not (last_stage and steady), "forwards of the last stage hide nothing"
+
+
+@given(interleaved_schedules())
+def test_cool_down_is_counted_by_chunk(schedule: Schedule) -> None:
+    microbatches = sum(action.kind == "F" and action.chunk == 0 for action in schedule.orders[0])
+    group = schedule.warmups[-1] // (schedule.chunks - 1)
+    for stage in range(schedule.pipeline):
+        late = [action.chunk for action, phase in schedule.phases(stage) if phase == "cooldown"]
+        first = int(schedule.warmups[stage] >= microbatches * schedule.chunks)  # it follows a forward of the warm-up
+        counts = cooldown(schedule.pipeline, stage, microbatches, schedule.chunks, group)
+        assert sum(counts) == len(late) + first
+        assert [late.count(chunk) + first * (chunk == schedule.chunks - 1) for chunk in range(schedule.chunks)] == list(counts)
+
+
+@given(interleaved_schedules())
+def test_what_goes_back_at_once(schedule: Schedule) -> None:
+    microbatches = sum(action.kind == "F" and action.chunk == 0 for action in schedule.orders[0])
+    group = schedule.warmups[-1] // (schedule.chunks - 1)
+    for stage, order in enumerate(schedule.orders):
+        for chunk in range(schedule.chunks):
+            own = [(one, after) for one, after in pairwise(order) if one.kind == "F" and one.chunk == chunk]
+            at_once = len(own) == microbatches and all(after == Action(one.micro_batch, "B", chunk) for one, after in own)
+            if goes_back_at_once(schedule.pipeline, stage, microbatches, chunk, schedule.chunks, group):
+                assert at_once
 
 
 @pytest.mark.parametrize(

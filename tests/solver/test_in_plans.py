@@ -18,6 +18,7 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
+from megatron_lynx.solver.chunks import SolvedChunks
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stages import StageAnswer
@@ -75,7 +76,7 @@ def simulated(name: str, answers: Sequence[Solved]) -> Simulation:
 def planned(stages: StageProblems, answers: Sequence[Solved]) -> Plan:
     """One chunk on each stage, and nothing on the host."""
     chunks = [
-        StageAnswer(stage, (answer,), int(answer.in_flight), 0.0, StageSeconds(0.0, 0.0), 0.0)
+        StageAnswer(stage, SolvedChunks((answer,)), int(answer.in_flight), 0.0, StageSeconds(0.0, 0.0), 0.0)
         for stage, answer in enumerate(answers)
     ]
     return written(stages.job, chunks, job=stages.job.digest, profile=stages.profile.digest)

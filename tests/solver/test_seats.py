@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.options import StageProblems
+from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 from tests.solver.problems import LAYOUTS, catalogued
 
@@ -70,3 +72,50 @@ def test_windows_without_length_are_no_seats(name, link_s):
     problem = StageProblems(job, made_up_profile(job, link_s=link_s)).of(0)
     for choices in (problem.attention, problem.mlp):
         assert all(option.seat.steady == ON_DEMAND or option.seat.steady_s > 0 for option in choices)
+
+
+def chunked(**layout):
+    """Four stages of four chunks, of three layers each."""
+    parallel = {"tensor": 8, "pipeline": 4, "layers_per_chunk": 3} | layout
+    job = catalogued_job("gpt-22b", "a100-80g-pcie", parallel=parallel, policy="planned", batch=16 * 8)
+    return StageProblems(job, analytic_profile(job))
+
+
+def names(choices):
+    return {(option.seat.steady, option.seat.cooldown) for option in choices}
+
+
+def test_chunks_have_the_windows_of_forwards_of_other_chunks():
+    problem = chunked().of(0)
+    assert {steady for steady, _ in names(problem.mlp)} == {ON_DEMAND, "bwd.attention.0+1", "fwd.mlp.0"}
+    assert names(problem.last_mlp) == {(ON_DEMAND,) * 2, ("fwd.mlp.0", RECV_BACKWARD), (RECV_BACKWARD,) * 2}
+
+
+def test_of_the_last_stage_only_the_models_last_chunk_has_none():
+    stages = chunked()
+    assert stages.of(3, chunks=(0, 1, 2, 3)).mlp == stages.of(3, chunks=(3,)).mlp
+    assert {steady for steady, _ in names(stages.of(3, chunks=(3,)).last_mlp)} == {ON_DEMAND}
+    assert {steady for steady, _ in names(stages.of(3, chunks=(0, 1, 2)).last_mlp)} == {ON_DEMAND, "fwd.mlp.0", RECV_BACKWARD}
+
+
+def test_a_chunk_with_more_layers_than_another_has_no_forwards():
+    stages = chunked(layers_per_chunk=None, partition=(2, 3, 3, 3) + (4, 3, 3, 3) + (3,) * 8)
+    assert "fwd.mlp.0" in {steady for steady, _ in names(stages.of(0, chunks=(0,)).mlp)}
+    assert "fwd.mlp.0" not in {steady for steady, _ in names(stages.of(0, chunks=(1,)).mlp)}
+
+
+def test_the_last_chunk_waits_for_a_forward_of_the_stages_behind():
+    """The others' backwards follow one another on all stages; in larger groups not even a message is waited for."""
+    stages, grouped = chunked(), chunked(microbatch_group=8)
+    waits = [stages.seats(0, (chunk,)).received_s for chunk in range(4)]
+    assert waits[0] == waits[1] == waits[2] == stages.seats(3, (0,)).received_s < waits[3]
+    assert grouped.seats(0, (0,)).received_s == 0
+    assert grouped.seats(3, (0,)).received_s is None
+
+
+def test_phases_are_counted_by_chunk():
+    """Of 16 micro-batches: stage 0 has 12 + 6 backwards in cool-down, four of each chunk, and two of the group before."""
+    stages = chunked()
+    assert [stages.seats(0, (chunk,)).phases.cooldown for chunk in range(4)] == [6, 4, 4, 4]
+    assert [stages.seats(3, (chunk,)).phases.cooldown for chunk in range(4)] == [4, 4, 4, 0]
+    assert stages.seats(0).phases.steady == 4 * 16 - 18

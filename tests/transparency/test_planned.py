@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from megatron_lynx.planner import Decision, decide
+from megatron_lynx.config.job import Budget
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import Decision, decide, make_plan, uniform_plan
 from megatron_lynx.profiler.profile import BlockProfile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.test_every_bit import checked
+from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
 
@@ -42,3 +48,47 @@ def test_layers_that_were_moved(pool_of: Pools) -> None:
     decision = decided(layers=7, partition="auto")
     assert decision.job.partition == (4, 3)
     checked(pool_of, decision.job, [decision.plan])
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "PP2xVPP2": {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+    "TP2xPP2xVPP2, groups of 3": {"tensor": 2, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 6, "microbatch_group": 3},
+    "TP2xPP2xVPP2+SP": {"tensor": 2, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_interleaved_plans_hide_what_they_say(pool_of: Pools, layout: str) -> None:
+    """With dropout. The solver's plan under a budget, the usual windows, and some micro-batches whole: the same bits as stock,
+    and every replay where and when the simulated step has it."""
+    job = tiny_job("gpt", **LAYOUTS[layout])
+    profile = made_up_profile(job, link_s=10.0)
+    usual = uniform_plan(job)
+    budget = Budget(activation_mib=1.02 * max(rehearse(usual, profile).memory(stage).peak_bytes for stage in range(2)) / MIB)
+    planned = make_plan(job.model_copy(update={"budget": budget}), profile)
+    forwards = [name for name in _steady_windows(planned) if name.startswith("fwd.")]
+    assert bool(forwards) == (job.parallel.tensor > 1)
+    some_whole = usual.model_dump(mode="json")
+    for entry in some_whole["stages"]:
+        entry["whole"] = {"of_every": 2, "first": 1}
+    plans = [planned, usual, Plan.model_validate(some_whole)]
+    for rank, outcomes in enumerate(checked(pool_of, job, plans, Trial(steps=1, traced=True))):
+        for plan, outcome in zip(plans, outcomes, strict=True):
+            stage, simulation = rank // job.parallel.tensor, rehearse(plan, profile)
+            seen = [event for event in outcome.planned.events if event["kind"] == "replay"]
+            assert [(e["micro_batch"], e["layer"], e["half"], e["window"]) for e in seen] == list(_simulated(simulation, stage))
+
+
+def _steady_windows(plan: Plan) -> list[str]:
+    halves = ("attention", "mlp")
+    return [rule.windows.of(half, "steady") for entry in plan.stages for rule in entry.rules for half in halves]  # type: ignore[arg-type]
+
+
+def _simulated(simulation: Simulation, stage: int) -> Iterator[tuple[int, int, str, str]]:
+    """Every replay of a step. Those in a forward are of the backward behind it."""
+    executed = simulation.executed[stage]
+    for each, behind in zip(executed, [*executed[1:], *executed[-1:]], strict=True):
+        owner = behind.action if each.action.kind == "F" else each.action
+        for span in each.content.spans:
+            if span.kind == "replay":
+                yield owner.micro_batch, span.layer, span.half, span.window  # type: ignore[misc]

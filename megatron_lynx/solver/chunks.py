@@ -1,0 +1,128 @@
+"""The chunks of one stage, solved so that together they keep the budget.
+
+   last stage of 2, v = 2      0F0 1F0 | 0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0 ...
+                                                             └ 2, 1 and 0 of chunk 0 are there, and none of chunk 1
+
+[1] chunks with as many layers are alike: they are offered what all of them have, and counted as if all in flight were one of them
+[2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
+    the budget of those that hold most, until all keep theirs
+[3] the model's last chunk goes back at once: beside the others there is one of it at most, so it may use what they leave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.schedule.interleaved import goes_back_at_once
+from megatron_lynx.solver.answer import Solved
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.receive import with_shared_receive
+
+Solver = Callable[[StageProblem], Solved]
+
+
+class SolvedChunks(tuple[Solved, ...]):
+    """By chunk: those that are in flight beside each other, then the one that goes back at once, if there is one.
+
+    That one is solved as if it were alone."""
+
+    @property
+    def beside_each_other(self) -> tuple[Solved, ...]:
+        return self[:-1] if len(self) > 1 and self[-1].in_flight == 1 else self
+
+    @property
+    def most_resident_bytes(self) -> int:
+        """What the largest of those in flight beside others keeps of one micro-batch."""
+        return max(chunk.resident_bytes for chunk in self.beside_each_other)
+
+    @property
+    def peak_bytes(self) -> int:
+        """While any of them goes back, with as many of the largest beside it as there can be."""
+        return max(chunk.peak_bytes + self._more_beside(chunk) for chunk in self)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is held of the others at most while one goes back."""
+        return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
+
+    def _more_beside(self, chunk: Solved) -> int:
+        """What others hold, more than as many of its own kind would."""
+        counted = chunk.resident_bytes if chunk.in_flight == self[0].in_flight else 0
+        return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of every stage of a job."""
+
+    problems: StageProblems
+
+    def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
+        """All chunks of a stage, `in_flight` of them at once."""
+        at_once = self._goes_back_at_once(stage)
+        beside = range(self.problems.job.chunks - at_once)
+        common = self._beside_each_other(stage, beside, in_flight, budget_bytes, solver)
+        answers = SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in beside)
+        if not at_once:
+            return answers
+        room_bytes = (answers.peak_bytes if budget_bytes is None else budget_bytes) - answers.beside_bytes
+        problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
+        return SolvedChunks((*answers, _solved_or_least(problem, solver, least=budget_bytes is None)))
+
+    def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
+        """The same, with replays of cool-down in the receive."""
+        if len(set(self.problems.job.chunk_layers(stage))) > 1:
+            return chunks
+        problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
+        return SolvedChunks(map(with_shared_receive, problems, chunks))
+
+    def _beside_each_other(
+        self, stage: int, chunks: range, in_flight: float, budget_bytes: int | None, solver: Solver
+    ) -> dict[int, Solved]:
+        """By chunk. [1] [2]"""
+        layers = self.problems.job.chunk_layers(stage)
+        alike = [tuple(chunk for chunk in chunks if layers[chunk] == count) for count in sorted({layers[c] for c in chunks})]
+        budgets = [budget_bytes] * len(alike)
+        while True:
+            solved = SolvedChunks(
+                solver(replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget))
+                for some, budget in zip(alike, budgets, strict=True)
+            )
+            too_much = 0 if budget_bytes is None else solved.peak_bytes - budget_bytes
+            if too_much <= 0:
+                return {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
+            most = solved.most_resident_bytes
+            budgets = [
+                (budget or 0) - too_much * (each.resident_bytes == most) for budget, each in zip(budgets, solved, strict=True)
+            ]
+
+    def _goes_back_at_once(self, stage: int) -> bool:
+        """Whether the last of several chunks does."""
+        job, last = self.problems.job, self.problems.job.chunks - 1
+        layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
+        return last > 0 and goes_back_at_once(*layout)
+
+    def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
+        """Of chunks that are to be alike; the same for all shares."""
+        if (stage, chunks) not in self._known:
+            self._known[stage, chunks] = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
+        return self._known[stage, chunks]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
+        return {}
+
+
+def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> Solved:
+    """`least`: where there is too little room, the least memory will do."""
+    try:
+        return solver(problem)
+    except Infeasible:
+        if not least:
+            raise
+    return solver(replace(problem, budget_bytes=None))
