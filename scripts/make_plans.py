@@ -35,10 +35,19 @@ def jobs() -> Iterator[tuple[Path, Job, str]]:
             yield CONFIGS / "plans" / path.name, job, f"megatron-lynx plan jobs/{path.stem} -o configs/plans/{path.name}"
     for name in LAUNCHES:
         for cluster in CLUSTERS:
-            path = CONFIGS / "plans/launches" / f"{name.replace('_', '-')}-{cluster}.yaml"
+            path = plan_path(name, cluster)
             command = f"megatron-lynx plan --cluster {cluster} -o {path.relative_to(ROOT)}"
-            note = f"{command} -- $(SETTING=none scripts/launches/{name}.sh --print)"
-            yield path, job_of(read_launch(launch_words(name, cluster, "none")), cluster), note
+            yield path, launch_job(name, cluster), f"{command} -- $(SETTING=none scripts/launches/{name}.sh --print)"
+
+
+def plan_path(name: str, cluster: str) -> Path:
+    """Where the plan of a ready launch is kept."""
+    return CONFIGS / "plans/launches" / f"{name.replace('_', '-')}-{cluster}.yaml"
+
+
+def launch_job(name: str, cluster: str) -> Job:
+    """What a ready launch trains, where layers may still be moved."""
+    return job_of(read_launch(launch_words(name, cluster, "none")), cluster)
 
 
 def launch_words(name: str, cluster: str, setting: str) -> list[str]:

@@ -15,20 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ready_launches import table
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.launch_arguments.paste import without_plan
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.layout import layer_flags
-from scripts.make_plans import CLUSTERS, CONFIGS, LAUNCHES, launch_words
+from scripts.make_plans import CLUSTERS, LAUNCHES, launch_words, plan_path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts/launches"
 READY = [(name, cluster) for name in LAUNCHES for cluster in CLUSTERS]
-
-
-def plan_path(name: str, cluster: str) -> Path:
-    return CONFIGS / "plans/launches" / f"{name.replace('_', '-')}-{cluster}.yaml"
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +55,22 @@ def test_a_launch_is_for_its_plan(name: str, cluster: str) -> None:
     sizes = reading.job_data
     replicas = sizes["gpus"] // (sizes["parallel"]["tensor"] * sizes["parallel"]["pipeline"])
     assert sizes["batch"]["global"] == sizes["batch"]["micro"] * plan.batch.microbatches * replicas
+
+
+def test_planned_from_a_shell_a_launch_leads_to_its_plan(tmp_path: Path) -> None:
+    """With the layers left open, as the ready plan was made; each word on a line, so that xargs need not guess."""
+    script, path = FOLDER / "llama3_70b.sh", tmp_path / "plan.yaml"
+    lynx = f"{shlex.quote(sys.executable)} -m megatron_lynx.cli plan --cluster a100-80g -o {path} --"
+    command = f"SETTING=none bash {script} --print | xargs -d '\\n' {lynx}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ready = load_plan(plan_path("llama3_70b", "a100-80g"))
+    assert [stage.rules for stage in load_plan(path).stages] == [stage.rules for stage in ready.stages]
+    assert " ".join(layer_flags(ready)) in done.stdout
+
+
+def test_the_page_has_their_figures() -> None:
+    assert table() in (ROOT / "docs/five_minutes.md").read_text(), "run `python -m benchmarks.ready_launches`"
 
 
 def test_more_nodes_leave_a_pipelines_micro_batches() -> None:

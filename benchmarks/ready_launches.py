@@ -1,0 +1,47 @@
+"""What each ready launch is expected to take under its plan, and under stock Megatron: the table of docs/five_minutes.md.
+
+    python -m benchmarks.ready_launches
+
+Simulated, without the optimizer's update; bytes of the fullest device. Stock divides layers evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.plan import load_plan
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.units import GIB
+from scripts.make_plans import CLUSTERS, LAUNCHES, launch_job, plan_path
+
+
+def table() -> str:
+    """Markdown."""
+    head = "| `scripts/launches/` | on | stock none | stock full | plan |"
+    return "\n".join([head, "|---|---|--:|--:|--:|", *_rows()])
+
+
+def _rows() -> Iterator[str]:
+    for name in LAUNCHES:
+        for cluster in CLUSTERS:
+            job = launch_job(name, cluster)
+            stages = [stage.predicted for stage in load_plan(plan_path(name, cluster)).stages if stage.predicted is not None]
+            ours = _cell(stages[0].step_s, max(stage.memory_bytes or 0 for stage in stages))
+            yield f"| `{name}.sh` | {job.gpus} GPUs, {cluster} | {_stock(job, 'none')} | {_stock(job, 'full')} | {ours} |"
+
+
+def _stock(job: Job, policy: Policy) -> str:
+    even = job.model_copy(update={"policy": policy, "parallel": job.parallel.model_copy(update={"partition": None})})
+    seconds = pipeline_s(even, analytic_profile(even), 0.0)
+    return _cell(seconds, max(stage.total for stage in memory_of_stages(even)))
+
+
+def _cell(seconds: float, size_bytes: int) -> str:
+    return f"{seconds:.1f} s, {size_bytes / GIB:.0f} GiB"
+
+
+if __name__ == "__main__":
+    print(table())
