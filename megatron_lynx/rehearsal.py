@@ -103,7 +103,7 @@ def _copy(stage: Stage, profile: Profile) -> HostCopy | None:
         return None
     size_bytes = min(stage.offload.bytes, _movable_bytes(stage, profile, stage.offload.smallest_tensor_bytes))
     seconds = profile.link_s("host", size_bytes)
-    return HostCopy(seconds, seconds, size_bytes)
+    return HostCopy(seconds, seconds, size_bytes, stage.offload.beside_messages == "avoid")
 
 
 def _movable_bytes(stage: Stage, profile: Profile, smallest_bytes: int) -> int:

@@ -137,6 +137,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_stock_recomputation(run),
         *_features(run),
         *_early_gradients(plan, run),
+        *_messages_beside_copies(plan, run),
         *_wrappers(run),
         *_layer_classes(run),
         *_random(run),
@@ -218,6 +219,18 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         needed = f"another window, or groups of {run.pipeline}, the number of stages"
         todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
         yield Problem(f"plan: stages.{at}.windows", found, needed, todo)
+
+
+def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """A copy that waited for messages which are issued ahead of time could wait for one that needs what this stage sends next."""
+    if not run.overlaps_exchanges:
+        return
+    for entry in plan.chunks_of(run.stage):
+        if entry.offload is not None and entry.offload.beside_messages == "avoid":
+            at = entry.chunk * plan.parallel.pipeline + entry.stage
+            needed = "allow: with overlapped exchanges there is always a message under way"
+            todo = "launch with --no-overlap-p2p-communication, or change the plan"
+            yield Problem(f"plan: stages.{at}.offload.beside_messages", "avoid", needed, todo)
 
 
 def _receives(entry: Stage, phase: Phase) -> bool:

@@ -10,7 +10,8 @@ from megatron_lynx.apply.match import LiveRun
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.host_pool import available_bytes
 from megatron_lynx.runtime.ledger import Order
-from megatron_lynx.runtime.offload import Offloader, OffloadPolicy, sets_on_host
+from megatron_lynx.runtime.offload import Offloader, sets_on_host
+from megatron_lynx.runtime.shipment import OffloadPolicy
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: Order, device: torch.device) -> Offloader | None:
@@ -28,6 +29,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: Order, device: torch.device) -
             smallest_tensor_bytes=entry.offload.smallest_tensor_bytes,
             prefetch=entry.offload.prefetch,
             sets=sets,
+            avoids_messages=entry.offload.beside_messages == "avoid",
         )
     if not policies:
         return None

@@ -73,6 +73,8 @@ class Pcie(Link):
 
     gpus_per_link: int = Field(default=1, ge=1)
     """Devices below one switch, whose copies share its uplink."""
+    shared_with_nic: bool = False
+    """Whether messages to other nodes go over a device's own link, too: its NIC is below the same switch (GPUDirect)."""
 
     def shared_s(self, size_bytes: float) -> float:
         """Seconds of one copy while every device below the switch makes one like it."""

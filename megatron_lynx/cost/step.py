@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import kept_bytes, replayed_items
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
@@ -103,14 +104,17 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     """Of a whole step; `copy_s`: what one chunk of stage `number` offloads of one micro-batch, one way.
 
     Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
-    Copies and messages between stages take turns (Yuan et al. serialise them: copies slow messages down), so of each pass the
-    time of one message is not theirs.
+    Copies and messages between stages take turns where they share a link (Yuan et al. serialise them: copies slow messages down),
+    so of each pass the time of one message is not theirs; without chunks a plan keeps them apart, and behind each pair's forward
+    there are none.
     """
-    forward_s, backward_s = (seconds / job.chunks - message_s for seconds in (stage.forward_s, stage.backward_s))
+    shared_s = message_s if meet_messages(job) else 0.0
+    forward_s, backward_s = (seconds / job.chunks - shared_s for seconds in (stage.forward_s, stage.backward_s))
     ends = chunks_in_flight(job, number) - 1 if job.schedule == "flush" else 0
     pairs = job.microbatches * job.chunks - ends
     late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
-    return ends * late + pairs * max(0.0, copy_s - forward_s - backward_s)
+    behind_pair_s = backward_s if avoid_messages(job) else forward_s + backward_s
+    return ends * late + pairs * max(0.0, copy_s - behind_pair_s)
 
 
 def update_s(job: Job) -> float:

@@ -96,6 +96,8 @@ def _beside(stage: Stage) -> Text | None:
         coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"
         rest = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay, the copy comes back during {coming_back}"
         lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
+        if offload.beside_messages == "avoid":
+            lines.append("copies and messages between stages take turns: they share a link")
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None

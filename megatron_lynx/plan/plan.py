@@ -233,6 +233,9 @@ class Offload(_Part):
     """Smaller tensors stay."""
     prefetch: int = Field(default=1, ge=1)
     """How many backwards before its own a micro-batch's copy comes back."""
+    beside_messages: Literal["allow", "avoid"] = "allow"
+    """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
+    each other. Stages that overlap messages with passes cannot avoid them."""
 
 
 class Whole(_Part):

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Literal
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.stage_memory import StageMemory
@@ -142,8 +143,11 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
 
 
 def _offload(job: Job, size_bytes: int) -> Offload | None:
+    if not size_bytes:
+        return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
-    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes) if size_bytes else None
+    beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
+    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside)
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:

@@ -6,6 +6,7 @@
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       site()                                     recorder, replayer
         a collective is issued      collective(): a window, fwd.*              agenda says what runs in it
+    messages between stages         exchange_begins()                          shipping
     receive of a gradient           receive(): a window, pipe.recv_backward    agenda
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter()                                   ledger
@@ -27,12 +28,13 @@ from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, Handle, SiteCall
 from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
-from megatron_lynx.runtime.offload import Offloader, Shipment
+from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import collective_in_replay, partial_backward, refuse_foreign_hooks, second_order
 from megatron_lynx.runtime.replay import Replayer, present_autocast
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, map_nest, storage_of, tensors_in
+from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.trace import Kind, Trace
 from megatron_lynx.runtime.window import RECV_BACKWARD, Agenda, Phase, Place, WindowedWork, WindowKey
 
@@ -86,6 +88,7 @@ class Engine:
         """By chunk."""
         self.ledger = Ledger(order)
         self.offloader = offloader
+        self._shipping = Shipping(offloader, self.ledger, self.agendas)
         self.trace = Trace(device) if offloader is None else offloader.trace
         self.counts = Counts()
         self._random = random or TorchRandom()
@@ -115,11 +118,13 @@ class Engine:
         if self.offloader is not None:
             self.offloader.close()
 
-    def take_counts(self) -> Counts:
+    def take_counts(self, *, exact: bool = True) -> Counts:
+        """What was done since this was last asked. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
+        passed yet count next time."""
         counts, self.counts = self.counts, Counts()
         if self.offloader is not None:
             counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
-            counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s()
+            counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts
 
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
@@ -133,23 +138,15 @@ class Engine:
             return
         self.ledger.begin_forward(index, chunk, microbatches)
         with self._aborting():
-            if self.ledger.hidden_by_forward() is not None:
-                self._fetch_coming()
-            yield self._end_forward
-
-    def _end_forward(self, output: Any) -> None:
-        micro_batch = self.ledger.end_forward(output)
-        if self.offloader is not None and micro_batch is not None and micro_batch.shipment is not None:
-            self.offloader.depart(micro_batch.shipment, output)
+            self._shipping.forward_begins()
+            yield lambda output: self._shipping.forward_ends(self.ledger.end_forward(output), output)
 
     @contextmanager
     def backward_pass(self, output: Any) -> Iterator[None]:
         """One micro-batch's backward, from the output of its forward."""
         micro_batch = self.ledger.begin_backward(output)
         with self._aborting():
-            if self.offloader is not None and micro_batch is not None:
-                self.offloader.fetch(micro_batch.shipment)
-            self._fetch_coming()
+            self._shipping.backward_begins(micro_batch)
             yield
         self._close_backward_span()
         self.ledger.end_backward(micro_batch)
@@ -172,7 +169,7 @@ class Engine:
         micro_batch = self.ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         if micro_batch.index in self.agendas[policy.chunk].whole:
             policy = policy.keeping
-        shipment = self._shipment_of(micro_batch, (args, kwargs))
+        shipment = self._shipping.shipment_of(micro_batch, (args, kwargs))
         if policy.replay or shipment is not None:
             refuse_foreign_hooks(policy.name)
         frame = self._new_frame(policy, micro_batch, code, args, kwargs)
@@ -203,30 +200,6 @@ class Engine:
             frame.random, frame.autocast = self._random.capture(), present_autocast()
         micro_batch.frames[frame.key] = frame
         return frame
-
-    def _shipment_of(self, micro_batch: MicroBatch, arguments: Any) -> Shipment | None:
-        """What may go to the host of a half that is called with these; None where nothing goes."""
-        offloader, chunk = self.offloader, micro_batch.chunk
-        if offloader is None or chunk not in offloader.policies or self.ledger.own_backward_follows(micro_batch):
-            return None
-        if micro_batch.index in self.agendas[chunk].whole:
-            return None
-        offloader.settle()
-        if micro_batch.shipment is None:
-            micro_batch.shipment = offloader.open(micro_batch.number, chunk)
-        for index, tensor in enumerate(tensors_in(arguments)):
-            if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
-                micro_batch.shipment.leave([tensor])
-        return None if micro_batch.shipment.full else micro_batch.shipment
-
-    def _fetch_coming(self) -> None:
-        """Start bringing back what the next backwards need, as far ahead as the plan says."""
-        if self.offloader is None:
-            return
-        for ahead in range(self.offloader.furthest):
-            micro_batch = self.ledger.coming(ahead)
-            if micro_batch is not None and micro_batch.shipment is not None and ahead < micro_batch.shipment.policy.prefetch:
-                self.offloader.fetch(micro_batch.shipment)
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:
         """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
@@ -298,6 +271,11 @@ class Engine:
             return work
         return WindowedWork(work, lambda wait: self._window(place, micro_batch, phase, wait))
 
+    def exchange_begins(self) -> None:
+        """Messages between stages are about to be issued."""
+        with self._aborting():
+            self._shipping.exchange_begins()
+
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
 
@@ -312,7 +290,7 @@ class Engine:
             if micro_batch is None:
                 return wait()
             with self._aborting():
-                self._fetch_coming()
+                self._shipping.gradient_awaited()
                 return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
 
         return [WindowedWork(work, window) for work in works]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, SiteCall, View
-from megatron_lynx.runtime.offload import Hosted, Shipment
+from megatron_lynx.runtime.parcel import Hosted
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended, tensors_in
+from megatron_lynx.runtime.shipment import Shipment
 
 
 class Recorder:

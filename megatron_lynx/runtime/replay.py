@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Absent, Frame, Memo, SiteCall
-from megatron_lynx.runtime.offload import on_device
+from megatron_lynx.runtime.parcel import on_device
 from megatron_lynx.runtime.rng import RandomSource, forked
 from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended
 

@@ -9,21 +9,19 @@
  [3] what was copied out is let go when the compute stream has waited for the copy, or when the copy is known to be done
  [4] a backward waits for the copies that it needs, on the compute stream
 
-On CUDA a copier is a stream and a copy is an event on it; on a CPU a copier is a thread. Copies only follow copies that were
-started before them, so nothing can wait in a ring.
+ [5] where the plan keeps copies and messages apart: a message begins behind the copies asked for so far, and the next ones are
+     asked for when the exchange is over
+
+On CUDA a copier is a stream and a copy is an event on it (`stream_copier`); on a CPU a copier is a thread (`thread_copier`).
+Copies only follow copies that were started before them, and never a message, so nothing can wait in a ring.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, final
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError, Problem
@@ -31,12 +29,6 @@ from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.units import format_bytes
 
 Direction = Literal["offload", "reload"]
-
-MOST_WAITS = 256
-"""Waits of one direction that are timed and not added up yet."""
-
-Move = Callable[[Tensor, Tensor], object]
-"""Copies the second tensor's bytes into the first."""
 
 
 class Owner(NamedTuple):
@@ -72,10 +64,19 @@ class Copier(ABC):
         self.direction = direction
         self._trace = trace
         self._bytes = 0
+        self._newest: Copy | None = None
 
-    @abstractmethod
     def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         """Copy behind what the compute stream was given so far, and behind `after`. The caller need not hold the tensors."""
+        self._newest = self._started(target, source, owner, after)
+        self._bytes += self._newest.bytes
+        return self._newest
+
+    def give_way(self) -> None:
+        """What is issued from now on, a message say, comes behind all copies asked for so far."""  # [5]
+        if self._newest is not None:
+            self.wait(self._newest)
+            self._newest = None
 
     @abstractmethod
     def wait(self, copy: Copy) -> None:
@@ -95,8 +96,12 @@ class Copier(ABC):
         return taken
 
     @abstractmethod
-    def take_waited_s(self) -> float:
-        """Seconds for which compute waited in `wait` since this was last asked (on CUDA: waits for the device)."""
+    def take_waited_s(self, *, exact: bool = True) -> float:
+        """Seconds for which compute waited in `wait` since this was last asked. On CUDA that is known when the device has passed:
+        `exact` waits for it, otherwise what is not over yet counts next time."""
+
+    @abstractmethod
+    def _started(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None]) -> Copy: ...
 
     @abstractmethod
     def close(self) -> None:
@@ -120,198 +125,3 @@ def failed(direction: Direction, owner: Owner, size_bytes: int, error: BaseExcep
         "lower the stage's offload.bytes in the plan if memory was short",
     )
     return OffloadError(f"{what} failed", [problem])
-
-
-def copiers_for(device: torch.device, trace: Trace) -> tuple[Copier, Copier]:
-    """(to the host, back) for a device."""
-    if device.type == "cuda":
-        return StreamCopier("offload", trace, device), StreamCopier("reload", trace, device)
-    return ThreadCopier("offload", trace), ThreadCopier("reload", trace)
-
-
-# --- CUDA --------------------------------------------------------------------------------------------------------------------
-
-
-@final
-class _StreamCopy(Copy):
-    def __init__(self, direction: Direction, owner: Owner, size_bytes: int) -> None:
-        super().__init__(direction, owner, size_bytes)
-        self.event = torch.cuda.Event()
-
-    @property
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-
-@final
-class StreamCopier(Copier):
-    """A stream of its own. It holds no tensor: the device's memory is recorded with the caching allocator, and a slab of host
-    memory goes only when the device is idle."""
-
-    def __init__(self, direction: Direction, trace: Trace, device: torch.device) -> None:
-        super().__init__(direction, trace)
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._waits: list[tuple[Any, Any]] = []
-        self._waited_s = 0.0
-
-    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        copy = _StreamCopy(self.direction, owner, target.nbytes)
-        self._bytes += copy.bytes
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # [1]
-        for before in after:
-            if isinstance(before, _StreamCopy):
-                self._stream.wait_event(before.event)  # [2]
-        try:
-            with torch.cuda.stream(self._stream), self._trace.span(self.direction, micro_batch=owner.micro_batch):
-                target.copy_(source, non_blocking=True)
-        except Exception as error:
-            raise failed(self.direction, owner, copy.bytes, error) from error
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
-        copy.event.record(self._stream)
-        return copy
-
-    def wait(self, copy: Copy) -> None:
-        assert isinstance(copy, _StreamCopy)
-        compute = torch.cuda.current_stream(self._device)
-        if copy.done:
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(compute)
-        compute.wait_event(copy.event)
-        end.record(compute)
-        self._waits.append((begin, end))
-        if len(self._waits) >= MOST_WAITS:
-            self._add_up()
-
-    def drain(self) -> None:
-        self._stream.synchronize()
-
-    def cancel(self) -> None:
-        self.drain()
-
-    def take_waited_s(self) -> float:
-        if self._waits:
-            torch.cuda.synchronize(self._device)
-        self._add_up()
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
-
-    def _add_up(self) -> None:
-        """What the device has passed by now. Nobody may ever ask for the sum, so events must not pile up."""
-        waits, self._waits = self._waits, []
-        for begin, end in waits:
-            if end.query():
-                self._waited_s += float(begin.elapsed_time(end)) / 1e3
-            else:
-                self._waits.append((begin, end))
-
-    def close(self) -> None:
-        self.drain()
-
-
-# --- CPU ---------------------------------------------------------------------------------------------------------------------
-
-
-@final
-class _ThreadCopy(Copy):
-    def __init__(self, direction: Direction, owner: Owner, target: Tensor, source: Tensor, after: Iterable[Copy | None]) -> None:
-        super().__init__(direction, owner, target.nbytes)
-        self.cancelled = False
-        self._tensors: tuple[Tensor, Tensor] | None = (target, source)
-        self._after = [before for before in after if isinstance(before, _ThreadCopy)]
-        self._over = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        self._over.wait()
-
-    def run(self, move: Move, trace: Trace) -> None:
-        """In the copier's thread. Whatever goes wrong is kept for the one who waits."""
-        try:
-            self._copy(move, trace)
-        except BaseException as error:  # noqa: BLE001 (handed to the training thread)
-            self.error = error
-        finally:
-            self._tensors, self._after = None, []
-            self._over.set()
-
-    def _copy(self, move: Move, trace: Trace) -> None:
-        for before in self._after:
-            before.wait()  # [2]
-            if before.error is not None:
-                self.broken_by = before.broken_by or before
-                raise before.error
-        if self.cancelled:
-            raise RuntimeError("the step had failed before")
-        assert self._tensors is not None
-        with torch.no_grad(), trace.span(self.direction, micro_batch=self.owner.micro_batch):
-            move(*self._tensors)
-
-
-@final
-class ThreadCopier(Copier):
-    """A thread that copies in the order in which it is asked. `move` is how: tests inject faults there."""
-
-    def __init__(self, direction: Direction, trace: Trace, move: Move = Tensor.copy_) -> None:
-        super().__init__(direction, trace)
-        self.move = move
-        self._asked: queue.SimpleQueue[tuple[_ThreadCopy, Move, Trace] | None] = queue.SimpleQueue()
-        self._under_way: list[_ThreadCopy] = []
-        self._thread: threading.Thread | None = None
-        self._waited_s = 0.0
-        weakref.finalize(self, self._asked.put, None)
-
-    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._asked,), name=f"lynx-{self.direction}", daemon=True)
-            self._thread.start()
-        self._under_way = [copy for copy in self._under_way if not copy.done]
-        copy = _ThreadCopy(self.direction, owner, target, source, after)
-        self._bytes += copy.bytes
-        self._under_way.append(copy)
-        self._asked.put((copy, self.move, self._trace))  # [1] by now everything computed so far exists
-        return copy
-
-    def wait(self, copy: Copy) -> None:
-        assert isinstance(copy, _ThreadCopy)
-        if not copy.done:
-            begin = time.perf_counter()
-            copy.wait()
-            self._waited_s += time.perf_counter() - begin
-        self.check(copy)
-
-    def drain(self) -> None:
-        for copy in self._under_way:
-            copy.wait()
-        self._under_way.clear()
-
-    def cancel(self) -> None:
-        for copy in self._under_way:
-            copy.cancelled = True
-        self.drain()
-
-    def take_waited_s(self) -> float:
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
-
-    def close(self) -> None:
-        self.cancel()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._asked.put(None)
-            thread.join()
-
-
-def _serve(asked: queue.SimpleQueue[tuple[_ThreadCopy, Move, Trace] | None]) -> None:
-    """A copier's thread. It refers to the queue only, so that a forgotten copier can go."""
-    while (one := asked.get()) is not None:
-        copy, move, trace = one
-        del one
-        copy.run(move, trace)
-        del copy, move, trace

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -69,4 +70,4 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
         return None
     size = ratio * chunk_bytes(job, stage)
     seconds = pcie.shared_s(size)
-    return HostCopy(seconds, seconds, round(size))
+    return HostCopy(seconds, seconds, round(size), avoid_messages(job))

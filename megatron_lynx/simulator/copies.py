@@ -8,6 +8,8 @@
  [2] a backward's copy comes back while the one before it runs (prefetch distance one), after its own way out is complete
  [3] a backward that finds its copy incomplete waits: the copy is exposed
 
+ [4] copies that avoid messages: [1] waits for the pass behind the exchange, and an exchange until both streams are free
+
 A micro-batch whose backward follows its forward at once is not offloaded (Yuan et al., ATC '24). Copies do not slow messages
 down here, and do not share a link with another device; a caller that knows better gives longer copies.
 """
@@ -26,6 +28,7 @@ class HostCopy:
     out_s: float
     back_s: float
     bytes: int
+    avoids_messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,22 @@ class HostCopies:
         self.done: list[Copied] = []
         self._out_free_s = self._back_free_s = 0.0
         self._out_end_s: dict[tuple[int, int], float] = {}
+        self._back_end_s: dict[tuple[int, int], float] = {}
+        self._ready: list[tuple[Action, HostCopy]] = []
+
+    @property
+    def free_s(self) -> float:
+        """When nothing that was asked for is under way any more."""
+        return max(self._out_free_s, self._back_free_s)
+
+    def offload_later(self, forward: Action, copy: HostCopy) -> None:
+        """The forward is over, and its message comes first."""  # [4]
+        self._ready.append((forward, copy))
+
+    def pass_begins(self, time_s: float) -> None:
+        for forward, copy in self._ready:
+            self.offload(forward, time_s, copy)
+        self._ready.clear()
 
     def offload(self, forward: Action, time_s: float, copy: HostCopy) -> None:
         """The forward is over at `time_s`."""
@@ -58,12 +77,16 @@ class HostCopies:
         self._out_end_s[forward.micro_batch, forward.chunk] = self._out_free_s
         self.done.append(Copied(forward, start_s, self._out_free_s, copy.bytes))
 
-    def back_s(self, backward: Action, time_s: float, copy: HostCopy | None) -> float:
-        """When the backward has what it needs, if its copy may start from `time_s` on. 0 for what was not offloaded."""
-        out_end_s = self._out_end_s.pop((backward.micro_batch, backward.chunk), None)
+    def reload(self, backward: Action, time_s: float, copy: HostCopy | None) -> None:
+        """What the backward needs may come back from `time_s` on. Nothing where it was not offloaded, or was asked for before."""
+        place = backward.micro_batch, backward.chunk
+        out_end_s = self._out_end_s.pop(place, None)
         if out_end_s is None or copy is None:
-            return 0.0
+            return
         start_s = max(time_s, out_end_s, self._back_free_s)  # [2]
-        self._back_free_s = start_s + copy.back_s
+        self._back_free_s = self._back_end_s[place] = start_s + copy.back_s
         self.done.append(Copied(backward, start_s, self._back_free_s, copy.bytes))
-        return self._back_free_s
+
+    def back_s(self, backward: Action) -> float:
+        """When the backward has what it needs. 0 for what was not offloaded."""
+        return self._back_end_s.pop((backward.micro_batch, backward.chunk), 0.0)

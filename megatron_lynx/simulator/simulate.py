@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -54,6 +55,8 @@ class RunningStage:
     passes: Sequence[ChunkPasses]
     behind: Mapping[Action, Action]
     """The backward that follows a forward at once."""
+    asked_by: Mapping[Action, Action] = field(default_factory=dict)
+    """Where copies avoid messages: the backward whose reload is asked for when a pass begins. Empty where they need not."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
@@ -86,7 +89,7 @@ class Run:
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
         self._stages = [
-            RunningStage(number, passes, _behind(order))
+            RunningStage(number, passes, _behind(order), _asked_by(order) if _avoids_messages(passes) else {})
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
         self._p2p_s = p2p_s
@@ -134,8 +137,9 @@ class Run:
             if action.kind == "R":
                 replay = passes.received[phase]
                 continue
-            free, arrived = yield from self._exchange(stage, before, action, free)
-            free = self._execute(stage, action, phase, replay, free, arrived)
+            over = self._behind_copies(stage, before, action, free)
+            behind, arrived = yield from self._exchange(stage, before, action, over)
+            free = self._execute(stage, action, phase, replay, behind, arrived, over - free)
             before, replay = action, NOTHING
         yield from self._end(stage, before, free)
 
@@ -163,8 +167,15 @@ class Run:
             self._post(sent, free)
         yield from ()
 
-    def _execute(self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
-        """Note what runs; the time at which it is over."""
+    def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
+        """When an exchange can begin, if copies avoid messages (a blocking schedule's; else there is always one under way)."""
+        exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
+        return max(free, stage.copies.free_s) if stage.asked_by and self._schedule.blocking and exchanges else free
+
+    def _execute(
+        self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float, held_up_s: float
+    ) -> float:
+        """Note what runs; the time at which it is over. `held_up_s`: for which its exchange waited for copies."""
         passes, begin = stage.passes[action.chunk].of(action.micro_batch), arrived
         may_return = stage.copies_may_return_s
         if replay.seconds:  # [3]
@@ -173,14 +184,19 @@ class Run:
             end = begin if exposed_s else free + replay.seconds * self._interference
             shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
             stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
+        stage.copies.pass_begins(begin)
+        if (coming := stage.asked_by.get(action)) is not None:
+            stage.copies.reload(coming, begin, stage.passes[coming.chunk].of(coming.micro_batch).copy)
         waited = 0.0
         if action.kind == "B":
-            waited = max(0.0, stage.copies.back_s(action, may_return, passes.copy) - begin)
+            stage.copies.reload(action, may_return, passes.copy)
+            waited = max(0.0, stage.copies.back_s(action) - begin)
         chosen = stage.forward(action, phase) if action.kind == "F" else passes.backward[phase]
         end = begin + waited + chosen.seconds
-        stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited))
+        stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
         if action.kind == "F" and passes.copy is not None and not stage.goes_back_at_once(action):
-            stage.copies.offload(action, end, passes.copy)
+            leave = stage.copies.offload_later if stage.asked_by else partial(stage.copies.offload, time_s=end)
+            leave(action, copy=passes.copy)
         return end
 
     def _post(self, message: Message, time_s: float) -> None:
@@ -220,6 +236,18 @@ class Run:
 def _behind(order: Sequence[Action]) -> dict[Action, Action]:
     passes = [action for action in order if action.kind != "R"]
     return {one: after for one, after in pairwise(passes) if (one.kind, after.kind) == ("F", "B")}
+
+
+def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
+    return any(chunk.copy is not None and chunk.copy.avoids_messages for chunk in passes)
+
+
+def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
+    """One backward ahead; the first one's is asked for by the pass before it."""
+    passes = [action for action in order if action.kind != "R"]
+    backwards = [action for action in passes if action.kind == "B"]
+    before_first = passes[max(0, passes.index(backwards[0]) - 1)]
+    return {before_first: backwards[0], **dict(pairwise(backwards))}
 
 
 def _direction(action: Action) -> Literal["F", "B"]:

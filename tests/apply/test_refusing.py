@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from megatron_lynx.apply.match import _FEATURES
 from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
 
@@ -172,6 +176,35 @@ def test_groups_in_which_gradients_come_early(pool_of):
     assert (type(last.error), last.changed, last.places) == (HookRefused, [], ["plan: stages.1.windows"])
     assert "in groups of 4 micro-batches" in str(last.error)
     assert "groups of 2" in str(last.error)
+
+
+def test_copies_that_avoid_messages_that_are_always_under_way(pool_of):
+    """Interleaved schedules overlap their exchanges with passes, unless they are told not to."""
+    job = INTERLEAVED
+    plan = offloading(plan_for(job, lambda _: ()), 1000, beside="avoid")
+    for stage, refusal in enumerate(refused(pool_of, job, None, plan)):
+        assert type(refusal.error) is HookRefused
+        assert refusal.places == [f"plan: stages.{at}.offload.beside_messages" for at in (stage, stage + 2)]
+        assert "--no-overlap-p2p-communication" in str(refusal.error)
+
+
+OWN_DEVICES = {"cpu_offloading", "fine_grained_activation_offloading"}
+"""What switches stock's offloading of activations on, in every release."""
+
+
+def test_every_way_in_which_stock_offloads_activations_is_known():
+    """A release with another switch would let two deciders move the same tensors. Refused are the switches; the rest says how."""
+    import megatron.core
+
+    roots = {Path(megatron.core.__path__[0]), *(Path("build").glob("megatron-core-*/megatron/core"))}
+    for root in roots:
+        text = "".join((root / name).read_text() for name in ("model_parallel_config.py", "transformer/transformer_config.py"))
+        switches = set(re.findall(r"^    (\w*offload\w*): bool = False", text, flags=re.MULTILINE))
+        assert switches - HOW_IT_IS_DONE <= OWN_DEVICES & set(_FEATURES), root
+
+
+HOW_IT_IS_DONE = {"cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers", "cpu_offloading_weights"}
+HOW_IT_IS_DONE |= {"delay_offload_until_cuda_graph"}
 
 
 # --- while a plan is in force --------------------------------------------------------------------------------------------

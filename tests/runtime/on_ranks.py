@@ -8,8 +8,9 @@ import torch
 
 
 def there_and_back_on_streams(rank: int) -> dict[str, bool]:
+    from megatron_lynx.runtime.stream_copier import StreamCopier
     from megatron_lynx.runtime.trace import Trace
-    from megatron_lynx.runtime.transfer import Owner, StreamCopier
+    from megatron_lynx.runtime.transfer import Owner
 
     device, owner = torch.device("cpu"), Owner("stage 0", 0)
     out, back = StreamCopier("offload", Trace(), device), StreamCopier("reload", Trace(), device)

@@ -10,8 +10,9 @@ import torch
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.host_pool import ALIGNMENT, HostPool, available_bytes
+from megatron_lynx.runtime.thread_copier import ThreadCopier
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Owner, ThreadCopier
+from megatron_lynx.runtime.transfer import Owner
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.offload import Hosted, Offloader, OffloadPolicy, Shipment, on_device, sets_on_host
+from megatron_lynx.runtime.offload import Offloader, sets_on_host
+from megatron_lynx.runtime.parcel import Hosted, on_device
+from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
 from megatron_lynx.runtime.turns import Turn, Turns
 
 CPU = torch.device("cpu")
@@ -160,6 +163,41 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
         assert moved[0] == 0
         assert made.take_waited_s() > 0
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1]
+
+
+def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
+    policy = OffloadPolicy(10**6, 1, 1, 1, avoids_messages=True)
+    made = Offloader({0: policy}, device=CPU, limit_bytes=10**7)
+    timeline: list[str] = []
+
+    def slowly(target: Tensor, source: Tensor) -> None:
+        time.sleep(0.02)
+        target.copy_(source)
+        timeline.append("copied")
+
+    made.out.move = made.back.move = slowly  # type: ignore[attr-defined]
+    shipment = made.open(0, 0)
+    (handle,) = stowed(shipment, torch.arange(64.0))
+    made.depart(shipment, None)
+    made.exchange_begins()
+    timeline.append("message behind the forward")
+    assert made.take_bytes() == (0, 0)
+    made.pass_begins()
+    made.exchange_begins()
+    timeline.append("message behind the next pass")
+    made.fetch(shipment)
+    made.exchange_begins()
+    timeline.append("message behind the reload")
+    assert timeline == [
+        "message behind the forward",
+        "copied",
+        "message behind the next pass",
+        "copied",
+        "message behind the reload",
+    ]
+    assert torch.equal(handle.tensor(), torch.arange(64.0))
+    assert made.take_waited_s() > 0
+    made.close()
 
 
 def test_parcels_are_fetched_last_one_first_and_once() -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.thread_copier import ThreadCopier
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Copier, Owner, ThreadCopier
+from megatron_lynx.runtime.transfer import Copier, Owner
 from megatron_lynx.testbed.ranks import RankPool
 from tests.runtime.on_ranks import there_and_back_on_streams
 
@@ -123,7 +124,7 @@ def test_no_thread_outlives_its_copier() -> None:
 
 
 def test_both_directions_are_copiers() -> None:
-    from megatron_lynx.runtime.transfer import copiers_for
+    from megatron_lynx.runtime.copiers import copiers_for
 
     out, back = copiers_for(torch.device("cpu"), Trace())
     assert isinstance(out, Copier)

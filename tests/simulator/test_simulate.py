@@ -122,6 +122,26 @@ def test_copies_longer_than_passes_are_exposed() -> None:
     assert simulation.exposed_copy_s(1) == 0.0
 
 
+@pytest.mark.parametrize("copy_s", [0.25, 3.0])
+def test_copies_that_avoid_messages(copy_s: float) -> None:
+    """They begin when the exchange behind their forward is over, and the next exchange waits for them: never both at once."""
+    p2p_s, microbatches = 0.5, 3
+    copy = HostCopy(copy_s, copy_s, 8, avoids_messages=True)
+    passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=copy)
+    simulation = simulate(one_f_one_b(2, microbatches), [[passes], [passes]], p2p_s)
+    copied = simulation.copied[0]
+    assert len(copied) == 2 * microbatches
+    exchanged = (
+        each for before, each in pairwise(simulation.executed[0]) if (before.action.kind, each.action.kind) != ("B", "F")
+    )
+    messages = [(each.arrived_s - p2p_s, each.arrived_s) for each in exchanged]
+    for each in copied:
+        assert not [at for at in messages if each.start_s < at[1] and at[0] < each.end_s], each
+    before = next(each.start_s for each in simulation.executed[0] if str(each.action) == "1F0")
+    assert (copied[0].start_s, copied[0].end_s) == (before, before + copy_s), "behind the message of its own forward"
+    assert (simulation.exposed_copy_s(0) > 0) == (copy_s > 1)
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     schedule = Schedule((read_actions("0F0 0B0 1F0 1B0"), read_actions("1F0 1B0 0F0 0B0")), (0, 0), blocking=False)
     with pytest.raises(ValueError, match=r"stage 0 waits for .*kind='B', micro_batch=0.*; stage 1 waits for"):

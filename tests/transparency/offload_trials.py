@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lynx.config.job import Job
@@ -23,7 +29,8 @@ class Failed:
     busy: bool = False
     threads: list[str] = field(default_factory=list)
     equal_afterwards: bool = False
-    """Whether stock's gradients are what they were before, when the plan was removed."""
+    """Whether gradients of a later step are what stock's were before."""
+    offloaded_afterwards: int = 0
 
 
 def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offload", "reload"]) -> Failed:
@@ -75,6 +82,96 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
         return start(target, source, owner, after)
 
     copier.start = starting
+
+
+SHORT = timedelta(seconds=20)
+"""Of the process groups of a step that fails: nobody waits longer for a rank that is gone."""
+
+MIDDLE = 1
+"""The micro-batch, of four, that fails."""
+
+
+def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["forward", "backward", "offload", "reload"]) -> Failed:
+    """The first stage fails in the middle of a step, with messages under way; the other waits for what never comes. Then the
+    groups are made anew, as a restarted job makes them, and the same installation runs a step."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed import training as lines
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    with _groups_that_do_not_wait_long():
+        lines.shut_down()
+        dist.init_process_group("gloo", timeout=SHORT)
+        lines.initialise(job)
+    training, result = lines.Training(job, build_model(job), optimizer=None), Failed()
+
+    def step() -> dict[str, Tensor]:
+        lines.seed_random_numbers(7)
+        training.step(lines.synthetic_batches(job))
+        return training.gradients()
+
+    before = step()
+    with install(training.chunks, plan) as installation:
+        with _failing(installation.engine.offloader, where) if rank == 0 else nullcontext(lines.forward_step) as forward_step:
+            try:
+                lines.run_schedule(training.chunks, job, lines.synthetic_batches(job), forward_step_func=forward_step)
+            except Exception as error:  # noqa: BLE001 (on the other stage it is gloo's)
+                result.error = f"{type(error).__name__}: {error}"
+        gc.collect()
+        result.left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
+        result.busy = installation.engine.busy
+        lines.shut_down()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] += "0"  # as a launcher counts: ranks meet elsewhere in the store
+        lines.initialise(job)
+        installation.engine.take_counts()
+        after = step()
+        result.equal_afterwards = all(torch.equal(after[name], gradient) for name, gradient in before.items())
+        result.offloaded_afterwards = installation.engine.take_counts().offloaded_bytes
+    lines.shut_down()
+    return result
+
+
+@contextmanager
+def _groups_that_do_not_wait_long() -> Iterator[None]:
+    original = dist.new_group
+    dist.new_group = lambda *args, **kwargs: original(*args, **{**kwargs, "timeout": SHORT})
+    try:
+        yield
+    finally:
+        dist.new_group = original
+
+
+@contextmanager
+def _failing(offloader: Any, where: str) -> Iterator[Any]:
+    """Megatron's `forward_step_func` to run with, while the second micro-batch fails where it is said."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_lynx.testbed.training import forward_step
+
+    backward, calls = schedules.custom_backward, Counter[str]()
+
+    def failing_forward(batches: Any, model: Any) -> Any:
+        result = forward_step(batches, model)
+        calls["forward"] += 1
+        if where == "forward" and calls["forward"] == MIDDLE + 1:
+            raise ValueError("a forward in the middle")
+        return result
+
+    def failing_backward(*args: Any) -> None:
+        backward(*args)
+        calls["backward"] += 1
+        if where == "backward" and calls["backward"] == MIDDLE + 1:
+            raise ValueError("a backward in the middle")
+
+    copier = offloader.out if where == "offload" else offloader.back
+    usual = copier.start, copier.move
+    if where in ("offload", "reload"):
+        _break_last(offloader, where, MIDDLE)
+    schedules.custom_backward = failing_backward
+    try:
+        yield failing_forward
+    finally:
+        schedules.custom_backward = backward
+        copier.start, copier.move = usual
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.plan.strategies import plans as plans_of
 from tests.profiler.made_up import made_up_profile
-from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, reshape
+from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED, checked
@@ -101,19 +102,23 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
 
 
 @every_model
-def test_late_copies_and_overwritten_memory(pool_of: Pools, like: Any) -> None:
+@pytest.mark.parametrize("layout", [{"pipeline": 4, "microbatches": 6}, LAYOUTS["PP2xVPP2"]], ids=["PP4", "PP2xVPP2"])
+def test_late_copies_and_overwritten_memory(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
     """Every copy takes a random time; what was let go, what is not reloaded yet and what was reloaded holds NaN."""
-    job = tiny_job(like, pipeline=4, microbatches=6)
+    job = tiny_job(like, **layout)
     replayed = ["input_layernorm", "rotary", "core_attention", "activation"]
     candidates = [
         offloading(plan_for(job, lambda layer: ()), int(0.63 * chunk_bytes(job))),
         offloading(plan_for(job, lambda layer: replayed), chunk_bytes(job), prefetch=2),
     ]
-    results = checked(pool_of, job, candidates, Trial(steps=1, tampered=True))
+    if job.chunks == 1:
+        candidates.append(offloading(plan_for(job, lambda layer: replayed[:1]), chunk_bytes(job), beside="avoid"))
+    results = checked(pool_of, job, candidates, Trial(steps=1, tampered=True, canaries=True))
     for stage, outcomes in enumerate(results):
         for outcome in outcomes:
             assert_in_order(outcome)
-            assert bool(outcome.planned.copies) == (stage < 3), "the last stage's backwards follow their forwards"
+            at_once = job.chunks == 1 and stage == job.parallel.pipeline - 1
+            assert bool(outcome.planned.copies) != at_once, "the last stage's backwards follow their forwards"
             assert outcome.planned.overwritten >= len(outcome.planned.copies) // 4
 
 
@@ -153,6 +158,24 @@ def test_copies_leave_behind_a_forward_and_return_before_their_backward(pool_of:
             assert mine["offload"][0]["end_s"] <= mine["reload"][-1]["start_s"]
             if number > 1:
                 assert spans(events, "backward", number - 2)[-1]["end_s"] <= mine["reload"][0]["start_s"], "not two ahead"
+
+
+def test_copies_that_avoid_messages_run_beside_none(pool_of: Pools) -> None:
+    """While a gradient is waited for nothing is copied, wherever the plan says so."""
+    job = tiny_job("gpt", pipeline=4, microbatches=6)
+    plan = offloading(plan_for(job, lambda layer: ()), chunk_bytes(job), beside="avoid")
+    for outcomes in checked(pool_of, job, [plan], Trial(steps=1, traced=True))[:3]:
+        events = outcomes[0].planned.events
+        copies = [event for event in events if event["kind"] in ("offload", "reload")]
+        received = [event for event in events if event["kind"] == "recv"]
+        assert copies
+        assert len(received) == job.microbatches
+        beside = [(copy, recv) for copy in copies for recv in received if starts_in(copy, recv) or starts_in(recv, copy)]
+        assert beside == []
+
+
+def starts_in(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(other["start_s"] <= one["start_s"] < other["end_s"])
 
 
 def spans(events: list[dict[str, Any]], kind: str, micro_batch: int) -> list[dict[str, Any]]:
@@ -230,6 +253,29 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_is_left(pool_of: Pools, di
     assert other.error == ""
     for rank in (first, other):
         assert (rank.left, rank.busy, rank.threads, rank.equal_afterwards) == ([], False, [], True)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "offload", "reload"])
+def test_an_interleaved_step_that_fails_in_the_middle(where: Any) -> None:
+    """The other stage waits for a message that never comes, no longer than its group does. Nothing of the step is held anywhere,
+    and a step behind it, over new groups, is stock's in every bit."""
+    job = tiny_job("llama", **LAYOUTS["PP2xVPP2"])
+    plan = offloading(plan_for(job, lambda layer: ["activation"], windows=False), chunk_bytes(job))
+    with RankPool(2) as pool:  # of its own: its groups are gone afterwards
+        first, other = pool.run(fail_mid_step, job, plan, where)
+    if where in ("forward", "backward"):
+        assert first.error == f"ValueError: a {where} in the middle"
+    else:
+        assert re.search(
+            r"OffloadError: copying activations .* failed(?s:.*)stage 0, chunk 0, micro-batch 1 of this run, \d+ bytes",
+            first.error,
+        )
+        assert "OSError: the link is down" in first.error
+    assert other.error, "it was told by its group"
+    assert "OffloadError" not in other.error
+    for rank in (first, other):
+        assert (rank.left, rank.busy, rank.equal_afterwards) == ([], False, True)
+        assert rank.offloaded_afterwards > 0
 
 
 def test_a_host_that_is_too_small_is_refused_before_training(pool_of: Pools) -> None:

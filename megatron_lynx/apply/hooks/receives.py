@@ -2,6 +2,7 @@
 
 Replaces              `_p2p_ops` and `_batched_p2p_ops` of `megatron.core.pipeline_parallel.p2p_communication`.
 Why                   while the next stage's gradient is on its way the stage idles; its first frames can be replayed there.
+                      Where the plan keeps copies to the host away from messages, they are let through before.
 Calls the original    once per call, with the keywords as they came.
 Holds                 nothing.
 Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns one
@@ -26,6 +27,7 @@ def claims(engine: Engine, *, waited_for_later: bool) -> Iterator[Claim]:
     def hooked(original: Any) -> Any:
         @wraps(original)
         def exchange(**kwargs: Any) -> Any:
+            engine.exchange_begins()
             works = original(**kwargs)
             if kwargs.get("tensor_recv_next") is None:
                 return works

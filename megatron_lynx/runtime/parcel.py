@@ -1,0 +1,126 @@
+"""One storage of one micro-batch, wherever its bytes are, and views of it.
+
+    original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
+        └── let go when that copy is over             └── waited for      the rest stays in a tensor of its own
+
+Reloads go into fresh tensors of exactly the parcel's size: each is freed as soon as backward has passed its node. Two buffers
+that are filled in turns would hold two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.runtime.host_pool import Block
+from megatron_lynx.runtime.saved import map_nest
+from megatron_lynx.runtime.transfer import Copier, Copy, Owner, failed
+
+
+class Parcel:
+    """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device."""
+
+    def __init__(self, original: Tensor, owner: Owner, back: Copier) -> None:
+        self.size_bytes = original.nbytes
+        self._device = original.device
+        self._original: Tensor | None = original
+        self._owner = owner
+        self._rest: Tensor | None = None
+        self._block: Block | None = None
+        self._out: Copy | None = None
+        self._back: Copy | None = None
+        self._copier = back
+        self._returned: Tensor | None = None
+
+    def send(self, block: Block, size_bytes: int, out: Copier) -> None:
+        """The first `size_bytes` go to the host; the rest, if any, stays in a tensor of its own."""
+        assert self._original is not None
+        here, rest = self._original[:size_bytes], self._original[size_bytes:]
+        self._rest = rest.clone() if rest.nbytes else None
+        self._block = block
+        self._out = block.last = out.start(block.tensor[:size_bytes], here, self._owner, (block.last,))
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is on its way, and its original still here."""
+        return self._out is not None and self._original is not None
+
+    def settle(self, out: Copier) -> None:
+        """Let the original go if its copy is over."""
+        if self._out is not None and self._out.done:
+            out.check(self._out)
+            self._let_go()
+
+    def release(self, out: Copier) -> None:
+        """Let the original go, behind its copy."""
+        if self._out is not None and self._original is not None:
+            out.wait(self._out)
+            self._let_go()
+
+    def fetch(self) -> None:
+        """Start the copy back, if there is one to start."""
+        if self._out is None or self._block is None:
+            return
+        block, self._block = self._block, None
+        sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
+        fresh = self._fresh(sent)
+        if self._rest is not None:
+            fresh[sent:].copy_(self._rest)
+            self._rest = None
+        self._back = block.last = self._copier.start(fresh[:sent], block.tensor[:sent], self._owner, (self._out,))
+        self._returned = fresh
+
+    def bytes_here(self) -> Tensor:
+        """The storage on the device, as bytes; what comes behind this comes behind its copy back."""
+        if self._out is None:
+            assert self._original is not None
+            return self._original
+        if self._block is not None:
+            self.fetch()
+        if self._back is not None:
+            self._copier.wait(self._back)
+            self._back = None
+            self._let_go()
+        assert self._returned is not None
+        return self._returned
+
+    def _let_go(self) -> None:
+        """Its copy to the host is over, on the device's timeline too."""
+        self._original = None
+
+    def _fresh(self, sent: int) -> Tensor:
+        try:
+            return torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
+        except Exception as error:
+            raise failed("reload", self._owner, sent, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Hosted:
+    """A tensor, as a view of its parcel: what autograd and frames hold instead of it."""
+
+    parcel: Parcel
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, parcel: Parcel) -> Hosted:
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        return cls(parcel, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.requires_grad)
+
+    def tensor(self) -> Tensor:
+        """Same size, stride, offset, type and bits as the one that was packed. Can be asked for again."""
+        storage = self.parcel.bytes_here().untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def on_device(value: Any) -> Any:
+    """The same nest with tensors in place of handles."""
+    return map_nest(Hosted, lambda hosted: hosted.tensor().requires_grad_(hosted.requires_grad), value)

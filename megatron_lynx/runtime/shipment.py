@@ -1,0 +1,103 @@
+"""What of one micro-batch's forward through one chunk goes to the host: which storages may, and which do.
+
+A tensor stays where it is if its storage lasts (parameters, buffers), or somebody else holds it anyway: masks and rotary tables,
+which come into a half as arguments, what the stage received, and its output.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lynx.runtime.host_pool import HostPool
+from megatron_lynx.runtime.parcel import Hosted, Parcel
+from megatron_lynx.runtime.saved import map_nest, storage_of, tensors_in
+from megatron_lynx.runtime.transfer import Copier, Owner
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """What the plan says about one chunk, in the runtime's terms."""
+
+    bytes: int
+    """Of one micro-batch, how many go to the host."""
+    smallest_tensor_bytes: int
+    """Smaller storages stay."""
+    prefetch: int = 1
+    """How many backwards before its own a micro-batch's parcels are fetched."""
+    sets: int = 1
+    """Micro-batches that are on the host at once."""
+    avoids_messages: bool = False
+    """Whether copies are asked for between the exchanges with other stages only, and exchanges come behind them."""
+
+
+@dataclass(eq=False)
+class Shipment:
+    """The parcels of one forward of one chunk, in the order in which they were made."""
+
+    owner: Owner
+    policy: OffloadPolicy
+    pool: HostPool
+    device: torch.device
+    back: Copier
+    lasting: set[int]
+    _staying: dict[int, Tensor] = field(default_factory=dict)
+    _parcels: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Somebody else holds these until backward."""
+        self._staying |= {storage_of(tensor): tensor for tensor in tensors}
+
+    def stow(self, tensor: Tensor) -> Hosted | Tensor:
+        """A handle for a tensor that may go to the host, and the tensor itself, without its graph, for one that may not."""
+        if not self.may_go(tensor):
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        storage = storage_of(tensor)
+        known = self._parcels.get(storage)
+        parcel = known() if known is not None else None
+        if parcel is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            parcel = Parcel(whole, self.owner, self.back)
+            self._parcels.pop(storage, None)  # one that died had this address before
+            self._parcels[storage] = weakref.ref(parcel)
+        return Hosted.of(tensor, parcel)  # [1]
+
+    def stow_all(self, value: Any) -> Any:
+        """The same nest with handles in place of tensors that may go."""
+        return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.stow(tensor), value)
+
+    def parcels(self) -> Iterator[Parcel]:
+        yield from (parcel for known in list(self._parcels.values()) if (parcel := known()) is not None)
+
+    @property
+    def full(self) -> bool:
+        """Whether more parcels would stay anyway."""
+        return sum(parcel.size_bytes for parcel in self.parcels()) >= self.policy.bytes
+
+    def chosen(self, outputs: Any) -> list[tuple[Parcel, int]]:
+        """Which parcels go, and how much of each."""
+        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
+        left, chosen = self.policy.bytes, []
+        for storage, known in self._parcels.items():
+            parcel = known()
+            if parcel is None or storage in kept_outputs or left <= 0:
+                continue
+            chosen.append((parcel, min(left, parcel.size_bytes)))
+            left -= parcel.size_bytes
+        self._staying.clear()
+        return chosen
+
+    def may_go(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one that can go: its own, large enough, plain, and held by nobody else."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
+            return False
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = storage_of(tensor)
+        large = tensor.untyped_storage().nbytes() >= max(1, self.policy.smallest_tensor_bytes)
+        return large and storage not in self.lasting and storage not in self._staying
