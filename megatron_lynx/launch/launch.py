@@ -4,7 +4,7 @@ megatron.training                        Launch
 -----------------------------------------------------------------------------------------
 all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
 the training loop begins                 begin(model): install
-  a step begins / ends                   step(): the one that is traced, the ones that are checked
+  a step begins / ends                   step(): the one that is traced, the ones that are checked; what it did, into logs
 the training loop ends, however          end()
 """
 
@@ -22,8 +22,10 @@ from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
+from megatron_lynx.launch.metrics import Metrics, writers
 from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.runtime.engine import Counts
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 
@@ -38,6 +40,7 @@ class Launch:
         self._installation: Any = None
         self._check: Check | None = None
         self._args: Any = None
+        self._metrics: Metrics | None = None
 
     def prepare(self, args: Any) -> None:
         """Read and check everything that can be checked before a model is built; all ranks go on, or none.
@@ -73,9 +76,11 @@ class Launch:
         with self._installation:
             self._say_begun()
             self._check = self._new_check()
+            self._metrics = Metrics(self._args, *writers())
             yield
             self._say_checked()
-            self._say_done()
+            self._metrics.close()
+            self._say_done(self._metrics.total)
 
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
@@ -88,6 +93,8 @@ class Launch:
             arguments["forward_backward_func"] = self._check.around(schedule, optimizer, self._installation)
         with self._trace.around(self._installation.engine.trace):
             yield
+        if self._metrics is not None:
+            self._metrics.step_ends(self._installation.engine)
         if self._check is not None and self._check.over:
             self._say_checked()
 
@@ -113,8 +120,7 @@ class Launch:
             f"megatron-core {installed_version()}, {held}"
         )
 
-    def _say_done(self) -> None:
-        counts = self._installation.engine.take_counts()
+    def _say_done(self, counts: Counts) -> None:
         done = f"replayed {counts.replayed} layer halves: {counts.hidden} inside windows, {counts.on_demand} on demand"
         if counts.offloaded_bytes:
             done += f"; {format_bytes(counts.offloaded_bytes)} copied to the host, {format_bytes(counts.reloaded_bytes)} back"

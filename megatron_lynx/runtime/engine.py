@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -69,6 +69,12 @@ class Counts:
     @property
     def replayed(self) -> int:
         return self.hidden + self.on_demand
+
+    def __add__(self, later: Counts) -> Counts:
+        """Of both stretches: sums, and the larger of what is held at once."""
+        most = ("live_ahead", "host_bytes")
+        both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
+        return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})
 
 
 class Engine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +97,74 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     assert "CUDA out of memory" in failed.value.problems[0].found
     assert not engine.busy
     del passes
+
+
+INTERLEAVED = Turns(
+    [
+        *(Turn("F", number, chunk, "warmup") for chunk in range(2) for number in range(2)),
+        *(Turn("B", number, chunk, "cooldown") for chunk in (1, 0) for number in range(2)),
+    ]
+)
+"""Two chunks of one stage, two micro-batches."""
+
+
+def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = None) -> list[Tensor]:
+    """The gradients of what goes into each forward. `fails_at`: the pass that raises before it ends."""
+    given, outputs = {}, {}
+    for turn in INTERLEAVED.all:
+        fails = (turn.kind, *turn.place) == fails_at
+        if turn.kind == "F":
+            given[turn.place] = torch.full((64,), 0.1 * (turn.micro_batch + 2 * turn.chunk + 1), requires_grad=True)
+            policy = replace(KEEPS_ALL, layer=turn.chunk + 1, chunk=turn.chunk)
+            with engine.forward_pass(*turn.place, 2) as ended_with:
+                outputs[turn.place] = engine.half(policy, code, (given[turn.place] * 1,), {})
+                if fails:
+                    raise ValueError("in the middle")
+                ended_with(outputs[turn.place])
+        else:
+            engine.exchange_begins()
+            engine.receive([Work()])[0].wait()
+            with engine.backward_pass(outputs[turn.place]):
+                outputs.pop(turn.place).sum().backward()
+                if fails:
+                    raise ValueError("in the middle")
+    return [tensor.grad for _, tensor in sorted(given.items()) if tensor.grad is not None]
+
+
+@pytest.mark.parametrize("where", [("F", 1, 1), ("B", 0, 1), "offload", "reload"])
+@pytest.mark.parametrize("avoids_messages", [False, True])
+def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messages: bool) -> None:
+    """A copy's error names stage, chunk, micro-batch and bytes. Nothing is held afterwards, and the next step is right: once it
+    was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
+    policies = {chunk: OffloadPolicy(10**6, 1, 1, 2, avoids_messages) for chunk in range(2)}
+    offloader = Offloader(policies, device=torch.device("cpu"), limit_bytes=10**7)
+    engine = Engine([Agenda(), Agenda()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
+    expected = passes_of_a_step(engine)
+    assert engine.take_counts().offloaded_bytes > 0
+    copier: Any = offloader.out if where == "offload" else offloader.back
+    usual, moved = copier.move, []
+
+    def breaking(target: Tensor, source: Tensor) -> None:
+        moved.append(target.nbytes)
+        if len(moved) == 5:
+            raise OSError("the link is down")
+        target.copy_(source)
+
+    if where in ("offload", "reload"):
+        copier.move = breaking
+        with pytest.raises(OffloadError, match=r"stage 0, chunk [01], micro-batch [23] of this run, 256 bytes"):
+            passes_of_a_step(engine)
+    else:
+        with pytest.raises(ValueError, match="in the middle"):
+            passes_of_a_step(engine, where)
+    copier.move = usual
+    assert not engine.busy
+    gc.collect()
+    assert [thing for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")] == []
+    again = passes_of_a_step(engine)
+    assert len(again) == len(expected) == 4
+    assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+    engine.close()
 
 
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:

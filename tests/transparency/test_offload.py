@@ -255,16 +255,16 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_is_left(pool_of: Pools, di
         assert (rank.left, rank.busy, rank.threads, rank.equal_afterwards) == ([], False, [], True)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "offload", "reload"])
+@pytest.mark.parametrize("where", ["backward", "offload"])
 def test_an_interleaved_step_that_fails_in_the_middle(where: Any) -> None:
     """The other stage waits for a message that never comes, no longer than its group does. Nothing of the step is held anywhere,
-    and a step behind it, over new groups, is stock's in every bit."""
+    and the plan can be removed. That the next step is right: `tests/runtime/test_offloading_engine.py`."""
     job = tiny_job("llama", **LAYOUTS["PP2xVPP2"])
     plan = offloading(plan_for(job, lambda layer: ["activation"], windows=False), chunk_bytes(job))
     with RankPool(2) as pool:  # of its own: its groups are gone afterwards
         first, other = pool.run(fail_mid_step, job, plan, where)
-    if where in ("forward", "backward"):
-        assert first.error == f"ValueError: a {where} in the middle"
+    if where == "backward":
+        assert first.error == "ValueError: a backward in the middle"
     else:
         assert re.search(
             r"OffloadError: copying activations .* failed(?s:.*)stage 0, chunk 0, micro-batch 1 of this run, \d+ bytes",
@@ -274,8 +274,7 @@ def test_an_interleaved_step_that_fails_in_the_middle(where: Any) -> None:
     assert other.error, "it was told by its group"
     assert "OffloadError" not in other.error
     for rank in (first, other):
-        assert (rank.left, rank.busy, rank.equal_afterwards) == ([], False, True)
-        assert rank.offloaded_afterwards > 0
+        assert (rank.left, rank.busy, rank.threads) == ([], False, [])
 
 
 def test_a_host_that_is_too_small_is_refused_before_training(pool_of: Pools) -> None:

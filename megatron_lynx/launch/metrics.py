@@ -1,0 +1,111 @@
+"""What a plan does, step by step, in the TensorBoard and W&B logs that a launch writes anyway.
+
+    step k      every rank: what its engine counted ──the largest, over gloo, not waited for──> the rank that logs
+    next log    what came of step k is there by now, and is written for step k
+    the end     so is what is left
+
+Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B: so all ranks tell it. Nothing waits for a device:
+seconds that it has not passed when a step ends count in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lynx.runtime.engine import Counts, Engine
+
+PREFIX = "lynx/"
+
+
+def figures(counts: Counts) -> dict[str, float]:
+    """Of one step, by name."""
+    found: dict[str, float] = {
+        "host_bytes": counts.host_bytes,
+        "copied_to_host_bytes": counts.offloaded_bytes,
+        "copied_back_bytes": counts.reloaded_bytes,
+        "exposed_copy_s": counts.exposed_copy_s,
+        "replays_hidden": counts.hidden,
+        "replays_on_demand": counts.on_demand,
+    }
+    if torch.cuda.is_available():
+        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()  # since Megatron last reset it
+    return found
+
+
+@dataclass
+class _Pending:
+    """Figures on their way to the rank that logs."""
+
+    step: int
+    names: Sequence[str]
+    values: torch.Tensor
+    work: Any
+
+
+class Metrics:
+    """Of one training loop. To be made by all ranks together.
+
+    Args:
+        args: Megatron's.
+        tensorboard: its SummaryWriter, None on ranks that do not log.
+        wandb: the module after its `init`, likewise.
+    """
+
+    def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
+        self.total = Counts()
+        """Of all steps."""
+        self._args = args
+        self._tensorboard, self._wandb = tensorboard, wandb
+        self._wanted = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
+        gloo = getattr(args, "enable_gloo_process_groups", True)  # without, the rank that logs tells of itself alone
+        together = self._wanted and gloo and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if together else None
+        self._pending: _Pending | None = None
+
+    def step_ends(self, engine: Engine) -> None:
+        """Take what the engine counted; every so many steps, as Megatron logs, it goes to the log."""
+        counts = engine.take_counts(exact=False)
+        self.total = self.total + counts
+        step = self._args.curr_iteration + 1
+        if not self._wanted or step % self._args.tensorboard_log_interval:
+            return
+        self._write()
+        found = figures(counts)
+        values = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
+        work = None
+        if self._group is not None:
+            last = dist.get_world_size() - 1
+            work = dist.reduce(values, dst=last, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = _Pending(step, list(found), values, work)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._write()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _write(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.work is not None:
+            pending.work.wait()
+        named = {f"{PREFIX}{name}": value for name, value in zip(pending.names, pending.values.tolist(), strict=True)}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, pending.step)
+        if self._wandb is not None:
+            self._wandb.log(named, pending.step)
+
+
+def writers() -> tuple[Any, Any]:
+    """Megatron's, for TensorBoard and W&B; on most ranks there are none."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer(), get_wandb_writer()
