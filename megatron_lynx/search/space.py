@@ -56,28 +56,24 @@ class Space:
 
     def on(self, layout: Layout) -> Iterator[Job]:
         """The jobs of one layout, by micro-batch size."""
-        pipeline = layout.parallel.pipeline
-        for job in self._of_all_sizes(layout):
-            if layout.schedule == "double_buffered":
-                runs = job.microbatches >= pipeline
-            else:
-                runs = layout.parallel.layers_per_chunk is None or job.microbatches % pipeline == 0
-            if runs:
-                yield job
+        return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
 
     def short_of_microbatches(self) -> Iterator[Job]:
         """What two versions of the weights would not be enough for."""
         for layout in self._layouts():
             if layout.schedule == "double_buffered":
-                yield from (job for job in self._of_all_sizes(layout) if job.microbatches < layout.parallel.pipeline)
+                yield from (self._job(layout, micro) for micro, count in self._sizes(layout) if not _runs(layout, count))
 
-    def _of_all_sizes(self, layout: Layout) -> Iterator[Job]:
+    def _sizes(self, layout: Layout) -> Iterator[tuple[int, int]]:
+        """Micro-batch sizes, and how many micro-batches a pipeline then has."""
+        share = self._share(layout.parallel.ranks)
+        return ((micro, share // micro) for micro in divisors(share))
+
+    def _job(self, layout: Layout, micro: int) -> Job:
         stated = {"gpus": self.gpus, "parallel": layout.parallel, "policy": "none", "offload_ratio": 0.0}
         defers = layout.schedule == "flush" or self.job.defer_updates
-        stated |= {"schedule": layout.schedule, "defer_updates": defers}
-        for micro in divisors(self._share(layout.parallel.ranks)):
-            batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
-            yield self.job.model_copy(update={**stated, "batch": batch})
+        batch = Batch.model_construct(micro=micro, global_=self.job.batch.global_)
+        return self.job.model_copy(update={**stated, "batch": batch, "schedule": layout.schedule, "defer_updates": defers})
 
     def _layouts(self) -> Iterator[Layout]:
         for tensor in self._tensors():
@@ -141,6 +137,14 @@ class Space:
     def _sequence_parallel(self, tensor: int, context: int) -> tuple[bool, ...]:
         slices = tensor * (1 if context == 1 else 2 * context)
         return (False, True) if tensor > 1 and self.job.model.seq % slices == 0 else (False,)
+
+
+def _runs(layout: Layout, microbatches: int) -> bool:
+    """Whether a schedule can run so many micro-batches."""
+    pipeline = layout.parallel.pipeline
+    if layout.schedule == "double_buffered":
+        return microbatches >= pipeline
+    return layout.parallel.layers_per_chunk is None or microbatches % pipeline == 0
 
 
 @lru_cache(maxsize=1024)
