@@ -2,21 +2,24 @@
 
     python -m benchmarks.delayed_gradients -o benchmarks/results
 
-Characters of Python's library, two stages, two micro-batches per update, Adam with clipping; weights, text and learning rate are
-the same for both, and differ between seeds. Validation loss by the number of updates; noise is the spread over seeds.
+Characters of Python's library, two stages, two micro-batches per update, Adam with clipping; weights, text and learning rates are
+the same for both; weights and text differ between seeds. Validation loss by the number of updates; noise is the spread over
+seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.learning_ranks import learned
+from benchmarks.learning_ranks import Course, learned
 from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -48,22 +51,40 @@ def picture(curves: dict[str, list[list[float]]], every: int, path: Path) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=0.0005, help="Adam's learning rate")
+    parser.add_argument("--rate", type=float, default=0.0005, help="Adam's highest learning rate")
+    parser.add_argument("--warmup", type=int, default=0, help="updates of a linear rise to it")
+    parser.add_argument("--decay", action="store_true", help="a cosine down to nearly zero behind the warm-up")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument(
+        "--pipeline", type=int, default=2, help="stages; the rule is the same with any number, and 1 needs one core"
+    )
     parser.add_argument("-o", "--out", type=Path, default=Path())
     given = parser.parse_args()
     sizes: dict[str, Any] = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 128, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    job = tiny_job("gpt", pipeline=2, microbatches=2, micro=8, **sizes)
-    curves = run_ranks(learned, 2, job, given.rate, given.seeds, given.updates, given.every, timeout_s=3600)[-1]
-    name = f"{date.today()}-delayed-gradients-{given.rate}"
-    picture(curves, given.every, given.out / f"{name}.png")
-    arguments = f"--rate {given.rate} --seeds {given.seeds} --updates {given.updates} --every {given.every}"
-    command = f"python -m benchmarks.delayed_gradients {arguments}"
+    job = tiny_job("gpt", pipeline=given.pipeline, microbatches=2, micro=8, **sizes)
+    course = Course(given.rate, given.updates, given.every, given.warmup, given.decay)
+    curves = run_ranks(learned, job.gpus, job, course, given.seeds, pin=False, timeout_s=10_000)[-1]
+    write(curves, course, f"python -m benchmarks.delayed_gradients {_as_given(given)}", given.out)
+
+
+def _as_given(given: argparse.Namespace) -> str:
+    """The options again, but where the answer goes."""
+    values = {name: value for name, value in vars(given).items() if name != "out" and value is not False}
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
+
+
+def write(curves: dict[str, list[list[float]]], course: Course, command: str, out: Path) -> None:
+    """Figure, table and numbers."""
+    name = f"{date.today()}-delayed-gradients-{course.rate}{'-decay' if course.decay else ''}"
+    picture(curves, course.every, out / f"{name}.png")
+    (out / f"{name}.json").write_text(
+        json.dumps({"command": command, "course": asdict(course), "curves": curves}, indent=1) + "\n"
+    )
     text = f"# A gradient that is one update old\n\n`{command}`: validation loss, mean over seeds (lowest, highest).\n\n"
-    (given.out / f"{name}.md").write_text(f"{text}{table(curves, given.every)}\n")
-    print(table(curves, given.every))
+    (out / f"{name}.md").write_text(f"{text}{table(curves, course.every)}\n")
+    print(table(curves, course.every))
 
 
 if __name__ == "__main__":

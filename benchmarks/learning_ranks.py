@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +28,61 @@ SOURCES = (
 VALIDATION_BATCHES = 8
 
 
-def learned(rank: int, job: Job, rate: float, seeds: int, batches: int, every: int) -> dict[str, list[list[float]]]:
-    """Validation losses before the first batch and behind each `every` batches, by setting and seed. On the last stage."""
+@dataclass(frozen=True)
+class Course:
+    """How a run goes: its learning rate by update, and when it is evaluated."""
+
+    rate: float
+    """The highest."""
+    updates: int
+    every: int
+    """Updates from one evaluation to the next."""
+    warmup: int = 0
+    """Updates of a linear rise to `rate`."""
+    decay: bool = False
+    """A cosine down to nearly zero at the end, behind the warm-up; else the rate stays."""
+
+    def rate_of(self, update: int) -> float:
+        """The rate of an update, counted from 0."""
+        if update < self.warmup:
+            return self.rate * (update + 1) / self.warmup
+        done = (update - self.warmup) / (self.updates - self.warmup)
+        return self.rate * (1 + math.cos(math.pi * done)) / 2 if self.decay else self.rate
+
+
+def learned(rank: int, job: Job, course: Course, seeds: int) -> dict[str, list[list[float]]]:
+    """Validation losses before the first batch and at each evaluation, by setting and seed. On the last stage."""
     from megatron_lynx.testbed.training import initialise
 
     initialise(job)
     settings = {"flush": False, "without flushes": True}
-    return {
-        name: [list(curve(job, without, rate, seed, batches, every)) for seed in range(seeds)]
-        for name, without in settings.items()
-    }
+    return {name: [list(curve(job, without, course, seed)) for seed in range(seeds)] for name, without in settings.items()}
 
 
-def curve(job: Job, without_flushes: bool, rate: float, seed: int, batches: int, every: int) -> Iterator[float]:
-    """The same weights, text and learning rate with either. The pipeline drains for an evaluation."""
+def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterator[float]:
+    """The same weights, text and learning rates with either. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training, forward_step, run_schedule, seed_random_numbers
 
-    training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=rate)
+    training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=course.rate)
     sizes: dict[str, Any] = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
     pipeline = DoubleBuffered(training.chunks, training.optimizer, **sizes) if without_flushes else None
     seed_random_numbers(seed)
     text = windows(job, seed, validation=False)
     yield validation_loss(job, training)
-    for batch in range(1, batches + 1):
+    for batch in range(1, course.updates + 1):
+        for group in training.optimizer.param_groups:
+            group["lr"] = course.rate_of(batch - 1)
         training.chunks[0].zero_grad_buffer()
         training.optimizer.zero_grad()
         if pipeline is None:
             run_schedule(training.chunks, job, [next(text) for _ in range(job.microbatches)])
             training.optimizer.step()
         else:
-            pipeline.forward_backward(forward_step, text, drains=batch % every == 0)
+            pipeline.forward_backward(forward_step, text, drains=batch % course.every == 0)
             pipeline.update()
-        if batch % every == 0:
+        if batch % course.every == 0:
             yield validation_loss(job, training)
 
 
