@@ -79,7 +79,7 @@ class Installation:
         self.remove()
 
 
-def install(model: Any, plan: Plan) -> Installation:
+def install(model: Any, plan: Plan, without_flushes: Any = None) -> Installation:
     """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
     To be called on every rank, after `parallel_state` and the model exist and before the first step.

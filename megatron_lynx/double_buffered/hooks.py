@@ -19,6 +19,16 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.double_buffered.pipeline import DoubleBuffered
 from megatron_lynx.errors import HookRefused, Problem
 
+UNPROVEN = (
+    "collect_non_loss_data",
+    "adjust_tensor_shapes_fn",
+    "force_all_reduce",
+    "decoder_seq_length",
+    "p2p_communicator",
+    "pg_collection",
+)
+"""What a loop may ask Megatron's schedules for, and not these."""
+
 
 def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:
     """What to put in place (`apply.hook.put_in_place`) before the first step, with nothing in flight.
@@ -65,6 +75,6 @@ def _changed(pipeline: DoubleBuffered, settings: dict[str, Any]) -> Iterator[Pro
     for name, needed in pipeline.made_for.items():
         if settings.get(name) != needed:
             yield Problem(name, str(settings.get(name)), str(needed), "batch sizes may not ramp up")
-    for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
+    for name in UNPROVEN:
         if settings.get(name):
             yield Problem(name, str(settings[name]), "none")

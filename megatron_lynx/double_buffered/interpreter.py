@@ -10,9 +10,10 @@ Every function of Megatron's schedules is looked up when it is called, so that h
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -63,6 +64,8 @@ class Interpreter:
             cp_group=parallel_state.get_context_parallel_group(),
         )
         self._exchange = exchange(group, self.config, shape)
+        model_type = {"model_type": get_model_type(chunk)}  # until 0.17 a backward was told
+        self._told_backward = model_type if "model_type" in inspect.signature(schedules.backward_step).parameters else {}
         self._in_flight: dict[int, tuple[Tensors, Tensors]] = {}
         self._losses: defaultdict[int, list[Any]] = defaultdict(list)
         self._tokens: defaultdict[int, torch.Tensor] = defaultdict(lambda: torch.zeros([], dtype=torch.int, device="cuda"))
@@ -96,17 +99,28 @@ class Interpreter:
         last_backward = Action((batch + 1) * self.microbatches - 1, "B")
         overlaps = self.config.grad_sync_func is None or self.stage == 0
         no_sync = self.config.no_sync_func or nullcontext
-        for action, following in pairwise([*actions, then]):
-            assert action is not None
-            with nullcontext() if action == last_backward and overlaps else no_sync():
-                self._before(action)
-                if action.kind == "F":
-                    self._forward(action, following, forward_step_func, batches)
-                else:
-                    self._backward(action, following)
-        self._before(last_backward)
-        self._reduce_gradients(self._tokens.pop(batch, None), overlaps)
+        with self._timed():
+            for action, following in pairwise([*actions, then]):
+                assert action is not None
+                with nullcontext() if action == last_backward and overlaps else no_sync():
+                    self._before(action)
+                    if action.kind == "F":
+                        self._forward(action, following, forward_step_func, batches)
+                    else:
+                        self._backward(action, following)
+            self._before(last_backward)
+            self._reduce_gradients(self._tokens.pop(batch, None), overlaps)
         return self._losses.pop(batch, [])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """As Megatron's schedules time themselves."""
+        timers = self.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        yield
+        if timers is not None:
+            timers("forward-backward").stop()
 
     def _forward(self, action: Action, following: Action | None, forward_step_func: Callable[..., Any], batches: Any) -> None:
         batch = action.micro_batch // self.microbatches
@@ -131,8 +145,7 @@ class Interpreter:
     def _backward(self, action: Action, following: Action | None) -> None:
         gradients = self._exchange.take(action)
         inputs, outputs = self._in_flight.pop(action.micro_batch)
-        model_type = get_model_type(self.chunk)
-        input_gradients = schedules.backward_step(inputs, outputs, gradients, model_type, self.config)
+        input_gradients = schedules.backward_step(inputs, outputs, gradients, config=self.config, **self._told_backward)
         self._exchange.pass_on(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_lynx.apply.hook import MARK
+from megatron_lynx.double_buffered import releases
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.schedule import double_buffered
 
@@ -40,6 +41,9 @@ UNPROVEN: dict[str, tuple[object, str]] = {
     "cuda_graph_impl": ("none", "graphs hold on to addresses of weights"),
     "enable_cuda_graph": (False, "graphs hold on to addresses of weights"),
     "external_cuda_graph": (False, "graphs hold on to addresses of weights"),
+    "qk_clip": (False, "it rescales weights behind the update, by what forwards of two versions saw"),
+    "log_max_attention_logit": (False, "it would mix micro-batches of two batches"),
+    "gtp_weight_remat_size": (1, "weights are gathered by collectives of their own"),
 }
 """Fields of Megatron's model configuration: what they must be, and why."""
 
@@ -49,6 +53,9 @@ UNPROVEN_WITH_DDP: dict[str, tuple[object, str]] = {
     "use_megatron_fsdp": (False, "it moves weights itself"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights and gradients would share memory"),
     "nccl_ub": (False, "its weights live in memory registered with NCCL"),
+    "fp8_param_gather": (False, "weights have copies of their own"),
+    "fp4_param_gather": (False, "weights have copies of their own"),
+    "param_name_patterns_for_fp32_local_accumulation": (None, "it was not tried"),
 }
 UNPROVEN_WITH_DEFERRAL: dict[str, tuple[object, str]] = {
     "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates"),
@@ -57,6 +64,8 @@ UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
     "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),
     "use_precision_aware_optimizer": (False, "it was not tried"),
     "optimizer_cpu_offload": (False, "it was not tried"),
+    "optimizer_cuda_graph": (False, "graphs hold on to addresses of weights"),
+    "use_layer_wise_distributed_optimizer": (False, "it was not tried"),
 }
 
 
@@ -81,6 +90,7 @@ def check(
 
 
 def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
+    yield from releases.stale()
     yield from _unproven("model config", get_model_config(chunk), UNPROVEN)
     yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), UNPROVEN_WITH_DDP)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

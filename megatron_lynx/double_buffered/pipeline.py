@@ -82,6 +82,11 @@ class DoubleBuffered:
             self.gradients.show(action.micro_batch // self._microbatches)
 
     @property
+    def drained(self) -> bool:
+        """Whether nothing is in flight behind the batch that was run last: the same on all stages."""
+        return self._drains
+
+    @property
     def in_flight(self) -> int:
         """Micro-batches of the next batch that had their forward, but no backward yet."""
         return len(self._interpreter.in_flight)

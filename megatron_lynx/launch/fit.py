@@ -18,6 +18,10 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     if plan.schedule == "double_buffered" and getattr(args, "lynx_check", None) is not None:
         found = "a plan without flushes, whose gradients are not complete when a step ends"
         yield Problem("--lynx-check", found, "one that flushes", "check a plan for --lynx-schedule flush")
+    found, planned = getattr(args, "lynx_schedule", "flush"), plan.schedule.replace("_", "-")
+    if found != planned:
+        todo = "launch with the plan's, or make a plan for this one"
+        yield Problem("--lynx-schedule", str(found), f"{planned}, as the plan has it", todo)
     if (granularity := getattr(args, "recompute_granularity", None)) is not None:
         found = f"{granularity} (set by --recompute-activations or --recompute-granularity)"
         yield Problem("--recompute-*", found, "none", "drop these flags: the plan decides what is recomputed")

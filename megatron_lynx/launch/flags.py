@@ -12,6 +12,7 @@ from megatron_lynx.errors import ConfigError, Problem
 PREFIX = "--lynx-"
 LEVELS = ("debug", "info", "warning", "error")
 REFERENCES = ("fitting", "none", "full")
+SCHEDULES = ("flush", "double-buffered")
 GROUP = "megatron-lynx"
 
 
@@ -25,10 +26,15 @@ class Flags:
     lynx_log: str = "warning"
     lynx_check: int | None = None
     lynx_check_against: str = "fitting"
+    lynx_schedule: str = "flush"
 
     @property
     def plan(self) -> Path | None:
         return None if self.lynx_plan is None else Path(self.lynx_plan)
+
+    @property
+    def without_flushes(self) -> bool:
+        return self.lynx_schedule == "double-buffered"
 
     @property
     def trace(self) -> Path | None:
@@ -66,6 +72,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=Flags.lynx_check_against,
         help="Stock without recomputation (none), with full recomputation (full), or the first of them that fits in memory (the "
         "default).",
+    )
+    group.add_argument(
+        "--lynx-schedule",
+        choices=SCHEDULES,
+        default=Flags.lynx_schedule,
+        help="double-buffered: do not empty the pipeline before each update. Keeps two versions of the weights, and changes how "
+        "the model learns: gradients are one update old. Default: flush, as ever.",
     )
     group.add_argument(
         "--lynx-log", choices=LEVELS, default=Flags.lynx_log, help="What megatron-lynx says on rank 0 beside its summary."

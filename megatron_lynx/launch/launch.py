@@ -24,6 +24,7 @@ from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.metrics import Metrics, writers
 from megatron_lynx.launch.trace_file import TraceFile
+from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.engine import Counts
 from megatron_lynx.units import format_bytes
@@ -50,26 +51,40 @@ class Launch:
         self._args = args
         for name, value in vars(self.flags).items():
             setattr(args, name, value)
-        if self.flags.plan is None:
+        if self.flags.plan is None and not self.flags.without_flushes:
             return
         error: LynxError | None = None
         try:
-            self._plan = load_plan(self.flags.plan)
-            if problems := [*arguments_against(self._plan, args), *self._trace.problems()]:
-                raise ConfigError("this launch and its plan do not fit", problems)
+            if self.flags.without_flushes and (refused := [*against_two_versions(args)]):
+                raise ConfigError("this launch cannot train without flushes", refused)
+            if self.flags.plan is not None:
+                self._plan = load_plan(self.flags.plan)
+                if problems := [*arguments_against(self._plan, args), *self._trace.problems()]:
+                    raise ConfigError("this launch and its plan do not fit", problems)
         except LynxError as found:
             error = found
         agree(error, same=None if self._plan is None else _digest(self._plan), what=f"--lynx-plan {self.flags.lynx_plan}")
 
     @contextmanager
-    def training(self, model: Any) -> Iterator[None]:
-        """The plan is in force inside."""
+    def training(self, model: Any, optimizer: Any) -> Iterator[None]:
+        """The schedule and the plan are in force inside."""
+        if not self.flags.without_flushes:
+            with self._planned(model):
+                yield
+            return
+        from megatron_lynx.launch.without_flushes.loop import without_flushes  # it imports Megatron
+
+        with without_flushes(model, optimizer, self._plan) as pipeline, self._planned(model, pipeline):
+            yield
+
+    @contextmanager
+    def _planned(self, model: Any, pipeline: Any = None) -> Iterator[None]:
         if self._plan is None:
             yield
             return
         error: LynxError | None = None
         try:
-            self._installation = install(model, self._plan)
+            self._installation = install(model, self._plan, without_flushes=pipeline)
         except LynxError as found:
             error = found
         agree(error)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_lynx.config.job import Job
 
-from ..testbed.on_ranks import Run
+from ..testbed.on_ranks import Run, same
 
 
 def stock_and_interpreted(rank: int, job: Job, how: dict[str, Any], setting: dict[str, Any]) -> tuple[Run, Run]:
@@ -95,6 +95,14 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
             seed_random_numbers(7)
             train(job, how, training, range(batches), run)
     return runs
+
+
+def differing(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> list[str]:
+    """What is not equal between the two. (Tensors of other releases do not travel: they are pickled in a way of their own.)"""
+    expected, run = trained_twice(rank, job, how, batches)
+    assert len(run.parameters) == batches
+    assert not same(run.parameters[-1], run.parameters[-2])
+    return [name for name in ("losses", "parameters") if not same(vars(expected)[name], vars(run)[name])]
 
 
 def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained) -> None:

@@ -26,9 +26,9 @@ def claims(launch: Launch) -> Iterator[Claim]:
 
     def around_loop(original: Any) -> Any:
         @wraps(original)
-        def train(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            with launch.training(model):
-                return original(forward_step_func, model, *args, **kwargs)
+        def train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            with launch.training(model, optimizer):
+                return original(forward_step_func, model, optimizer, *args, **kwargs)
 
         return train
 

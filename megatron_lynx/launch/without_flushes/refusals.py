@@ -1,0 +1,65 @@
+"""What a launch may not ask for together with `--lynx-schedule double-buffered`.
+
+Told from Megatron's validated arguments, before a model is built. What only the model and its optimizer show is told when training
+begins (`double_buffered.match`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lynx.errors import Problem
+
+FLAG = "--lynx-schedule double-buffered"
+ALONE = f"or drop {FLAG}"
+
+NEEDED: dict[str, tuple[object, str]] = {
+    "rerun_mode": ("disabled", "batches overlap: none can be run again alone"),
+    "rampup_batch_size": (None, "every batch must have as many micro-batches"),
+    "step_batch_size_schedule": (None, "every batch must have as many micro-batches"),
+    "decrease_batch_size_if_needed": (False, "every batch must have as many micro-batches"),
+    "perform_rl_step": (False, "rollouts need weights that are one version, in every step"),
+    "async_save": (False, "weights move to other memory while it saves"),
+    "adlr_autoresume": (False, "it would save while micro-batches are in flight"),
+    "inprocess_restart": (False, "what is in flight would be lost"),
+    "save_wgrads_interval": (None, "gradients of the next batch have begun"),
+    "save_dgrads_interval": (None, "gradients of the next batch have begun"),
+    "save_params_interval": (None, "it was not tried"),
+    "save_activations_interval": (None, "it would mix micro-batches of two batches"),
+    "save_tokens_per_expert_interval": (None, "it would mix micro-batches of two batches"),
+    "vision_pretraining": (False, "it was not tried"),
+    "hybrid_context_parallel": (False, "it has a schedule of its own"),
+    "use_torch_fsdp2": (False, "it moves weights itself"),
+}
+"""Megatron's arguments: what they must be, and why. One that a release does not have is as it must be."""
+
+
+def problems(args: Any) -> Iterator[Problem]:
+    """Every argument that does not go together with two versions of the weights. Import Megatron before."""
+    from megatron_lynx.double_buffered.match import UNPROVEN, UNPROVEN_WITH_DDP, UNPROVEN_WITH_OPTIMIZER
+
+    yield from _layout(args)
+    for name, (needed, why) in {**NEEDED, **UNPROVEN, **UNPROVEN_WITH_DDP, **UNPROVEN_WITH_OPTIMIZER}.items():
+        found = getattr(args, name, needed)
+        if found != needed and not (needed is None and not found):
+            yield Problem(f"--{name.replace('_', '-')}", str(found), f"{needed} with {FLAG}", why)
+    if getattr(args, "fp16", False) and not getattr(args, "loss_scale", None):
+        yield Problem(
+            "--loss-scale", "none: a dynamic one", f"a constant one with {FLAG}", "batches overlap: two scales would mix"
+        )
+
+
+def _layout(args: Any) -> Iterator[Problem]:
+    stages, chunks = args.pipeline_model_parallel_size, getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    if stages == 1:
+        yield Problem("--pipeline-model-parallel-size", "1", f"at least 2 with {FLAG}", f"one stage has no flush, {ALONE}")
+    if chunks > 1:
+        yield Problem("model chunks of each stage", str(chunks), f"1 with {FLAG}", "drop the flags of interleaving, " + ALONE)
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if microbatches < stages:
+        found = (
+            f"{microbatches} (--global-batch-size {args.global_batch_size} / {args.micro_batch_size} / {args.data_parallel_size})"
+        )
+        needed = f"at least {stages}, one for each stage, with {FLAG}"
+        yield Problem("micro-batches per update", found, needed, f"enlarge --global-batch-size, {ALONE}")

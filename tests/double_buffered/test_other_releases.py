@@ -1,0 +1,50 @@
+"""Other releases of megatron-core: the version rule to the bit there too. `tests/apply/test_other_releases.py` says where they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from . import on_ranks
+
+RELEASES = ("0.15", "0.17", "0.18", "0.19")
+SHARDED = {"distributed_optimizer": True, "dtype": "bf16"}
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
+    variable = f"MEGATRON_CORE_{release.replace('.', '_')}_DIR"
+    folder = Path(os.environ.get(variable, "")).resolve()
+    if not (folder / "megatron" / "core").is_dir():
+        pytest.skip(f"no megatron-core {release} in {folder} ({variable}; `make test` downloads it where it can)")
+    path = os.pathsep.join([str(folder), *(entry or os.getcwd() for entry in sys.path)])
+    with RankPool(2, env={"PYTHONPATH": path}) as pool:
+        yield lambda ranks: pool
+
+
+@pytest.mark.parametrize("layout", [{}, SHARDED], ids=str)
+def test_the_version_rule_to_the_bit(pool_on, release, layout):
+    if release == "0.15":
+        pytest.skip("no release that can train without flushes")
+    how = {"ddp": True, "optimizer": "megatron", "defer_updates": True, "overlap_grad_reduce": True}
+    job = tiny_job("gpt", pipeline=2, microbatches=3, **layout)
+    assert pool_on(2).run(on_ranks.differing, job, how) == [[], []]
+
+
+def test_an_older_release_is_refused(pool_on, release):
+    if release != "0.15":
+        pytest.skip("it can train without flushes")
+    for _, text in pool_on(2).run(on_ranks.refused, tiny_job("gpt", pipeline=2), {}, on_ranks.nothing):
+        assert "megatron.core: found 0.15" in text

@@ -1,0 +1,83 @@
+"""`--lynx-schedule double-buffered` through the `megatron.training` of the newest wheel, on two ranks of this machine.
+
+Six batches, evaluated behind the fourth; checkpoints behind the third. What it must equal is in `pretrain_versions.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from .launched import MODEL, launch
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "pretrain_tiny.py"
+VERSIONS = HERE / "pretrain_versions.py"
+VALIDATION = re.compile(r"validation loss at iteration (\d+) .*lm loss value: (\S+) ")
+FLAGS = [
+    *MODEL,
+    *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16", "--rerun-mode", "disabled"),
+    *("--train-iters", "6", "--split", "90,10,0", "--eval-iters", "1", "--eval-interval", "4"),
+]
+WITHOUT = ["--lynx-schedule", "double-buffered"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """`run(script, flags)` launches a script on two ranks."""
+    wheel = Path(os.environ.get("MEGATRON_CORE_0_19_DIR", "")).resolve()
+    if not (wheel / "megatron" / "training").is_dir():
+        pytest.skip(f"no megatron.training in {wheel} (MEGATRON_CORE_0_19_DIR; `make test` downloads it where it can)")
+    return partial(launch, path=[wheel], ranks=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("launch")
+
+
+@pytest.fixture(scope="module")
+def going_on(run, folder):
+    return run(SCRIPT, [*FLAGS, *WITHOUT, "--save", folder / "saved", "--save-interval", "3"])
+
+
+def test_every_printed_digit_is_that_of_the_version_rule(run, going_on):
+    expected = run(VERSIONS, FLAGS, env={"DRAINED": "3,4"})
+    assert (expected.status, going_on.status) == (0, 0), going_on.text
+    assert len(expected.iterations) == 6
+    assert going_on.iterations == expected.iterations
+    assert VALIDATION.findall(going_on.text) == VALIDATION.findall(expected.text) != []
+
+
+def test_it_says_what_it_does(going_on):
+    [said] = going_on.ours
+    assert "training without flushes, on gradients that are one update old" in said
+
+
+def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, going_on):
+    """Asked to stop within the second batch, when forwards of the third have begun: that one drains, and is saved."""
+    asked = run(VERSIONS, [*FLAGS, *WITHOUT, "--save", folder / "asked", "--exit-signal-handler"], env={"SIGNAL": "2"})
+    assert "exiting program after receiving SIGTERM" in asked.text
+    assert asked.iterations == going_on.iterations[:3]
+    resumed = run(SCRIPT, [*FLAGS, *WITHOUT, "--load", folder / "asked"])
+    assert resumed.iterations == going_on.iterations[3:]
+
+
+def test_what_does_not_go_together_is_said_at_once(run):
+    flags = [*FLAGS, "--rerun-mode", "validate_results", "--overlap-grad-reduce", "--overlap-param-gather", "--async-save"]
+    flags += ["--micro-batch-size", "8", "--ckpt-format", "torch_dist"]
+    refused = run(SCRIPT, [*flags, *WITHOUT])
+    assert refused.status != 0
+    headline, *problems = refused.ours
+    assert headline == "megatron-lynx: this launch cannot train without flushes"
+    assert "micro-batches per update: found 1 (--global-batch-size 8 / 8 / 1), needed at least 2" in problems[0]
+    assert [problem.split(":")[0] for problem in problems[1:]] == [
+        "  - --rerun-mode",
+        "  - --async-save",
+        "  - --overlap-param-gather",
+    ]
+    assert "Traceback" not in refused.text.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
