@@ -57,16 +57,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--micro", type=int, default=8, help="sequences of 64 characters in each of the two micro-batches")
     parser.add_argument(
         "--pipeline", type=int, default=2, help="stages; the rule is the same with any number, and 1 needs one core"
     )
     parser.add_argument("-o", "--out", type=Path, default=Path())
     given = parser.parse_args()
     sizes: dict[str, Any] = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 128, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    job = tiny_job("gpt", pipeline=given.pipeline, microbatches=2, micro=8, **sizes)
+    job = tiny_job("gpt", pipeline=given.pipeline, microbatches=2, micro=given.micro, **sizes)
     course = Course(given.rate, given.updates, given.every, given.warmup, given.decay)
     curves = run_ranks(learned, job.gpus, job, course, given.seeds, pin=False, timeout_s=10_000)[-1]
-    write(curves, course, f"python -m benchmarks.delayed_gradients {_as_given(given)}", given.out)
+    name = f"{date.today()}-delayed-gradients-{given.rate}{'-decay' if given.decay else ''}-micro-{given.micro}"
+    write(curves, course, f"python -m benchmarks.delayed_gradients {_as_given(given)}", given.out / name)
 
 
 def _as_given(given: argparse.Namespace) -> str:
@@ -77,13 +79,12 @@ def _as_given(given: argparse.Namespace) -> str:
 
 def write(curves: dict[str, list[list[float]]], course: Course, command: str, out: Path) -> None:
     """Figure, table and numbers."""
-    name = f"{date.today()}-delayed-gradients-{course.rate}{'-decay' if course.decay else ''}"
-    picture(curves, course.every, out / f"{name}.png")
-    (out / f"{name}.json").write_text(
+    picture(curves, course.every, out.with_name(f"{out.name}.png"))
+    out.with_name(f"{out.name}.json").write_text(
         json.dumps({"command": command, "course": asdict(course), "curves": curves}, indent=1) + "\n"
     )
     text = f"# A gradient that is one update old\n\n`{command}`: validation loss, mean over seeds (lowest, highest).\n\n"
-    (out / f"{name}.md").write_text(f"{text}{table(curves, course.every)}\n")
+    out.with_name(f"{out.name}.md").write_text(f"{text}{table(curves, course.every)}\n")
     print(table(curves, course.every))
 
 

@@ -28,6 +28,7 @@ from megatron_lynx.apply.releases import present_release
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.overlapping import Overlapping
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,13 @@ log = logging.getLogger(__name__)
 class Installation:
     """A plan in force. Removable between steps; usable as a context manager."""
 
-    def __init__(self, engine: Engine, hooks: list[Hook]) -> None:
+    def __init__(self, engine: Engine, hooks: list[Hook], overlapping: Overlapping | None = None) -> None:
         self.engine = engine
         """Counts and trace of what ran: `installation.engine.take_counts()`, `.trace`."""
         self._hooks = hooks
+        self._overlapping = overlapping
+        if overlapping is not None:
+            overlapping.under(engine)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -48,6 +52,8 @@ class Installation:
     def remove(self) -> None:
         """Put back every identical object. Raises `HookRefused` in the middle of a step; a second call does nothing."""
         self._give_back()
+        if self._overlapping is not None:
+            self._overlapping.under(None)
         self.engine.close()
 
     @contextmanager
@@ -79,14 +85,20 @@ class Installation:
         self.remove()
 
 
-def install(model: Any, plan: Plan, without_flushes: Any = None) -> Installation:
+def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) -> Installation:
     """Put `plan` in force for `model`: a GPTModel of megatron-core, as built and wrapped, or Megatron's list of a rank's chunks.
 
     To be called on every rank, after `parallel_state` and the model exist and before the first step.
 
+    Args:
+        model: the model, or the list of chunks.
+        plan: made for this model, layout and schedule.
+        without_flushes: what runs the batches instead of Megatron's schedules (`double_buffered.pipeline.DoubleBuffered`).
+
     Raises:
         PlanMismatch: the plan was made for another model, layout or stage (every difference is listed).
-        HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to.
+        HookRefused: this release, or something the run has switched on, is not what the hooks can hold on to; or micro-batches
+            are in flight.
         OffloadError: the host has too little memory for what the plan offloads.
     """
     run = live_run(model)
@@ -94,12 +106,17 @@ def install(model: Any, plan: Plan, without_flushes: Any = None) -> Installation
         raise HookRefused("this model cannot carry a plan", run)
     if stale := present_release().stale():
         raise HookRefused("megatron-core does not read as recorded", stale)
-    if refused := refusals(plan, run):
+    overlapping = without_flushes is not None
+    if refused := refusals(plan, run, overlapping):
         raise HookRefused("this run cannot carry a plan", refused)
-    if differing := mismatches(plan, run):
+    if differing := mismatches(plan, run, overlapping):
         raise PlanMismatch("the plan does not fit this run", differing)
     device = next(run.chunks[0].parameters()).device
     order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
+    extra: dict[str, Any] = {}
+    if without_flushes is not None:
+        without_flushes.check_drained("a plan is installed")
+        order, extra = without_flushes.few_batches, {"as_recorded": without_flushes.as_recorded}
     engine = Engine(
         [agenda(entry) for entry in plan.chunks_of(run.stage)],
         order=order,
@@ -107,11 +124,12 @@ def install(model: Any, plan: Plan, without_flushes: Any = None) -> Installation
         guard=left_as_they_were,
         device=device,
         offloader=offloader_of(plan, run, order, device),
+        **extra,
     )
     claims = list(_claims(engine, plan, run))
     if conflicts := holding.verify(claims):
         raise HookRefused("the plan cannot be installed", conflicts)
-    return Installation(engine, _changed(claims))
+    return Installation(engine, _changed(claims), without_flushes)
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:

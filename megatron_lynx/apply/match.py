@@ -85,14 +85,20 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
     return tuple(wrappers), model
 
 
-def mismatches(plan: Plan, run: LiveRun) -> list[Problem]:
-    """Every way in which the plan was made for something else."""
-    problems = [*_layout(plan, run), *_model(plan, run)]
+def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
+    """Every way in which the plan was made for something else. `overlapping`: the run does not flush."""
+    problems = [*_schedule(plan, overlapping), *_layout(plan, run), *_model(plan, run)]
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
         problems += _layers(plan, run)
     return problems
+
+
+def _schedule(plan: Plan, overlapping: bool) -> Iterator[Problem]:
+    needed = "double_buffered" if overlapping else "flush"
+    if plan.schedule != needed:
+        yield Problem("plan: schedule", plan.schedule, f"{needed}, as this run has it", "make a plan for this schedule")
 
 
 def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
@@ -131,9 +137,10 @@ def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"plan: stages.{at}.layers", str(entry.layers), f"{span}, as this rank has them", todo)
 
 
-def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
+def refusals(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
     """Everything about the run that the hooks cannot work with."""
     return [
+        *(_whole_micro_batches(plan, run) if overlapping else ()),
         *_stock_recomputation(run),
         *_features(run),
         *_early_gradients(plan, run),
@@ -142,6 +149,15 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_layer_classes(run),
         *_random(run),
     ]
+
+
+def _whole_micro_batches(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """They are counted in each step, and steps overlap."""
+    for entry in plan.chunks_of(run.stage):
+        if entry.whole:
+            yield Problem(
+                f"plan: stages.{entry.stage}.whole", str(entry.whole), "none without flushes", "plan without them"
+            )
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:

@@ -105,15 +105,15 @@ def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
 
 
 def check_no_plan() -> None:
-    """Raises `HookRefused` where a plan was installed since: a window would replay with another version's weights."""
+    """Raises `HookRefused` where a plan was installed since that knows of no two versions: it would replay with the wrong one."""
     if problems := list(_of_a_plan()):
         raise HookRefused("a plan was installed into a run without flushes", problems)
 
 
 def _of_a_plan() -> Iterator[Problem]:
     if getattr(schedules.forward_step, MARK, False):
-        todo = "replays in windows of another version's micro-batch are not built yet: use Megatron's own recomputation"
-        yield Problem("schedules.forward_step", "a plan that is installed", "none", todo)
+        found, todo = "a plan that is installed", "install it behind the pipeline: install(model, plan, without_flushes=pipeline)"
+        yield Problem("schedules.forward_step", found, "none", todo)
 
 
 def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ on and resuming from what was saved are the same: a checkpoint holds one version
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +24,16 @@ from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
+from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.runtime.turns import Turns
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
+
+if TYPE_CHECKING:
+    from megatron_lynx.runtime.engine import Engine
 
 
 class DoubleBuffered:
@@ -74,6 +80,7 @@ class DoubleBuffered:
         self.gradients = TwoGradients(model[0]) if self._deferral else None
         self._batch = 0
         self._drains = True
+        self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
         """The weights that this micro-batch sees, and the gradient that it adds to."""
@@ -103,9 +110,9 @@ class DoubleBuffered:
             What the loss function reported, by micro-batch of this batch: on the last stage, elsewhere nothing.
 
         Raises:
-            HookRefused: a plan was installed since.
+            HookRefused: a plan was installed since, and not for this pipeline.
         """
-        check_no_plan()
+        self._announce(drains)
         steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
         actions = [step for step in steps if isinstance(step, Action)]
         then = None if drains else self._next_forward()
@@ -113,6 +120,14 @@ class DoubleBuffered:
         self.versions.show(self.versions.newest)
         self._drains = drains
         return losses
+
+    def _announce(self, drains: bool) -> None:
+        if self._engine is None:
+            check_no_plan()
+            return
+        size = self._pipeline, self._stage, self._microbatches
+        turns = turns_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
+        self._engine.begin_batch(turns, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns.
@@ -133,6 +148,20 @@ class DoubleBuffered:
             found = f"forwards of the next batch have begun ({self.in_flight} on this stage)"
             problem = Problem("pipeline", found, "an empty one", "let the batch before it drain")
             raise HookRefused(f"{what} while micro-batches are in flight", [problem])
+
+    # --- under a plan (`runtime.overlapping`) --------------------------------------------------------------------------
+
+    def few_batches(self, microbatches: int) -> Turns:
+        """What this stage does from filling to draining."""
+        return turns_of_few_batches(self._pipeline, self._stage, microbatches)
+
+    def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
+        """The weights that this micro-batch (counted since the pipeline was filled) sees."""
+        return self.versions.seen(version_of(micro_batch, self._microbatches))
+
+    def under(self, engine: Engine | None) -> None:
+        """A plan is in force from the next batch on, or none is."""
+        self._engine = engine
 
     def _start_anew(self) -> None:
         self._batch = 0

@@ -42,6 +42,16 @@ class TwoVersions:
         self._first_buffer = 0
         self._shown = 0
 
+    @contextmanager
+    def seen(self, version: int) -> Iterator[None]:
+        """As `show`, inside; then as before."""
+        shown = self._shown
+        self.show(version)
+        try:
+            yield
+        finally:
+            self.show(shown)
+
     def show(self, version: int) -> None:
         """Let the parameters be those of `version`: the newest one or the one before."""
         assert max(self.newest - 1, 0) <= version <= self.newest, f"version {version} is gone or not there yet ({self.newest})"

@@ -36,9 +36,12 @@ from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, map_nest, storage_of, tensors_in
 from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.trace import Kind, Trace
+from megatron_lynx.runtime.turns import Turns
 from megatron_lynx.runtime.window import RECV_BACKWARD, Agenda, Phase, Place, WindowedWork, WindowKey
 
 Guard = Callable[[], AbstractContextManager[Any]]
+AsRecorded = Callable[[int], AbstractContextManager[None]]
+"""From a micro-batch's index to where its weights are in place (`runtime.overlapping`)."""
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Engine:
         guard: Guard = nullcontext,
         device: torch.device | None = None,
         offloader: Offloader | None = None,
+        as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
     ) -> None:
         self.agendas = tuple(agendas)
         """By chunk."""
@@ -99,6 +103,7 @@ class Engine:
         self.counts = Counts()
         self._random = random or TorchRandom()
         self._guard = guard
+        self._as_recorded = as_recorded
         self._scope: Recorder | Replayer | Passage | None = None
         self._entered_at: Any = None
 
@@ -134,6 +139,10 @@ class Engine:
         return counts
 
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
+
+    def begin_batch(self, turns: Turns, *, fills: bool) -> None:
+        """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
+        self.ledger.begin_batch(turns, fills)
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
@@ -259,7 +268,7 @@ class Engine:
         self.counts.gathered += 1
 
     def _run(self, replayer: Replayer) -> None:
-        with self._inside(replayer), self._guard():
+        with self._inside(replayer), self._guard(), self._as_recorded(replayer.frame.micro_batch.index):
             replayer.run()
 
     # --- windows -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class MicroBatch:
     number: int
     """Counted from 0 over the whole run; the same for all chunks that it passes through."""
     index: int = 0
-    """Counted from 0 in each step."""
+    """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
     chunk: int = 0
     frames: weakref.WeakValueDictionary[FrameKey, Frame] = field(default_factory=weakref.WeakValueDictionary)
     ahead: set[FrameKey] = field(default_factory=set)
@@ -63,6 +63,8 @@ class Ledger:
         self._turns = Turns(())
         self._begun = 0
         """Backwards of this step."""
+        self._overlapping = False
+        """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
         self._in_flight: dict[Place, MicroBatch] = {}
         self._first = self._count = 0
         """Number of this step's first micro-batch, and of the next one that opens."""
@@ -83,9 +85,23 @@ class Ledger:
         waits = self._recording is not None and any(frame.waits for frame in self._recording.frames.values())
         return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
+    def begin_batch(self, turns: Turns, fills: bool) -> None:
+        """A batch begins, of a schedule that does not empty the pipeline in between. `turns` begin with its first pass.
+
+        `fills`: nothing is in flight, and micro-batches are counted from 0.
+        """
+        self._overlapping = True
+        self._turns, self._begun = turns, 0
+        if fills:
+            self._first = self._count
+            self._in_flight.clear()
+
     def begin_forward(self, index: int, chunk: int, microbatches: int) -> None:
-        """Micro-batch `index` of `microbatches` goes through a chunk. The first one through the first chunk begins a step."""
-        if (index, chunk) == (0, 0):
+        """Micro-batch `index` of `microbatches` goes through a chunk. The first one through the first chunk begins a step, unless
+        batches overlap."""
+        if self._overlapping:
+            index = self._count - self._first
+        elif (index, chunk) == (0, 0):
             self._turns, self._begun, self._first = self._order(microbatches), 0, self._count
             self._in_flight.clear()  # what is left had its graph dropped without a backward
         self._in_forward = True

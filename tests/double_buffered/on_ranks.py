@@ -353,6 +353,81 @@ def unknown_optimizer(training: Any) -> None:
     training.optimizer = object()
 
 
+@dataclass
+class Planned:
+    """A run without flushes under a plan, against the reference."""
+
+    differing: list[str]
+    counts: Any
+    busy: bool
+
+
+def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches: int = 4) -> list[Planned]:
+    """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: replays read neither."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.training import initialise, seed_random_numbers
+
+    initialise(job)
+    expected, outcomes = Trained(), []
+    seed_random_numbers(7)
+    training = build(job, how)
+    seed_random_numbers(7)
+    reference(job, how, training, range(batches), expected)
+    for plan in plans:
+        run, training = Trained(), build(job, how)
+        pipeline = without_flushes(job, training, how)
+        installation = install(training.chunks, plan, without_flushes=pipeline)
+        spoil_retired(pipeline.versions)
+        seed_random_numbers(7)
+        double_buffered(job, how, training, range(batches), run, pipeline)
+        differing = [name for name in ("losses", "parameters") if not same(vars(expected)[name], vars(run)[name])]
+        outcomes.append(Planned(differing, installation.engine.take_counts(), installation.engine.busy))
+        installation.remove()
+    return outcomes
+
+
+def spoil_retired(versions: Any) -> None:
+    """Nobody may read it any more."""
+    refill = versions.refill
+
+    def spoiling(*buffers: int) -> None:
+        for memory in versions.retired():
+            memory.view(torch.float32).fill_(float("nan"))
+        refill(*buffers)
+
+    versions.refill = spoiling
+
+
+def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[str, str]:
+    """How plans are refused: of another schedule, on either; while micro-batches are in flight; with whole micro-batches."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.errors import LynxError
+    from megatron_lynx.testbed.training import forward_step, initialise, synthetic_batches
+
+    initialise(job)
+    said = {}
+    training = build(job, {})
+
+    def attempt(name: str, plan: str, pipeline: Any) -> None:
+        try:
+            install(training.chunks, plans[plan], without_flushes=pipeline)
+        except LynxError as error:
+            said[name] = str(error)
+
+    attempt("its plan, flushing", "ours", None)
+    pipeline = without_flushes(job, training, {})
+    attempt("stock's plan", "stock's", pipeline)
+    attempt("whole", "whole", pipeline)
+    text = (micro_batch for batch in range(2) for micro_batch in synthetic_batches(job, batch))
+    for batch in range(2):
+        clear_gradients(training)
+        pipeline.forward_backward(forward_step, text, drains=batch == 1)
+        pipeline.update()
+        if batch == 0:
+            attempt("in flight", "ours", pipeline)
+    return said
+
+
 def plan_installed(training: Any) -> Callable[[], None]:
     from megatron.core.pipeline_parallel import schedules
 

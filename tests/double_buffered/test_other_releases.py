@@ -1,4 +1,4 @@
-"""Other releases of megatron-core: the version rule to the bit there too. `tests/apply/test_other_releases.py` says where they are."""
+"""Other releases of megatron-core: the version rule to the bit there, too. They are where `tests/apply` finds them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What training without flushes must equal, written without it: stock's flushing loop, batch j on W(j-1), its update made to W(j).
+"""What training without flushes must equal, written without it: stock's flushing loop, batch j on W(j-1), its update to W(j).
 
-DRAINED: batches behind which versions are counted anew, like `3,4`. SIGNAL: the batch within which rank 1 is asked to stop.
+DRAINED: batches behind which versions are counted anew, like `3,4`. SIGNAL: the batch behind which rank 1 is asked to stop.
 """
 
 import os
@@ -41,20 +41,20 @@ def load(parameters, weights):
         parameter.data.copy_(weight)
 
 
-def stopped_within(number):
-    train_step = training.train_step
+def asked_to_stop_behind(number):
+    log = training.training_log
 
-    def stopping(*args, **kwargs):
+    def training_log(*args, **kwargs):
         if training.get_args().curr_iteration + 1 == number:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*args, **kwargs)
+        return log(*args, **kwargs)
 
-    return stopping
+    return training_log
 
 
 if __name__ == "__main__":
     if DRAINED:
         training.get_forward_backward_func = batches_on_older_weights()
     if "SIGNAL" in os.environ and os.environ["RANK"] == "1":
-        training.train_step = stopped_within(int(os.environ["SIGNAL"]))
+        training.training_log = asked_to_stop_behind(int(os.environ["SIGNAL"]))
     runpy.run_path(str(Path(__file__).with_name("pretrain_tiny.py")), run_name="__main__")

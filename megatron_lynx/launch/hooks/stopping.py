@@ -3,7 +3,7 @@
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).
 Why                   a signal, or the end of the time that was given, is only noticed when a batch is over, and then forwards of
-                      the next one have begun. It is remembered, the next batch drains, and Megatron saves and stops behind that one.
+                      the next one have begun. It is remembered, the next batch drains, and Megatron saves and stops there.
 Calls the original    once per call where the pipeline is empty, with the arguments as they came.
 Holds                 nothing; what was noticed is `Draining`'s.
 Passes through when   the pipeline is empty. Where it is not, nothing is due that Megatron's arguments tell, so nothing is missed;

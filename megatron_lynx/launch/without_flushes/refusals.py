@@ -1,7 +1,7 @@
 """What a launch may not ask for together with `--lynx-schedule double-buffered`.
 
-Told from Megatron's validated arguments, before a model is built. What only the model and its optimizer show is told when training
-begins (`double_buffered.match`).
+Told from Megatron's validated arguments, before a model is built. What only the model and its optimizer show is told when
+training begins (`double_buffered.match`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""What a stage runs without flushes, as the runtime follows it: by batch, micro-batches counted since the pipeline was filled.
+
+stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
+turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those behind them: what is
+                                                                          fetched from the host comes before its batch begins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.schedule import one_f_one_b
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.double_buffered import batch_order, order
+
+FEW_BATCHES = 3
+"""In which everything happens that ever does: filling, going on, draining."""
+
+
+def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> Turns:
+    """From the first pass of a batch's run on."""
+    batches = [batch] if drains else [batch, batch + 1]
+    steps = [
+        step
+        for index in batches
+        for step in batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains)
+        if isinstance(step, Action)
+    ]
+    return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+
+
+def turns_of_few_batches(pipeline: int, stage: int, microbatches: int) -> Turns:
+    """From filling to draining."""
+    steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
+    return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+
+
+def _phased(actions: Sequence[Action], ahead: int) -> Iterator[Turn]:
+    """As `schedule.Schedule.phases` tells them: a backward behind another one is in cool-down."""
+    phase = "cooldown"
+    for action in actions:
+        if action.kind == "F":
+            phase = "steady" if 0 < ahead <= action.micro_batch else "warmup"
+        yield Turn(action.kind, action.micro_batch, action.chunk, phase)  # type: ignore[arg-type]
+        if action.kind == "B":
+            phase = "cooldown"

@@ -1,0 +1,100 @@
+"""Plans without flushes: replays in windows and activations on the host change no bit, and see the weights of their forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..transparency.offloaded import offloading
+from ..transparency.plans import plan_for, replayable
+from . import on_ranks
+
+MEGATRON = {"ddp": True, "optimizer": "megatron"}
+FEW = ("activation", "core_attention", "input_layernorm")
+LAYOUTS = [
+    ({"pipeline": 2, "microbatches": 2}, {"defer_updates": True}),
+    ({"pipeline": 2, "microbatches": 3}, {"defer_updates": False}),
+    ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 3}, {"defer_updates": True}),
+]
+BATCHES = 4
+
+
+def without_flushes(plan: Plan) -> Plan:
+    """The same plan for a pipeline without flushes, where forwards have no windows."""
+    raw = plan.model_dump(mode="json") | {"schedule": "double_buffered"}
+    for stage in raw["stages"]:
+        for rule in stage["rules"]:
+            rule["windows"] = {half: _receiving(window) for half, window in (rule.get("windows") or {}).items()}
+    return Plan.model_validate(raw)
+
+
+def _receiving(window: Any) -> Any:
+    return dict.fromkeys(window, "pipe.recv_backward") if isinstance(window, dict) else window
+
+
+@pytest.mark.parametrize(("layout", "how"), LAYOUTS, ids=str)
+def test_plans_to_the_bit(pool_of, layout, how):
+    """Everything replayed, in windows and on demand; every layer its own choice; with half of what is kept on the host."""
+    job = tiny_job("gpt", **layout)
+    everything = plan_for(job, lambda _: replayable(job, gather=True))
+    mixed = plan_for(job, lambda layer: () if layer == 2 else FEW if layer == 3 else replayable(job))
+    plans = [everything, plan_for(job, lambda _: replayable(job), windows=False), mixed]
+    plans += [offloading(plan_for(job, lambda _: ()), 12_000), offloading(mixed, 6_000, prefetch=2)]
+    runs = pool_of(job.gpus).run(on_ranks.planned, job, {**MEGATRON, **how}, [*map(without_flushes, plans)], BATCHES)
+    for rank, outcomes in enumerate(runs):
+        assert [outcome.differing for outcome in outcomes] == [[]] * len(plans), f"rank {rank}"
+        assert not any(outcome.busy for outcome in outcomes)
+        check_counts(job, rank // job.parallel.tensor, outcomes)
+
+
+def check_counts(job, stage, outcomes):
+    """Nothing is missed: on the first stage each micro-batch has its window while its gradient is awaited."""
+    in_windows, on_demand, _, kept, some = (outcome.counts for outcome in outcomes)
+    passes = BATCHES * job.microbatches
+    assert in_windows.replayed == on_demand.replayed == 2 * 2 * passes
+    assert on_demand.hidden == 0
+    if job.parallel.tensor == 1:
+        assert in_windows.hidden == (passes if stage == 0 else 0)
+    assert (kept.replayed, some.replayed > 0) == (0, True)
+    assert (kept.offloaded_bytes > 0) == (some.offloaded_bytes > 0) == (stage == 0), "the last stage has nothing in flight"
+
+
+def test_a_plan_for_another_schedule(pool_of):
+    """Refused by name, on either side; so is what was not proven."""
+    job = tiny_job("gpt", pipeline=2, microbatches=2)
+    stock = plan_for(job, lambda _: replayable(job))
+    whole = plan_for(job, lambda _: replayable(job), whole={"of_every": 2, "first": 1})
+    plans = {"stock's": stock, "ours": without_flushes(stock), "whole": without_flushes(whole)}
+    for said in pool_of(2).run(on_ranks.installed_differently, job, plans):
+        assert "plan: schedule: found double_buffered, needed flush, as this run has it" in said["its plan, flushing"]
+        assert "plan: schedule: found flush, needed double_buffered, as this run has it" in said["stock's plan"]
+        assert "whole: found" in said["whole"]
+        assert "a plan is installed while micro-batches are in flight" in said["in flight"]
+
+
+@pytest.mark.parametrize(("pipeline", "stage", "microbatches"), [(1, 0, 2), (2, 0, 2), (2, 1, 3), (4, 1, 4), (4, 3, 5)])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, deferred):
+    """Batch by batch, and with the phases that a step of as many micro-batches would have."""
+    from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
+    from megatron_lynx.schedule.double_buffered import deferral
+
+    deferral_ = deferral(stage) if deferred else 0
+    stock = one_f_one_b(pipeline, 3 * microbatches).phases(stage)
+    expected = [(action.kind, action.micro_batch, phase) for action, phase in stock]
+    found, length = [], 0
+    for batch in range(3):
+        turns = turns_of_batch(pipeline, stage, microbatches, batch, deferral=deferral_, drains=batch == 2).all
+        ends = (batch + 1) * microbatches + (0 if batch == 2 else deferral_)
+        own = next(i + 1 for i, turn in enumerate(turns) if (turn.kind, turn.micro_batch) == ("B", ends - 1))
+        found += [(turn.kind, turn.micro_batch, turn.phase) for turn in turns[:own]]
+        length += own
+    assert found == expected
+    assert [
+        (turn.kind, turn.micro_batch, turn.phase) for turn in turns_of_few_batches(pipeline, stage, microbatches).all
+    ] == expected
