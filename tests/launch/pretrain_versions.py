@@ -1,11 +1,14 @@
 """What training without flushes must equal, written without it: stock's flushing loop, batch j on W(j-1), its update to W(j).
 
-DRAINED: batches behind which versions are counted anew, like `3,4`. SIGNAL: the batch behind which rank 1 is asked to stop.
+DRAINED   batches behind which versions are counted anew, like `3,4`
+SIGNAL    the batch behind which rank 1 is asked to stop
+SCRIPT    another than `pretrain_tiny.py`
 """
 
 import os
 import runpy
 import signal
+import sys
 from pathlib import Path
 
 from megatron.training import training
@@ -57,4 +60,6 @@ if __name__ == "__main__":
         training.get_forward_backward_func = batches_on_older_weights()
     if "SIGNAL" in os.environ and os.environ["RANK"] == "1":
         training.training_log = asked_to_stop_behind(int(os.environ["SIGNAL"]))
-    runpy.run_path(str(Path(__file__).with_name("pretrain_tiny.py")), run_name="__main__")
+    script = os.environ.get("SCRIPT", Path(__file__).with_name("pretrain_tiny.py"))
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(str(script), run_name="__main__")

@@ -52,6 +52,18 @@ def test_every_printed_digit_is_stocks(script, layout, tmp_path):
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
 
 
+def test_without_flushes(script):
+    """Every printed digit is that of the version rule, applied to the flushing loop by hand."""
+    flags = [*MODEL, "--mock-data", "--pipeline-model-parallel-size", "2", "--rerun-mode", "disabled"]
+    versions = Path(__file__).with_name("pretrain_versions.py")
+    expected = launch(versions, flags, ranks=2, path=[script.parent], env={"SCRIPT": str(script), "DRAINED": "5"})
+    assert expected.status == 0, expected.text
+    assert len(expected.iterations) == 5
+    without = launch(script, [*flags, "--lynx-schedule", "double-buffered"], ranks=2)
+    assert without.status == 0, without.text
+    assert without.iterations == expected.iterations
+
+
 def plans_of(layout: str) -> Iterator[Plan]:
     """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
     yield plan_of(layout, gather="keep" if layout == "1" else "once")

@@ -22,7 +22,7 @@ VERSIONS = HERE / "pretrain_versions.py"
 VALIDATION = re.compile(r"validation loss at iteration (\d+) .*lm loss value: (\S+) ")
 FLAGS = [
     *MODEL,
-    *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16", "--no-masked-softmax-fusion"),
+    *("--pipeline-model-parallel-size", "2", "--bf16", "--no-masked-softmax-fusion"),
     *("--rerun-mode", "disabled"),
     *("--train-iters", "6", "--split", "90,10,0", "--eval-iters", "1", "--eval-interval", "4"),
 ]
