@@ -155,9 +155,7 @@ def _whole_micro_batches(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """They are counted in each step, and steps overlap."""
     for entry in plan.chunks_of(run.stage):
         if entry.whole:
-            yield Problem(
-                f"plan: stages.{entry.stage}.whole", str(entry.whole), "none without flushes", "plan without them"
-            )
+            yield Problem(f"plan: stages.{entry.stage}.whole", str(entry.whole), "none without flushes", "plan without them")
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
