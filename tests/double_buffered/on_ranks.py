@@ -274,12 +274,12 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = Fa
         for memory in versions.retired():
             memory.view(torch.float32).fill_(float("nan"))
 
-    def backward(*args: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
         nonlocal backwards
         backwards += 1
         if backwards == 2 * job.microbatches:
             spoil()
-        return backward_step(*args)
+        return backward_step(*args, **kwargs)
 
     def update() -> Any:
         nonlocal left_behind
