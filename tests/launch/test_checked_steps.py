@@ -213,4 +213,5 @@ def test_a_plan_without_flushes_is_not_checked():
     plan = uniform_plan(tiny_job("gpt"))
     unlike = {problem.where for problem in arguments_against(plan, SimpleNamespace(lynx_check=2))}
     buffered = plan.model_copy(update={"schedule": "double_buffered"})
-    assert {problem.where for problem in arguments_against(buffered, SimpleNamespace(lynx_check=2))} - unlike == {"--lynx-check"}
+    args = SimpleNamespace(lynx_check=2, lynx_schedule="double-buffered")
+    assert {problem.where for problem in arguments_against(buffered, args)} - unlike == {"--lynx-check"}
