@@ -4,6 +4,7 @@ replay   replays of layer 3 feed its core attention other numbers than its forwa
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
 room     the device has no room that is not in use
 stock    stock differs from itself from one run to the next
+none     nothing; weight gradients are added up where they lie, as on GPUs, by a stand-in for the extension that does it
 """
 
 import os
@@ -18,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lynx.launch.check import check
 from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
 
 
 def under_a_plan(layer):
@@ -66,7 +68,13 @@ def differ_from_run_to_run():
 
 
 if __name__ == "__main__":
-    faults = {"replay": perturb_replays, "oom": run_out_of_memory, "room": have_no_room, "stock": differ_from_run_to_run}
+    faults = {
+        "replay": perturb_replays,
+        "oom": run_out_of_memory,
+        "room": have_no_room,
+        "stock": differ_from_run_to_run,
+        "none": stand_in_for_fused_gradient,
+    }
     faults[os.environ["FAULT"]]()
     sys.argv[0] = str(Path(__file__).with_name("pretrain_tiny.py"))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,16 @@ def faulty(run, tmp_path_factory):
 
 
 def test_reduced_while_backward_runs(run, tmp_path):
-    """Two replicas of two stages with two chunks, distributed optimizer: steps go on from buckets, gathered parameters and flags
-    as they would be without the check."""
+    """Two replicas of two stages with two chunks, distributed optimizer, fused weight gradients: steps go on from buckets,
+    gathered parameters and flags as they would be without the check."""
     layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
-    flags = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "16"]
+    flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
+    flags += ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "16"]
     flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     plan = saved(uniform_plan(tiny_job("gpt", **layout, **SIZE)), tmp_path / "plan.yaml")
-    stock = run(HERE / "pretrain_tiny.py", [*MODEL, *flags], ranks=4)
-    checked = run(HERE / "pretrain_tiny.py", [*MODEL, *flags, "--lynx-plan", plan, "--lynx-check", "3"], ranks=4)
+    launched = partial(run, HERE / "pretrain_faulty.py", ranks=4, env={"FAULT": "none"})
+    stock = launched(flags)
+    checked = launched([*flags, "--lynx-plan", plan, "--lynx-check", "3"])
     assert (stock.status, checked.status) == (0, 0), checked.text
     assert checked.ours[1].startswith("megatron-lynx: checked 3 steps against stock without recomputation: in each, 8 losses ")
     assert len(stock.iterations) == 5

@@ -89,7 +89,7 @@ class Check:
         """[3]"""
         try:
             return kind, step.stock(kind)
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             if kind == "full" or self._against == "none" or _ranks() > 1:
                 raise out_of_memory(self.steps + 1, kind, error) from None
         gc.collect()  # the failed pass, which the error's traceback held
