@@ -68,7 +68,7 @@ def losses_and_differences(rank: int, job: Job, like: Job) -> tuple[list[float],
 
 
 def far_apart(run: Run, other: Run) -> float:
-    """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms go by their own names."""
+    """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms by own names."""
     from megatron_lynx.testbed.tiny_models import SAME
 
     def tensors(of: Run) -> dict[str, torch.Tensor]:

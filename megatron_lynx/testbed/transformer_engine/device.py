@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import replace
+from megatron_lynx.testbed.cpu_device import replace, with_device_on_cpu
 
 CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(
@@ -36,6 +36,8 @@ def answer_transformer_engine(undo: ExitStack) -> None:
         replace(undo, torch.cuda, name, told_to_transformer_engine(answer, getattr(torch.cuda, name)))
     for name, answer in {"range_push": 0, "range_pop": 0, "range": nullcontext()}.items():
         replace(undo, torch.cuda.nvtx, name, told_to_transformer_engine(answer, getattr(torch.cuda.nvtx, name)))
+    make = with_device_on_cpu(torch.Tensor._make_wrapper_subclass)
+    replace(undo, torch.Tensor, "_make_wrapper_subclass", staticmethod(make))
     is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
     replace(undo, torch.Tensor, "is_cuda", property(lambda tensor: asked_by_transformer_engine() or is_cuda(tensor)))
 

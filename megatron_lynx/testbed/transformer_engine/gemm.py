@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.testbed.transformer_engine.enums import DType
+from megatron_lynx.testbed.transformer_engine.float8 import operand
 from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
 
 __all__ = ["generic_gemm"]
@@ -49,7 +51,7 @@ def generic_gemm(
     """
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with userbuffers (comm_overlap)")
-    left, right = in_fp32(B), in_fp32(A)
+    left, right = numbers(B, by_columns=transB), numbers(A, by_columns=not transA)
     dtype = A.dtype if output_dtype is None else torch_type(output_dtype)
     product = product_of(left, transB, right, transA) * alpha
     bias_gradient = pre_gelu = None
@@ -67,6 +69,11 @@ def generic_gemm(
     return delivered(product, D, quantizer, dtype), bias_gradient, pre_gelu, extra_output
 
 
+def numbers(tensor: Any, by_columns: bool) -> torch.Tensor:
+    """An operand in fp32. In FP8 it is read from the bytes that lie as the product goes through them."""
+    return operand(tensor, by_columns) if hasattr(tensor, "_fp8_dtype") else in_fp32(tensor)
+
+
 def product_of(left: torch.Tensor, transpose_left: bool, right: torch.Tensor, transpose_right: bool) -> torch.Tensor:
     """`op(left) @ op(right)`; all dimensions but the last are rows, and an untransposed left operand's are given back."""
     rows = left.shape[:-1]
@@ -79,6 +86,4 @@ def product_of(left: torch.Tensor, transpose_left: bool, right: torch.Tensor, tr
 
 def torch_type(dtype: Any) -> torch.dtype:
     """Torch's name for one of Transformer Engine's types (the extension's enumeration, or its Python's)."""
-    from megatron_lynx.testbed.transformer_engine.enums import DType
-
     return DType(int(dtype)).of_torch

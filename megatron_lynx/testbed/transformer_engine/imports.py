@@ -42,6 +42,7 @@ def stand_in_for_transformer_engine() -> StandIn:
     undo = ExitStack()
     if PACKAGE not in sys.modules and importlib.util.find_spec(PACKAGE) is not None and not has_compiled_extension():
         set_environment(undo, "NVTE_TORCH_COMPILE", "0")  # read when its modules are imported
+        set_environment(undo, "NVTE_UNFUSED_FP8_UPDATE", "1")  # in its Python; read at each update
         answer_transformer_engine(undo)
         finder = Finder()
         sys.meta_path.insert(0, finder)

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 
-def in_fp32(tensor: Any) -> torch.Tensor:
-    """An operand as numbers. Quantized tensors know how to become numbers again."""
-    if isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.detach().float()
-    return tensor.dequantize(dtype=torch.float32)  # type: ignore[no-any-return]
+def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """An operand as numbers."""
+    return tensor.detach().float()
 
 
 def delivered(numbers: torch.Tensor, out: Any, quantizer: Any, dtype: torch.dtype) -> Any:
@@ -21,4 +19,5 @@ def delivered(numbers: torch.Tensor, out: Any, quantizer: Any, dtype: torch.dtyp
         return quantizer(rounded) if out is None else quantizer.update_quantized(rounded, out)
     if out is None:
         return rounded
-    return out.copy_(rounded)
+    with torch.no_grad():
+        return out.copy_(rounded)
