@@ -61,9 +61,16 @@ def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
     return run
 
 
-def losses_and_differences(rank: int, job: Job, like: Job) -> tuple[list[float], float, float]:
-    """A job's losses, and how far two runs of it, and a run of one like it, are from those and from its gradients (relative)."""
-    run, again, other = train(rank, job, [{}, {}])[:2] + train(rank, like, [{}])
+def losses_and_differences(
+    rank: int, job: Job, like: Job, setting: dict[str, Any] | None = None, how: dict[str, Any] | None = None
+) -> tuple[list[float], float, float]:
+    """A job's losses, and how far two runs of it, and a run of one like it, are from those and from its gradients (relative).
+
+    `setting` and `how` (see `train_once`) are the first job's.
+    """
+    setting, how = setting or {}, how or {}
+    run, again = train(rank, job, [setting] * 2, **how)
+    [other] = train(rank, like, [{}], **{name: value for name, value in how.items() if name == "ddp"})
     return [float(loss) for loss in run.losses], far_apart(run, again), far_apart(run, other)
 
 

@@ -44,6 +44,25 @@ def test_layers_compute_what_local_layers_do(pool, like, dtype, layout):
         assert 0 < to_local < ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_keeps_its_scales_in_order(pool, recipe):
+    """Amax histories and scales are Transformer Engine's to keep; twice the same shows that each run has its own."""
+    job = tiny_job(implementation="transformer_engine", tensor=2, sequence_parallel=True, dtype="bf16", attention_dropout=0.0)
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe}
+    for losses, between_runs, to_bf16 in pool(2).run(on_ranks.losses_and_differences, job, job, fp8):
+        assert losses[-1] < losses[0]
+        assert between_runs == 0
+        assert to_bf16 > 0.01, "nothing was quantized"
+
+
+def test_weight_gradients_are_added_to_the_buffer_of_data_parallelism(pool):
+    job = tiny_job(implementation="transformer_engine", replicas=2, dtype="bf16", attention_dropout=0.0, hidden_dropout=0.0)
+    fused = {"gradient_accumulation_fusion": True}
+    for _, between_runs, to_unfused in pool(2).run(on_ranks.losses_and_differences, job, job, fused, {"ddp": True}):
+        assert between_runs == 0
+        assert 0 < to_unfused < ROUNDING["bf16"]
+
+
 @pytest.mark.parametrize("release", [release for release in ENGINES if release not in dict(PAIRS)])
 def test_other_releases_train_with_dropout(release):
     job = tiny_job(implementation="transformer_engine")

@@ -89,7 +89,8 @@ def dequantize(input: Any, otype: Any) -> torch.Tensor:
 
 
 def numbers_of(data: torch.Tensor, tensor: Any) -> torch.Tensor:
-    return data.view(DType(int(tensor._fp8_dtype)).of_torch).float() * tensor._scale_inv
+    values: torch.Tensor = data.view(DType(int(tensor._fp8_dtype)).of_torch).float() * tensor._scale_inv
+    return values
 
 
 def operand(tensor: Any, transposed: bool) -> torch.Tensor:

@@ -59,7 +59,7 @@ def generic_gemm(
         bias_gradient = left.flatten(0, -2).sum(0).to(dtype)
     elif bias is not None:
         product += bias.detach().float()
-    if gelu and grad:
+    if gelu and grad and gelu_in is not None:
         product = torch.ops.aten.gelu_backward(product, in_fp32(gelu_in), approximate="tanh")
     elif gelu:
         pre_gelu = product.to(dtype)
