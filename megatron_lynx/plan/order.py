@@ -1,6 +1,7 @@
 """Walking one backward of a stage: does every replay find its window, in time and within the ahead depth?
 
     before   [forward of a later micro-batch: fwd.* windows]  [pipe.recv_backward]        (steady: both; cool-down: the receive)
+             (with chunks it may pass another one: then its layers count by their place in the chunk)
     then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
 
 A frame is *ahead* from its replay until backward enters its half. With sequence parallelism the first window of a half's own

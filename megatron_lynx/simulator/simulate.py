@@ -177,7 +177,8 @@ class Run:
     ) -> float:
         """Note what runs; the time at which it is over. `held_up_s`: for which its exchange waited for copies."""
         passes, begin = stage.passes[action.chunk].of(action.micro_batch), arrived
-        may_return = stage.copies_may_return_s
+        comes_back = action.kind == "B" and passes.copy is not None
+        may_return = stage.copies_may_return_s if comes_back else 0.0  # looks back through a whole warm-up
         if replay.seconds:  # [3]
             exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
             begin = arrived + exposed_s
@@ -188,7 +189,7 @@ class Run:
         if (coming := stage.asked_by.get(action)) is not None:
             stage.copies.reload(coming, begin, stage.passes[coming.chunk].of(coming.micro_batch).copy)
         waited = 0.0
-        if action.kind == "B":
+        if comes_back:
             stage.copies.reload(action, may_return, passes.copy)
             waited = max(0.0, stage.copies.back_s(action) - begin)
         chosen = stage.forward(action, phase) if action.kind == "F" else passes.backward[phase]
