@@ -16,8 +16,10 @@ from tests.config.jobs import catalogued_job
 def test_trained_ways_are_what_they_are_said_to_be() -> None:
     """Without flushes: the version rule's weights to the bit; with flushes they differ from it. Both have their times."""
     job = tiny_job("gpt", pipeline=2, microbatches=2)
+    planned = uniform_plan(job.model_copy(update={"schedule": "double_buffered"}))
+    ways = [(Way("planned", True, planned), True), (Way("at once", False), True), (Way("flush"), False)]
     with RankPool(2) as pool:
-        for way, same in ((Way("deferred", True), True), (Way("at once", False), True), (Way("flush"), False)):
+        for way, same in ways:
             assert all((found == []) == same for found in pool.run(differing, job, way, 4)), way.name
         laps = pool.run(race, job, [Way("flush"), Way("deferred", True)], 2, 4)
     assert all(len(lap[name].batch_s) == 2 and lap[name].update_s > 0 for lap in laps for name in ("flush", "deferred"))
