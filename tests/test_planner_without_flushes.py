@@ -128,6 +128,12 @@ def test_commands(tmp_path: Path) -> None:
 
     assert "--lynx-schedule double-buffered" in run("plan", job_file, "-o", plan_file)
     assert load_plan(plan_file).schedule == "double_buffered"
+    launch = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 --bf16"
+    launch += " --micro-batch-size 1 --vocab-size 50304 --pipeline-model-parallel-size 4 --global-batch-size 4"
+    launch += " --lynx-schedule double-buffered"
+    pasted = run("plan", "--cluster", "a100-80g", "--gpus", 4, "-o", tmp_path / "l.yaml", "--", *launch.split())
+    assert pasted.rstrip().endswith("--rerun-mode disabled --lynx-plan " + str(tmp_path / "l.yaml"))
+    assert load_plan(tmp_path / "l.yaml").schedule == "double_buffered"
     assert "never flushed: two versions of the weights, gradients are one update old" in run("explain", plan_file)
     assert "gradients are one update old" in run("estimate", job_file)
     simulated = json.loads(run("simulate", plan_file, "--job", job_file, "--trace", tmp_path / "t.json", "--json"))

@@ -40,6 +40,10 @@ def refused_without_flushes(given: Given) -> Iterator[Problem]:
     for name, why in WITHOUT_FLUSHES.items():
         if name in given.values and given[name]:
             yield Problem(given.origin(name), "given", f"a launch without it, or without {SCHEDULE} double-buffered", why)
+    mode = given["rerun_mode"]
+    if "rerun_mode" in given.values and mode != "disabled":
+        needed = f"disabled with {SCHEDULE} double-buffered"
+        yield Problem(given.origin("rerun_mode"), str(mode), needed, "batches overlap: none can be run again alone")
 
 
 def _values(arguments: Sequence[str], flag: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
     all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
     no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b
     anything else                                   --pipeline-model-parallel-layout 'Et*3|(t*4|)*6t*3L'
-    without flushes                                 --lynx-schedule double-buffered
+    without flushes                                 --lynx-schedule double-buffered --rerun-mode disabled
 
 The layout's text lists virtual stages in layer order: E embedding, t a transformer layer, L loss, | the next one.
 """
@@ -26,8 +26,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags += layer_flags(plan)
     if layout.group != layout.pipeline:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")
-    schedule = () if plan.schedule == "flush" else ("--lynx-schedule double-buffered",)
-    return (*flags, f"--micro-batch-size {plan.batch.micro}", *schedule)
+    return (*flags, f"--micro-batch-size {plan.batch.micro}", *schedule_flags(plan))
 
 
 def layer_flags(plan: Plan) -> tuple[str, ...]:
@@ -38,6 +37,11 @@ def layer_flags(plan: Plan) -> tuple[str, ...]:
     if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1:
         return tuple(_ends(counts))
     return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts))}",)
+
+
+def schedule_flags(plan: Plan) -> tuple[str, ...]:
+    """How the pipeline goes from batch to batch. None where it flushes; else batches overlap, and none can be rerun."""
+    return () if plan.schedule == "flush" else ("--lynx-schedule double-buffered", "--rerun-mode disabled")
 
 
 def layout_text(counts: Sequence[int]) -> str:

@@ -337,6 +337,7 @@ def test_too_few_micro_batches_for_two_versions() -> None:
     [
         ("--perform-rl-step", "rollouts need weights that are one version"),
         ("--rampup-batch-size 4 4 100", "as many micro-batches"),
+        ("--rerun-mode validate_results", "none can be run again alone"),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "the forward of another version"),
     ],
 )
