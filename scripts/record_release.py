@@ -1,6 +1,7 @@
 """Draft the table of one megatron-core release: `python scripts/record_release.py` prints it for the one that is importable.
 
-`PYTHONPATH=CHECKOUT python scripts/record_release.py` drafts that of a checkout, or of an unpacked wheel.
+`PYTHONPATH=CHECKOUT python scripts/record_release.py` drafts that of a checkout, or of an unpacked wheel. With Transformer Engine
+on that path, too, what matters beside it is among it, and `python scripts/record_release.py transformer_engine` drafts its table.
 
 The draft holds fingerprints only. Before it is committed somebody reads what changed since the last table (`git diff` of the two
 releases, for the functions named) and runs the tests against it.
@@ -8,8 +9,16 @@ releases, for the functions named) and runs the tests against it.
 
 from __future__ import annotations
 
-from megatron_lynx.apply.releases import installed_version
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from megatron_lynx.apply.releases import installed_version, minor_of
 from megatron_lynx.apply.releases.release import fingerprint
+from megatron_lynx.apply.transformer_engine import installed_engine
+from megatron_lynx.apply.transformer_engine.release import ATTENTION
+from megatron_lynx.errors import HookRefused
+from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
 CORE = "megatron.core"
@@ -45,6 +54,37 @@ RELIED_ON = (
     f"{CORE}.pipeline_parallel.p2p_communication:_batched_p2p_ops",
     f"{CORE}.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
 )
+BESIDE_ENGINE = (
+    f"{CORE}.extensions.transformer_engine:TELinear.forward",
+    f"{CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
+    f"{CORE}.extensions.transformer_engine:TEDotProductAttention.forward",
+)
+
+ENGINE = "transformer_engine.pytorch"
+RELIED_ON_OF_ENGINE = (
+    f"{ENGINE}.module.linear:_Linear.forward",
+    f"{ENGINE}.module.linear:_Linear.backward",
+    f"{ENGINE}.module.linear:_linear_forward_impl",
+    f"{ENGINE}.module.linear:_linear_setup_ctx",
+    f"{ENGINE}.module.linear:_linear_backward",
+    f"{ENGINE}.module.linear:Linear.forward",
+    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.forward",
+    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.backward",
+    f"{ENGINE}.module.layernorm_linear:LayerNormLinear.forward",
+    f"{ENGINE}.module.base:TransformerEngineBaseModule.prepare_forward",
+    f"{ENGINE}.module.base:TransformerEngineBaseModule.grad_output_preprocess",
+    f"{ENGINE}.module._common:apply_normalization",
+    f"{ENGINE}.distributed:gather_along_first_dim",
+    f"{ENGINE}.distributed:reduce_scatter_along_first_dim",
+    f"{ENGINE}.distributed:allreduce",
+    f"{ENGINE}.utils:cast_if_needed",
+    f"{ENGINE}.utils:clear_tensor_data",
+    f"{ATTENTION}.dot_product_attention:DotProductAttention.forward",
+    f"{ATTENTION}.backends:UnfusedDotProductAttention.forward",
+    f"{ATTENTION}.backends:FlashAttention.forward",
+    f"{ATTENTION}.backends:FusedAttention.forward",
+    f"{ATTENTION}.backends:FusedAttnFunc.forward",
+)
 
 
 def draft() -> str:
@@ -53,15 +93,35 @@ def draft() -> str:
     name = f"CORE_{minor.replace('.', '_')}"
     lines = [f'"""megatron-core {minor}, recorded from {installed_version()}."""', ""]
     lines += ["from megatron_lynx.apply.releases.release import Release", "", f"{name} = Release(", f'    version="{minor}",']
-    lines.append("    fingerprints={")
-    for function in RELIED_ON:
+    lines += _mapping("fingerprints", RELIED_ON)
+    with suppress(HookRefused):
+        installed_engine()
+        lines += _mapping("beside_engine", BESIDE_ENGINE)
+    return "\n".join([*lines, ")", ""])
+
+
+def engine_draft() -> str:
+    """The same for Transformer Engine. The slots are those of the last releases read, for somebody to check."""
+    minor = minor_of(installed_engine())
+    lines = [f'"""Transformer Engine {minor}, recorded from {installed_engine()}."""', ""]
+    lines += ["from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease", ""]
+    lines += [f"TE_{minor.replace('.', '_')} = EngineRelease(", f'    version="{minor}",']
+    lines += ['    norm_node="_LayerNormLinearBackward",', "    norm_slots=(5, 6, 7),"]
+    return "\n".join([*lines, *_mapping("fingerprints", RELIED_ON_OF_ENGINE), ")", ""])
+
+
+def _mapping(name: str, functions: Sequence[str]) -> list[str]:
+    lines = [f"    {name}={{"]
+    for function in functions:
         try:
-            lines.append(f'        "{function}": "{fingerprint(function)}",')
+            name = f'f"{{ATTENTION}}{function.removeprefix(ATTENTION)}"' if function.startswith(ATTENTION) else f'"{function}"'
+            lines.append(f'        {name}: "{fingerprint(function)}",')
         except (ImportError, AttributeError):
             lines.append(f"        # {function}: not in this release")
-    return "\n".join([*lines, "    },", ")", ""])
+    return [*lines, "    },"]
 
 
 if __name__ == "__main__":
+    stand_in_for_cuda()
     stand_in_for_missing_modules()  # where there is no GPU
-    print(draft(), end="")
+    print(engine_draft() if sys.argv[1:] == ["transformer_engine"] else draft(), end="")

@@ -93,6 +93,17 @@ def test_training_under_a_plan_does_and_holds_what_the_plan_predicts(pool_of, la
         assert abs(rest) <= noise, "what is left over are random states, which frames remember"
 
 
+@every_layout
+def test_layers_of_transformer_engine_are_planned_with_the_norms_inside_their_linears(layout):
+    """From nothing replayed to everything: its plan is valid, which demands a norm with every replayed linear."""
+    job = tiny_job("llama", implementation="transformer_engine", **layout)
+    profile = made_up_profile(job)
+    whole = job.layers_on(0) * sum(profile.half(half).saved_bytes for half in HALVES) * job.parallel.pipeline
+    for share in (0.8, 0.95, 1.5):
+        plan = make_plan(with_budget(job, share * whole / MIB), profile)
+        assert plan.model.implementation == "transformer_engine"
+
+
 def test_long_windows_hide_everything_but_the_last_half_is_kept():
     plan = planned(tensor=2)
     (stage,) = plan.stages

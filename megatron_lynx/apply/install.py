@@ -19,12 +19,13 @@ from typing import Any
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import agenda, order_of, policies
 from megatron_lynx.apply.hook import Claim, Hook
-from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps
+from megatron_lynx.apply.hooks import collectives, engine_collectives, gathered_input, halves, receives, sites, steps
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
 from megatron_lynx.apply.match import LiveRun, live_run, mismatches, refusals
 from megatron_lynx.apply.offloading import offloader_of
 from megatron_lynx.apply.releases import present_release
+from megatron_lynx.apply.transformer_engine import present_engine
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
@@ -104,8 +105,11 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     run = live_run(model)
     if not isinstance(run, LiveRun):
         raise HookRefused("this model cannot carry a plan", run)
-    if stale := present_release().stale():
+    release = present_release()
+    if stale := release.stale():
         raise HookRefused("megatron-core does not read as recorded", stale)
+    if run.engine and (stale := [*release.stale_beside_engine(), *present_engine().stale()]):
+        raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run, overlapping):
         raise HookRefused("this run cannot carry a plan", refused)
@@ -136,14 +140,17 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
     shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
     of_layer = {number: of for entry in plan.chunks_of(run.stage) for number, of in policies(plan, entry, gather).items()}
+    release = present_engine() if run.engine else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
-        yield from sites.claims(engine, layer, number)
+        yield from sites.claims(engine, layer, number, release)
     yield from steps.claims(engine)
     if run.pipeline > 1:
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
+        if run.engine:
+            yield from engine_collectives.claims(engine, run.tensor_group)
         if any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values()):
             yield from gathered_input.claims(engine)
 

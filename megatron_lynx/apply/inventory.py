@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lynx.apply.releases import Release, fingerprint
+from megatron_lynx.apply.releases import Release, fingerprint, present_release
+from megatron_lynx.apply.transformer_engine import present_engine
+from megatron_lynx.errors import HookRefused
 
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
@@ -18,12 +20,13 @@ RELIES_ON = {
         "transformer.dot_product_attention",
         "fusions.fused_bias_dropout",
     ),
+    "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
     "steps": ("pipeline_parallel.schedules",),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`) that counts on what is in them."""
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) that counts on what is in them."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,35 @@ class Held:
 
 
 def inventory(release: Release) -> Iterator[Held]:
-    """A row for each function of a release's table."""
+    """A row for each function of a release's table, of megatron-core or of Transformer Engine."""
     for site, recorded in release.fingerprints.items():
+        yield Held(hook_of(site), site, release.version, recorded, _found(site))
+
+
+def held_here() -> list[Held]:
+    """Everything that is relied on of what is installed: of Transformer Engine as well, where it can be imported and is known.
+
+    Raises `HookRefused` for a megatron-core that is not known.
+    """
+    release = present_release()
+    held = list(inventory(release))
+    try:
+        engine = present_engine()
+    except HookRefused:  # the doctor says so
+        return held
+    return [*held, *beside_engine(release), *inventory(engine)]
+
+
+def beside_engine(release: Release) -> Iterator[Held]:
+    """The functions of megatron-core that matter with Transformer Engine's layers alone."""
+    for site, recorded in release.beside_engine.items():
         yield Held(hook_of(site), site, release.version, recorded, _found(site))
 
 
 def hook_of(site: str) -> str:
     """The hook that relies on a function; ValueError for one that none is known to."""
+    if site.startswith("transformer_engine."):
+        return "transformer_engine"
     module = site.partition(":")[0].removeprefix("megatron.core.")
     for hook, modules in RELIES_ON.items():
         if module in modules:

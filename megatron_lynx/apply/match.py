@@ -43,6 +43,12 @@ class LiveRun:
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
 
     @property
+    def engine(self) -> bool:
+        """Whether the rank's layers are Transformer Engine's. As the first one is, or else `refusals` says so."""
+        first = next(iter(self.layers.values()), None)
+        return first is not None and _name_of(first.self_attention.linear_qkv).startswith(ENGINE)  # type: ignore[union-attr, arg-type]
+
+    @property
     def group_size(self) -> int:
         """Micro-batches that one chunk takes before the next one has its turn."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
@@ -121,6 +127,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "ffn": config.ffn_hidden_size,
         "heads": config.num_attention_heads,
         "kv_groups": config.num_query_groups,
+        **({"implementation": "transformer_engine" if run.engine else "local"} if run.layers else {}),
     }
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:
@@ -147,6 +154,7 @@ def refusals(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Proble
         *_messages_beside_copies(plan, run),
         *_wrappers(run),
         *_layer_classes(run),
+        *(_engine_features(run) if run.engine else ()),
         *_random(run),
     ]
 
@@ -181,8 +189,8 @@ _FEATURES = {
     "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
-    "fp8": "--fp8-format: Transformer Engine layers are not held yet",
-    "fp4": "--fp4-format: Transformer Engine layers are not held yet",
+    "fp8": "--fp8-format: that a replay leaves amax histories and scales as they were has not been shown",
+    "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
     "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",
@@ -258,16 +266,27 @@ def _wrappers(run: LiveRun) -> Iterator[Problem]:
             yield Problem("model wrapper", type(wrapper).__name__, "no FSDP", todo)
 
 
+ENGINE = "megatron.core.extensions.transformer_engine."
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_SITE_CLASSES = {
+_LOCAL_CLASSES = {
     "linear_qkv": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
     "linear_proj": "megatron.core.tensor_parallel.layers.RowParallelLinear",
     "linear_fc1": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
     "linear_fc2": "megatron.core.tensor_parallel.layers.RowParallelLinear",
 }
+_ENGINE_CLASSES = {
+    "input_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
+    "linear_qkv": f"{ENGINE}TELayerNormColumnParallelLinear",
+    "core_attention": f"{ENGINE}TEDotProductAttention",
+    "linear_proj": f"{ENGINE}TERowParallelLinear",
+    "pre_mlp_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
+    "linear_fc1": f"{ENGINE}TELayerNormColumnParallelLinear",
+    "linear_fc2": f"{ENGINE}TERowParallelLinear",
+}
 
 
 def _layer_classes(run: LiveRun) -> Iterator[Problem]:
+    classes = _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES
     for number, layer in run.layers.items():
         if _name_of(layer) != _LAYER_CLASS:
             yield Problem(
@@ -276,10 +295,54 @@ def _layer_classes(run: LiveRun) -> Iterator[Problem]:
             continue
         for layout in LAYOUTS.values():
             for site, module in layout.modules_of(layer).items():
-                needed = _SITE_CLASSES.get(site)
-                if needed is not None and _name_of(module) != needed:
-                    todo = "launch with --transformer-impl local; Transformer Engine layers are not held yet"
+                needed = classes.get(site, _name_of(module))
+                if _name_of(module) != needed:
+                    todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
                     yield Problem(f"layer {number}.{site}", _name_of(module), needed, todo)
+
+
+_ENGINE_FEATURES = {
+    "qk_layernorm": "--qk-layernorm: norms of Transformer Engine outside its linears are not held",
+    "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
+    "symmetric_ar_type": "--symmetric-ar-type: that reduction is no window",
+    "enable_autocast": "--enable-autocast: weights would be cast anew in every replay",
+    "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
+    "log_max_attention_logit": "--log-max-attention-logit: it reads the attention's largest score after each call",
+    "quant_recipe": "--te-precision-config-file: quantized linears are not held",
+}
+"""Config fields that must be off with Transformer Engine's layers, and what to drop."""
+
+_ENGINE_FLAGS = (
+    "ub_overlap_ag_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "return_layernorm_output",
+    "primary_weights_in_fp8",
+    "fsdp_group",
+)
+"""Attributes of its linears that must be off: userbuffers remove the windows; the others hand on or hold what no item names."""
+
+
+def _engine_features(run: LiveRun) -> Iterator[Problem]:
+    for name, drop in _ENGINE_FEATURES.items():
+        value = getattr(run.config, name, None)
+        if value:
+            yield Problem(f"config.{name}", str(value), "off under a plan with Transformer Engine", f"drop {drop}")
+    for number, layer in run.layers.items():
+        linears = (
+            (site, module)
+            for layout in LAYOUTS.values()
+            for site, module in layout.modules_of(layer).items()
+            if site.startswith("linear_")
+        )
+        for site, module in linears:
+            for flag in _ENGINE_FLAGS:
+                if getattr(module, flag, None):
+                    yield Problem(f"layer {number}.{site}.{flag}", str(getattr(module, flag)), "off under a plan")
+        break  # built from one config, as its classes say
 
 
 def _random(run: LiveRun) -> Iterator[Problem]:
@@ -290,6 +353,12 @@ def _random(run: LiveRun) -> Iterator[Problem]:
         found = f"{type(tracker).__name__}, graphable: {getattr(tracker, 'use_cudagraphable_rng', '?')}"
         todo = "drop --te-rng-tracker and CUDA-graph settings"
         yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
+    for number, layer in run.layers.items():
+        held = getattr(layer.self_attention.core_attention, "rng_states_tracker", None)  # type: ignore[union-attr]
+        if held not in (None, tracker):
+            todo = "seed before the model is built, or without force_reset_rng"
+            yield Problem(f"layer {number}.core_attention", "a random-number tracker of its own", "Megatron's present one", todo)
+            break
 
 
 def _name_of(module: Module) -> str:

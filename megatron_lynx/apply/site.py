@@ -3,7 +3,8 @@
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
 
-The names have been stable from megatron-core 0.12 to 0.20.
+The names have been stable from megatron-core 0.12 to 0.20. With Transformer Engine a norm is no submodule of the layer (an
+identity is in its place): it is the first part of the linear behind it, and an item all the same.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class HalfLayout:
     method: str
     paths: MappingProxyType[str, str]
     code_behind: MappingProxyType[str, str]
+    norm: str
     row_parallel: str
     column_parallel: str
 
-    def modules_of(self, layer: Module) -> dict[str, Module]:
-        return {site: attrgetter(path)(layer) for site, path in self.paths.items()}
+    def modules_of(self, layer: Module, *, engine: bool = False) -> dict[str, Module]:
+        """The sites of a layer. `engine`: the layer is Transformer Engine's."""
+        return {site: attrgetter(path)(layer) for site, path in self.paths.items() if not engine or site != self.norm}
 
 
 LAYOUTS: dict[Half, HalfLayout] = {
@@ -45,6 +48,7 @@ LAYOUTS: dict[Half, HalfLayout] = {
             }
         ),
         code_behind=MappingProxyType({"linear_qkv": "rotary", "linear_proj": "attention_bda"}),
+        norm="input_layernorm",
         row_parallel="linear_proj",
         column_parallel="linear_qkv",
     ),
@@ -55,6 +59,7 @@ LAYOUTS: dict[Half, HalfLayout] = {
             {"pre_mlp_layernorm": "pre_mlp_layernorm", "linear_fc1": "mlp.linear_fc1", "linear_fc2": "mlp.linear_fc2"}
         ),
         code_behind=MappingProxyType({"linear_fc1": "activation", "linear_fc2": "mlp_bda"}),
+        norm="pre_mlp_layernorm",
         row_parallel="linear_fc2",
         column_parallel="linear_fc1",
     ),

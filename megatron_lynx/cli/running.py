@@ -84,10 +84,10 @@ def hooks(as_json: AsJson = False) -> None:
     """What is held of the megatron-core that is installed, and whether it is as recorded. Needs no model."""
     with announced("reading megatron-core"):
         quieten_megatron()
-        from megatron_lynx.apply.inventory import inventory
-        from megatron_lynx.apply.releases import installed_version, present_release
+        from megatron_lynx.apply.inventory import held_here
+        from megatron_lynx.apply.releases import installed_version
 
-        held = list(inventory(present_release()))
+        held = held_here()
     stale = sum(not each.as_recorded for each in held)
     if as_json:
         rows = [{"hook": each.hook, "site": each.site, "release": each.release, "as_recorded": each.as_recorded} for each in held]

@@ -18,11 +18,25 @@ def software() -> Iterator[Finding]:
         costs, todo = "Megatron's default layers need it", "install it, or launch with --transformer-impl local"
         yield Finding("Transformer Engine", "note", "not installed", costs, todo)
     else:
-        yield Finding("Transformer Engine", "good", engine)
+        yield _engine(engine)
     apex = _version("apex")
     costs = "local layers have no fused norm, and refuse --sequence-parallel" if engine is None else ""
     yield Finding("Apex", "good" if apex or engine else "note", apex or "not installed", costs if apex is None else "")
     yield from _megatron()
+
+
+def _engine(found: str) -> Finding:
+    """Whether its layers are known. Its functions are compared when a plan is installed: importing it needs a GPU."""
+    from megatron_lynx.apply.releases import minor_of
+    from megatron_lynx.apply.transformer_engine import KNOWN
+
+    if minor_of(found) in KNOWN:
+        return Finding("Transformer Engine", "good", found)
+    costs, todo = (
+        "plans for its layers are refused",
+        f"install one of {', '.join(KNOWN)}, or launch with --transformer-impl local",
+    )
+    return Finding("Transformer Engine", "defeats", found, costs, todo)
 
 
 def _version(*names: str) -> str | None:

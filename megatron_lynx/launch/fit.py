@@ -43,6 +43,10 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
         if found != planned:
             todo = "launch with the plan's, or make a plan for this launch"
             yield Problem(f"--{name.replace('_', '-')}", str(found), f"{planned}, as the plan has it", todo)
+    implementation, special = getattr(args, "transformer_impl", None), getattr(args, "spec", None)
+    if implementation not in (None, plan.model.implementation) and special is None:
+        todo = "launch with the plan's, or make a plan for this launch: windows and bytes differ"
+        yield Problem("--transformer-impl", implementation, f"{plan.model.implementation}, as the plan has it", todo)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if chunks != plan.parallel.chunks:
         needed_chunks = f"{plan.parallel.chunks}, as the plan has it"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.refusals import asked_twice
-from megatron_lynx.runtime.saved import detached, map_nest, tensors_in
+from megatron_lynx.runtime.saved import detached, map_nest, nodes_between, tensors_in
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.ledger import MicroBatch
@@ -110,6 +110,31 @@ class Memo:
     random: Any | None
 
 
+@dataclass(frozen=True)
+class FirstPart:
+    """What a site does first, where that is an item of its own: Transformer Engine makes a norm inside the linear behind it.
+
+    argument ──> first part ──> rest of the site ──> output          one node of autograd, which saves both parts' tensors
+                 run alone ──> the tensors it saves
+    """
+
+    item: str
+    run: Callable[[Tensor], tuple[Tensor | None, ...]]
+    """This part alone, of the site's argument: what the node saves of it, beginning with what the rest of the site reads."""
+    node: str
+    """The name of the node."""
+    slots: tuple[int, ...]
+    """Where among what the node saves the tensors of `run` are."""
+
+    def saved(self, outputs: Any, arguments: Any) -> tuple[Tensor | None, ...]:
+        """The same tensors, of a call that ran."""
+        for node in nodes_between(outputs, arguments):
+            if type(node).__name__ == self.node:
+                saved = node.saved_tensors
+                return tuple(saved[slot] for slot in self.slots)
+        raise AssertionError(f"no {self.node} in what {self.item} is part of")
+
+
 @dataclass(frozen=True, eq=False)
 class SiteCall:
     """One submodule call of a half, about to be made."""
@@ -120,6 +145,7 @@ class SiteCall:
     """The module's own forward, without hooks."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    first: FirstPart | None = None
 
     def __call__(self) -> Any:
         return self.forward(*self.args, **self.kwargs)

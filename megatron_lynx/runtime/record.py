@@ -7,7 +7,8 @@
       kept site       only those that share memory with an argument which the replay regenerates anyway
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
-[6] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
+[6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
+[7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Recorder:
         arguments = call.arguments
         if not self._replays(self._item):
             self._resident.update(map(storage_of, arguments))  # [5]
+        if call.first is not None:
+            self._enter(call.first.item)
         self._enter(call.name)
         if not self._replays(call.name):
             outputs = self._keep(call, arguments)
@@ -99,16 +102,29 @@ class Recorder:
         parameters = {storage_of(parameter) for parameter in call.module.parameters()}
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
         may_go = {storage_of(tensor) for tensor in regenerated}
+        first = self._of_first_part(call, outputs, arguments)
         for raw, tensor in saved_between(outputs, arguments):
             storage = storage_of(tensor)
             if storage in parameters:
                 continue
-            if storage in may_go:
+            if storage in first:
+                raw.register_hooks(partial(self._pack_first, first[storage]), self._unpack)  # [6]
+            elif storage in may_go:
                 raw.register_hooks(partial(self._pack_view, argument_at[storage]), self._unpack)
             elif self._replays(self._item) and storage not in argument_at:
                 raw.register_hooks(self._pack, self._unpack)
             elif self._shipment is not None and self._shipment.may_go(tensor):
-                raw.register_hooks(self._shipment.stow, self._unpack)  # [6]
+                raw.register_hooks(self._shipment.stow, self._unpack)  # [7]
+
+    def _of_first_part(self, call: SiteCall, outputs: Any, arguments: list[Tensor]) -> dict[int, int]:
+        """By storage: which of the tensors of a replayed first part it is."""
+        if call.first is None or not self._replays(call.first.item):
+            return {}
+        saved = enumerate(call.first.saved(outputs, arguments))
+        return {storage_of(tensor): index for index, tensor in saved if tensor is not None}
+
+    def _pack_first(self, index: int, tensor: Tensor) -> Handle:
+        return self.frame.want((self._segment - 1, index), tensor.nbytes)
 
     def _pack(self, tensor: Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
@@ -118,7 +134,7 @@ class Recorder:
         if self._replays(self._item):
             return self.frame.want(key, tensor.nbytes)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
-        return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [6]
+        return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [7]
 
     def _pack_view(self, argument: int, tensor: Tensor) -> Handle:
         key = (self._segment, -1 - len(self.frame.views))

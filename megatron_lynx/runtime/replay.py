@@ -5,7 +5,8 @@
     [3] at a site, wanted arguments are collected first, then
           kept site       its memo is returned, the random state moves to where the site left it
           replayed site   it runs; what it saves and is wanted is collected
-    [4] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
+    [4] a site's first part runs alone where the rest of the site has a memo or is not needed
+[5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
 
 With sequence parallelism a replayed GEMM's input is gathered once. The replay then has two parts: up to that site (its
 argument is what is to be gathered), and, when the gather was started, the whole; what ran in the first part is remembered.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.frame import Absent, Frame, Memo, SiteCall
+from megatron_lynx.runtime.frame import Absent, FirstPart, Frame, Memo, SiteCall
 from megatron_lynx.runtime.parcel import on_device
 from megatron_lynx.runtime.rng import RandomSource, forked
 from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended
@@ -60,9 +61,12 @@ class Replayer:
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments
         self._enter()
+        if call.first is not None:
+            self._run_first(call.first, call, arguments)
+            self._enter()
         self._collect_views(arguments)  # [3]
-        if self._up_to_gather and call.name == self.frame.policy.gather_site:
-            self.to_gather = arguments[0].detach()
+        if self._ends_at(call):
+            self.to_gather = arguments[0].detach() if self.to_gather is None else self.to_gather
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
@@ -70,6 +74,26 @@ class Replayer:
         self._enter()
         self._stop_if_done()
         return outputs
+
+    def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
+        own = {key for key in self.frame.wanted if key[0] == self._segment}
+        passed = self._segment + 1 in self.frame.memos
+        if not self._ends_at(call) and (not own or not (passed or own == self.frame.wanted)):
+            return  # not needed, or the whole site runs
+        with torch.no_grad(), suspended(self._hooks):
+            made = first.run(arguments[0])  # [4]
+        self._keep_first(made, self._segment)
+        if self._ends_at(call):
+            self.to_gather = made[0]
+        self._stop_if_done()
+
+    def _ends_at(self, call: SiteCall) -> bool:
+        return self._up_to_gather and call.name == self.frame.policy.gather_site
+
+    def _keep_first(self, made: tuple[Tensor | None, ...], segment: int) -> None:
+        for index, tensor in enumerate(made):
+            if tensor is not None:
+                self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
         if not call.owns_parameters:
@@ -95,10 +119,15 @@ class Replayer:
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the recorder turned into handles one by one, in the same order."""
-        if not any(segment == self._segment for segment, _ in self.frame.wanted):
+        first = self._segment - (call.first is not None)
+        if not any(first <= segment <= self._segment for segment, _ in self.frame.wanted):
             return
         arguments = call.arguments
         skipped = {storage_of(tensor) for tensor in (*call.module.parameters(), *arguments)}
+        if call.first is not None:
+            made = call.first.saved(outputs, arguments)
+            self._keep_first(made, first)
+            skipped.update(storage_of(tensor) for tensor in made if tensor is not None)
         for _, tensor in saved_between(outputs, arguments):
             if storage_of(tensor) not in skipped:
                 self.frame.keep((self._segment, self._ordinal), tensor)
@@ -115,7 +144,7 @@ class Replayer:
 
     def _stop_if_done(self) -> None:
         if not self.frame.wanted:
-            raise _Enough  # [4]
+            raise _Enough  # [5]
 
     def _enter(self) -> None:
         self._segment += 1

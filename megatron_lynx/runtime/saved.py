@@ -69,7 +69,13 @@ def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]
 
 
 def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor).
+    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor)."""
+    for node in nodes_between(outputs, arguments):
+        yield from _saved_of(node)
+
+
+def nodes_between(outputs: Any, arguments: Any) -> Iterator[Any]:
+    """The nodes of autograd that lead from `arguments` to `outputs`.
 
     The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
     """
@@ -81,7 +87,7 @@ def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
         if node in seen:
             continue
         seen.add(node)
-        yield from _saved_of(node)
+        yield node
         waiting.extend(behind for behind, _ in reversed(node.next_functions) if behind is not None)
 
 

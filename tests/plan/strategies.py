@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -44,7 +44,8 @@ def plans(
     model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
     owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
-    stages = [draw(stages_of(number, layers, parallel)) for number, layers in enumerate(owned)]
+    engine = model.implementation == "transformer_engine"
+    stages = [draw(stages_of(number, layers, parallel, engine)) for number, layers in enumerate(owned)]
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
@@ -78,39 +79,43 @@ def cut(counts: Sequence[int], first: int = 1) -> list[LayerRange]:
 
 
 @st.composite
-def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: ParallelFacts) -> Stage:
-    """`number`: of the virtual stage."""
+def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: ParallelFacts, engine: bool = False) -> Stage:
+    """`number`: of the virtual stage. `engine`: of Transformer Engine's layers."""
     last = number == parallel.pipeline * parallel.chunks - 1
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
         st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
     )
-    kept = [draw(kept_items(span)) for span in ranges]
+    kept = [draw(kept_items(span, engine)) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                stage = draw(with_windows(stage, index, half, last, parallel))
-    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth))
+                stage = draw(with_windows(stage, index, half, last, parallel, engine))
+    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, engine))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
 
 @st.composite
-def kept_items(draw: st.DrawFn, layers: LayerRange) -> Rule:
+def kept_items(draw: st.DrawFn, layers: LayerRange, engine: bool) -> Rule:
     """Everything kept, everything replayed, or any mixture."""
     free = [item for item in ITEMS if item not in ROW_PARALLEL]
     replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
+    norms = {COLUMN_PARALLEL[half]: ITEMS_OF[half][0] for half in HALVES} if engine else {}
+    replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
     return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
 
 
 @st.composite
-def with_windows(draw: st.DrawFn, stage: Stage, index: int, half: Half, last: bool, parallel: ParallelFacts) -> Stage:
+def with_windows(
+    draw: st.DrawFn, stage: Stage, index: int, half: Half, last: bool, parallel: ParallelFacts, engine: bool
+) -> Stage:
     """The stage with a window for one half and a place for its gather, out of those that come in time for every layer."""
 
     def in_time(windows: str | ByPhase, gather: str | None) -> bool:
-        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers))
+        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers), engine)
 
     gather = None
     if stage.rules[index].gather.of(half) is not None:
@@ -153,7 +158,7 @@ def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: 
     return stage.model_copy(update={"rules": tuple(rules)})
 
 
-def _problems(stage: Stage, parallel: ParallelFacts, depth: int) -> list[str]:
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel))
+def _problems(stage: Stage, parallel: ParallelFacts, depth: int, engine: bool) -> list[str]:
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, engine=engine))
     ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in order.PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

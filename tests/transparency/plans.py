@@ -34,7 +34,9 @@ def plan_for(
     return Plan.model_validate(
         {
             "version": 1,
-            "model": {name: getattr(model, name) for name in ("layers", "hidden", "ffn", "heads", "kv_groups", "seq")},
+            "model": {
+                name: getattr(model, name) for name in ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation")
+            },
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,
@@ -82,7 +84,8 @@ def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, repl
     if needs_gather or layer < job.layers_of(*place)[-1] or half == "attention":
         return "on_demand"
     if place == (job.parallel.pipeline - 1, job.chunks - 1):
-        return "bwd.mlp.0" if job.parallel.sequence_parallel and "mlp_bda" not in replayed else "on_demand"
+        in_time = job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.engine
+        return "bwd.mlp.0" if in_time else "on_demand"
     in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
     steady = "fwd.mlp.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"
     return {"steady": steady, "cooldown": "pipe.recv_backward"}

@@ -89,6 +89,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     seen = Seen()
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
+        seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
         seed_random_numbers(7)
         installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
@@ -189,7 +190,8 @@ def _canaries(seen: Seen) -> Iterator[None]:
     from megatron_lynx.runtime.record import Recorder
 
     let_go: list[torch.Tensor] = []
-    pack, pack_view, backward_step = Recorder._pack, Recorder._pack_view, schedules.backward_step
+    pack, backward_step = Recorder._pack, schedules.backward_step
+    pack_view, pack_first = Recorder._pack_view, Recorder._pack_first
 
     def packing(self: Any, tensor: torch.Tensor) -> Any:
         packed = pack(self, tensor)
@@ -201,16 +203,23 @@ def _canaries(seen: Seen) -> Iterator[None]:
         let_go.append(tensor.detach())
         return pack_view(self, argument, tensor)
 
+    def packing_first(self: Any, index: int, tensor: torch.Tensor) -> Any:
+        let_go.append(tensor.detach())
+        return pack_first(self, index, tensor)
+
     def overwriting(*args: Any, **kwargs: Any) -> Any:
         seen.overwritten += _overwrite_unheld(let_go)
         let_go.clear()
         return backward_step(*args, **kwargs)
 
-    Recorder._pack, Recorder._pack_view, schedules.backward_step = packing, packing_view, overwriting  # type: ignore[method-assign]
+    def put(*functions: Any) -> None:
+        Recorder._pack, Recorder._pack_view, Recorder._pack_first, schedules.backward_step = functions  # type: ignore[method-assign]
+
+    put(packing, packing_view, packing_first, overwriting)
     try:
         yield
     finally:
-        Recorder._pack, Recorder._pack_view, schedules.backward_step = pack, pack_view, backward_step  # type: ignore[method-assign]
+        put(pack, pack_view, pack_first, backward_step)
 
 
 def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:

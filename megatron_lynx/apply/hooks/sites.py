@@ -17,17 +17,21 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.apply.transformer_engine import EngineRelease
+from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import SiteCall
+from megatron_lynx.runtime.frame import FirstPart, SiteCall
 
 
-def claims(engine: Engine, layer: Module, number: int) -> Iterator[Claim]:
+def claims(engine: Engine, layer: Module, number: int, release: EngineRelease | None = None) -> Iterator[Claim]:
+    """`release`: that of Transformer Engine, where the layer is one of its own."""
     for layout in LAYOUTS.values():
-        for site, module in layout.modules_of(layer).items():
+        for site, module in layout.modules_of(layer, engine=release is not None).items():
+            first = norm_inside(module, layout.norm, release) if release and site == layout.column_parallel else None
 
-            def hooked(original: Any, site: str = site, module: Module = module) -> Any:
+            def hooked(original: Any, site: str = site, module: Module = module, first: FirstPart | None = first) -> Any:
                 def call_site(*args: Any, **kwargs: Any) -> Any:
-                    return engine.site(SiteCall(site, module, original, args, kwargs))
+                    return engine.site(SiteCall(site, module, original, args, kwargs, first))
 
                 return call_site
 

@@ -29,9 +29,9 @@ def present_release() -> Release:
     Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
     """
     version = installed_version()
-    release = KNOWN.get(_minor(version))
+    release = KNOWN.get(minor_of(version))
     if release is None:
-        nearest = min(KNOWN.values(), key=lambda known: abs(_number(known.version) - _number(version)))
+        nearest = min(KNOWN.values(), key=lambda known: abs(number_of(known.version) - number_of(version)))
         needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
         todo = f"install one of these; what moved since {nearest.version} follows"
         unknown = Problem("megatron.core", version, needed, todo)
@@ -39,13 +39,13 @@ def present_release() -> Release:
     return release
 
 
-def _minor(version: str) -> str:
+def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _number(version: str) -> int:
-    major, minor = _minor(version).split(".")
+def number_of(version: str) -> int:
+    major, minor = minor_of(version).split(".")
     return 1000 * int(major) + int(minor)
 
 
-__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "present_release"]
+__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "minor_of", "number_of", "present_release"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -23,6 +23,21 @@ class Release:
 
     version: str
     fingerprints: Mapping[str, str]
+    beside_engine: Mapping[str, str] = field(default_factory=dict)
+    """The functions that matter with Transformer Engine's layers alone; without it they cannot be imported."""
+
+    def stale_beside_engine(self) -> list[Problem]:
+        """The same for layers of Transformer Engine."""
+        if not self.beside_engine:
+            return [
+                Problem(
+                    "layers",
+                    f"Transformer Engine's, in {self.version}",
+                    "a later release",
+                    "launch with --transformer-impl local",
+                )
+            ]
+        return [problem for name, recorded in self.beside_engine.items() if (problem := _problem(name, recorded)) is not None]
 
     def stale(self) -> list[Problem]:
         """Every function that does not read as recorded."""

@@ -1,0 +1,71 @@
+"""The tensor-parallel windows of Transformer Engine's layers.
+
+Replaces              `gather_along_first_dim` and `reduce_scatter_along_first_dim` as bound in `module.base`, `module.linear` and
+                      `module.layernorm_linear` of `transformer_engine.pytorch`. Its `allreduce` ends in
+                      `torch.distributed.all_reduce`, which `collectives` holds.
+Why                   each of them is a stretch in which compute waits for the tensor-parallel group.
+                        forward    the gather of a norm's output, the scatter or reduction behind a row-parallel GEMM
+                        backward   the gather of a row-parallel GEMM's gradient (`base`); what the gather of the input and the
+                                   scatter or reduction of its gradient take beyond the GEMMs that stock hides them behind
+Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
+Holds                 the tensor-parallel group.
+Passes through when   the group is another one, or the call is made outside a half and its backward. A gather of a norm's output
+                      that a frame has started already is not started again, only waited for; the caller gets an alias, which it
+                      empties when it has used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.runtime.engine import Engine
+
+
+def claims(engine: Engine, group: Any) -> Iterator[Claim]:
+    from transformer_engine.pytorch.module import base, layernorm_linear, linear
+
+    def in_window(original: Any) -> Any:
+        @wraps(original)
+        def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            if tp_group is not group or not engine.in_half:
+                return original(tensor, tp_group, async_op, **kwargs)
+            outputs: list[Any] = []
+
+            def start() -> Any:
+                output, work = original(tensor, tp_group, True, **kwargs)
+                outputs.append(output)
+                return work
+
+            return _answered(lambda: outputs[0], engine.collective(start), async_op)
+
+        return collective
+
+    def served_or_in_window(original: Any) -> Any:
+        windowed = in_window(original)
+
+        @wraps(original)
+        def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            gathered = engine.gathered_input() if process_group is group and engine.in_half else None
+            if gathered is None:
+                return windowed(tensor, process_group, async_op, **kwargs)
+            return _answered(gathered.detach, engine.served(gathered), async_op)
+
+        return gather
+
+    for module in (linear, layernorm_linear):
+        yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
+    for module in (base, linear):
+        yield Claim(module, "gather_along_first_dim", in_window, "gathers a gradient")
+    yield Claim(layernorm_linear, "gather_along_first_dim", served_or_in_window, "gathers a norm's output")
+
+
+def _answered(output: Any, work: Any, async_op: bool) -> tuple[Tensor, Any]:
+    if async_op:
+        return output(), work
+    work.wait()
+    return output(), None

@@ -1,0 +1,54 @@
+"""Releases of Transformer Engine whose layers this package can hold on to, one literal table each, and what is done with them.
+
+Without FP8: what a replay does to amax histories and scales has not been shown to leave them as they were.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.apply.releases import minor_of, number_of
+from megatron_lynx.apply.transformer_engine.release import EngineRelease
+from megatron_lynx.apply.transformer_engine.te_2_9 import TE_2_9
+from megatron_lynx.apply.transformer_engine.te_2_10 import TE_2_10
+from megatron_lynx.apply.transformer_engine.te_2_11 import TE_2_11
+from megatron_lynx.apply.transformer_engine.te_2_12 import TE_2_12
+from megatron_lynx.apply.transformer_engine.te_2_13 import TE_2_13
+from megatron_lynx.apply.transformer_engine.te_2_14 import TE_2_14
+from megatron_lynx.apply.transformer_engine.te_2_15 import TE_2_15
+from megatron_lynx.apply.transformer_engine.te_2_16 import TE_2_16
+from megatron_lynx.apply.transformer_engine.te_2_17 import TE_2_17
+from megatron_lynx.apply.transformer_engine.te_2_18 import TE_2_18
+from megatron_lynx.apply.transformer_engine.te_2_19 import TE_2_19
+from megatron_lynx.apply.transformer_engine.te_2_20 import TE_2_20
+from megatron_lynx.errors import HookRefused, Problem
+
+RELEASES = (TE_2_9, TE_2_10, TE_2_11, TE_2_12, TE_2_13, TE_2_14, TE_2_15, TE_2_16, TE_2_17, TE_2_18, TE_2_19, TE_2_20)
+KNOWN: dict[str, EngineRelease] = {release.version: release for release in RELEASES}
+
+
+def installed_engine() -> str:
+    """The version of the Transformer Engine that is imported, e.g. `2.12.0`. Raises `HookRefused` where it cannot be imported."""
+    try:
+        import transformer_engine.pytorch
+    except (ImportError, OSError, RuntimeError) as missing:  # it looks for its libraries and loads them
+        problem = Problem("transformer_engine", str(missing), "it, to be imported", "install it")
+        raise HookRefused("Transformer Engine cannot be imported", [problem]) from None
+    return str(transformer_engine.__version__)
+
+
+def present_engine() -> EngineRelease:
+    """The table for the Transformer Engine that is imported.
+
+    Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
+    """
+    version = installed_engine()
+    release = KNOWN.get(minor_of(version))
+    if release is None:
+        nearest = min(KNOWN.values(), key=lambda known: abs(number_of(known.version) - number_of(version)))
+        needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
+        todo = f"install one of these, or launch with --transformer-impl local; what moved since {nearest.version} follows"
+        unknown = Problem("transformer_engine", version, needed, todo)
+        raise HookRefused("this release of Transformer Engine is not known", [unknown, *nearest.stale()])
+    return release
+
+
+__all__ = ["KNOWN", "EngineRelease", "installed_engine", "present_engine"]

@@ -1,0 +1,47 @@
+"""The norm that Transformer Engine makes inside a linear, alone.
+
+    hidden states ──> norm ──> GEMM ──> output            `LayerNormLinear`: one module, one node of autograd
+         └ saved        └ saved: output, mean, deviation
+
+Regenerating what the norm saves needs neither the GEMM nor a gather: the same kernel, on the same input, as the module calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lynx.apply.transformer_engine.release import EngineRelease
+from megatron_lynx.runtime.frame import FirstPart
+
+
+def norm_inside(linear: Any, item: str, release: EngineRelease) -> FirstPart:
+    """The norm of one `LayerNormLinear`, as the item of the plan that it is."""
+    return FirstPart(item=item, run=_norm_of(linear), node=release.norm_node, slots=release.norm_slots)
+
+
+def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
+    from transformer_engine.pytorch.module._common import apply_normalization
+    from transformer_engine.pytorch.utils import cast_if_needed
+
+    def norm(hidden: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = linear.activation_dtype
+        rows = cast_if_needed(hidden.contiguous().view(-1, hidden.shape[-1]), dtype)
+        weight, bias = (cast_if_needed(each, dtype) for each in (linear.layer_norm_weight, linear.layer_norm_bias))
+        made = apply_normalization(
+            rows,
+            None,  # into a new tensor
+            weight,
+            bias,
+            linear.eps,
+            None,  # no FP8
+            rows.dtype,
+            linear.normalization,
+            linear.fwd_ln_sm_margin,
+            linear.zero_centered_gamma,
+        )
+        return tuple(made)
+
+    return norm

@@ -1,0 +1,103 @@
+"""What the tests of Transformer Engine's layers run on ranks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import HALVES
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import half_tensors
+
+from .on_ranks import Attributes, one_step, trained
+
+
+@dataclass
+class Seen:
+    """Of an installation."""
+
+    stale: list[str]
+    """Functions that do not read as recorded."""
+    claimed: list[str]
+    changed: list[str]
+    """What is another object after removing it."""
+
+
+def held(rank: int, job: Job, plan: Plan) -> Seen:
+    from megatron_lynx.apply import install
+    from megatron_lynx.apply.transformer_engine import present_engine
+
+    training = trained(job)
+    one_step(training)
+    attributes = Attributes(torch.nn.ModuleList(training.chunks))
+    with install(training.chunks, plan) as installation:
+        claimed = sorted(hook.claim.where for hook in installation.hooks)
+    return Seen([problem.where for problem in present_engine().stale()], claimed, attributes.changed())
+
+
+def userbuffers(training: Any, undo: ExitStack) -> None:
+    training.chunks[0].decoder.layers[0].self_attention.linear_qkv.ub_overlap_ag_fprop = True
+
+
+def another_tracker(training: Any, undo: ExitStack) -> None:
+    """A fork of it would draw numbers that no replay puts back."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    training.chunks[0].decoder.layers[0].self_attention.core_attention.rng_states_tracker = CudaRNGStatesTracker()
+
+
+def saved_bytes(rank: int, job: Job) -> dict[str, int]:
+    """What autograd holds behind each half of a layer, beside its input, parameters and what only the core attention makes: on a
+    CPU it is unfused."""
+    layer = trained(job).chunks[0].module.decoder.layers[0]
+    attention = layer.self_attention.core_attention
+    original = attention.forward
+    within: list[set[int]] = []
+
+    def core(*args: Any, **kwargs: Any) -> Any:
+        within.append({address(tensor) for tensor in args if isinstance(tensor, torch.Tensor)})
+        try:
+            return original(*args, **kwargs)
+        finally:
+            within.pop()
+
+    attention.forward = core
+    tokens = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    found = {}
+    for half, run in {"attention": layer._forward_attention, "mlp": layer._forward_mlp}.items():
+        hidden = torch.randn(tokens, job.batch.micro, job.model.hidden, dtype=torch.bfloat16, requires_grad=True)
+        blocks: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor, blocks: dict[int, torch.UntypedStorage] = blocks) -> torch.Tensor:
+            if not within or address(tensor) in within[-1]:
+                blocks[address(tensor)] = tensor.untyped_storage()  # held: an address means one block
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run(hidden, **({"attention_mask": None} if half == "attention" else {}))
+        own = {address(tensor) for tensor in (hidden, *layer.parameters())}
+        found[half] = sum(block.nbytes() for at, block in blocks.items() if at not in own)
+    return found
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def predicted_bytes(job: Job) -> dict[str, int]:
+    """The same by shape, with a GPU's kernels."""
+    shape = replace(LayerShape.of(job), device="cuda")
+    of_core = ("core_attention", ("core_attention",))
+    return {
+        half: sum(
+            tensor.bytes
+            for tensor in half_tensors(shape, half)
+            if tensor.saved_by and (tensor.made_by, tensor.saved_by) != of_core
+        )
+        for half in HALVES
+    }

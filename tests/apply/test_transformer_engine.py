@@ -1,0 +1,206 @@
+"""Transformer Engine's layers under plans: its own Python of each release, its compiled extension stood in for. Not run on a GPU.
+
+`make test` puts releases under build/ and names their folders in TRANSFORMER_ENGINE_2_NN_DIR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..engines import pool_with
+from ..plan.strategies import plans
+from ..transparency.offloaded import offloading
+from ..transparency.plans import plan_for, replayable
+from ..transparency.test_every_bit import checked
+from ..transparency.trials import Trial, compare_with_stock
+from . import engine_on_ranks, on_ranks
+
+BUILT_WITH = "2.9"
+"""What Megatron 0.16 is built with."""
+OTHERS = [("2.14", None), ("2.17", "0.19"), ("2.20", None)]
+"""Releases of Transformer Engine, each beside a release of megatron-core (None: the installed one)."""
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
+FUSED = Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
+
+LAYOUTS = {
+    "one rank": {},
+    "TP2": {"tensor": 2},
+    "TP2+SP": {"tensor": 2, "sequence_parallel": True},
+    "PP2": {"pipeline": 2, "microbatches": 4},
+}
+
+
+def engine_job(like: str = "gpt", **fields) -> Job:
+    return tiny_job(like, implementation="transformer_engine", **fields)
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield lambda ranks: pools.setdefault(ranks, pool_with(BUILT_WITH, ranks))
+    for started in pools.values():
+        started.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_replayed_and_mixed(pool_of, layout):
+    """Dropout is on. A norm alone is regenerated without its linear; with sequence parallelism its output is gathered once."""
+    job = engine_job(**LAYOUTS[layout])
+    everything = replayable(job, gather=True)
+    candidates = [
+        plan_for(job, lambda layer: ()),
+        plan_for(job, lambda layer: NORMS, windows=False),
+        plan_for(job, lambda layer: everything, windows=False),
+        plan_for(job, lambda layer: everything),
+        plan_for(job, lambda layer: [item for item in everything if (item in ITEMS_OF["attention"]) == bool(layer % 2)]),
+        plan_for(job, lambda layer: [*NORMS, "core_attention", "activation"]),
+    ]
+    checked(pool_of, job, candidates)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP"])
+def test_random_plans(pool_of, layout):
+    job = engine_job("llama", **LAYOUTS[layout])
+    of_this_job = plans(
+        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
+        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        partition=job.partition,
+        whole=True,
+    )
+
+    @settings(
+        max_examples=1,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    @given(st.lists(of_this_job, min_size=6, max_size=6))
+    def check(candidates: list[Plan]) -> None:
+        checked(pool_of, job, candidates, Trial(steps=1))
+
+    check()
+
+
+def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
+    """The weight reaches backward as itself: its flag would land on a copy else, and Megatron's DDP assert (rule R11)."""
+    job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
+    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
+
+
+def test_nothing_that_was_let_go_is_read(pool_of):
+    """What a norm saved is overwritten with NaN before backward (rule R10)."""
+    job = engine_job(tensor=2)
+    for candidate in (replayable(job), NORMS):
+        plan = plan_for(job, lambda layer, items=candidate: items)
+        for [outcome] in pool_of(2).run(compare_with_stock, job, [plan], Trial(canaries=True)):
+            assert outcome.differing == []
+            assert outcome.planned.overwritten > 0
+
+
+def test_what_its_nodes_keep_may_go_to_the_host(pool_of):
+    """It empties what it has used: a reloaded tensor must not be another's, too."""
+    job = engine_job(**LAYOUTS["PP2"])
+    mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
+    [first, _] = checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1))
+    assert first[0].planned.counts[-1].offloaded_bytes > 0
+
+
+def test_a_norm_alone_runs_no_gemm(pool_of):
+    job = engine_job(attention_dropout=0.0, hidden_dropout=0.0)
+    [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan_for(job, lambda layer: NORMS)], Trial(counted=True))
+    assert outcome.planned.flops == outcome.stock.flops
+
+
+def test_the_same_collectives_as_stock(pool_of):
+    """Nothing is gathered or reduced twice, and a norm's output once less often: not again for the weight gradient."""
+    job = engine_job(tensor=2, sequence_parallel=True)
+    both = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: replayable(job, gather=True))]
+    for kept, gathered in pool_of(2).run(compare_with_stock, job, both, Trial(counted=True)):
+        assert sorted(kept.planned.collectives) == sorted(kept.stock.collectives)
+        assert sorted(gathered.planned.collectives) == sorted(gathered.stock.collectives)
+
+
+@pytest.mark.parametrize(("engine", "core"), OTHERS)
+def test_other_releases(engine, core):
+    job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
+    candidates = [
+        plan_for(job, lambda layer: replayable(job, gather=True)),
+        plan_for(job, lambda layer: [*NORMS, "core_attention"]),
+    ]
+    with pool_with(engine, 2, core) as pool:
+        checked(lambda ranks: pool, job, candidates, FUSED)
+
+
+@pytest.mark.parametrize("engine", ["2.9", "2.14", "2.17", "2.20"])
+def test_every_name_is_found_held_and_given_back(engine):
+    job = engine_job(tensor=2, sequence_parallel=True)
+    with pool_with(engine, 2) as pool:
+        for seen in pool.run(engine_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
+            assert seen.stale == []
+            assert {name for name in seen.claimed if name.startswith("transformer_engine.")} == {
+                f"transformer_engine.pytorch.module.{module}_along_first_dim"
+                for module in (
+                    "base.gather",
+                    "linear.gather",
+                    "layernorm_linear.gather",
+                    "linear.reduce_scatter",
+                    "layernorm_linear.reduce_scatter",
+                )
+            }
+            assert not any("layernorm" in name for name in seen.claimed if name.startswith("layer ")), "identities are no sites"
+            assert seen.changed == []
+
+
+def test_a_release_that_is_not_known_is_refused():
+    job = engine_job()
+    with pool_with("2.4", 1) as pool:
+        [refusal] = pool.run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS))
+    assert refusal.places[0] == "transformer_engine"
+    assert any(place.endswith("LayerNormLinear.forward") for place in refusal.places), "what moved is said"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place"),
+    [
+        (partial(on_ranks.set_config, fp8="hybrid"), "config.fp8"),
+        (partial(on_ranks.set_config, symmetric_ar_type="two_shot"), "config.symmetric_ar_type"),
+        (partial(on_ranks.set_config, qk_layernorm=True), "config.qk_layernorm"),
+        (engine_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
+        (engine_on_ranks.another_tracker, "layer 1.core_attention"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(pool_of, spoil, place):
+    job = engine_job()
+    [refusal] = pool_of(1).run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS), spoil)
+    assert refusal.places == [place]
+    assert refusal.changed == []
+
+
+def test_a_plan_for_local_layers_is_refused(pool_of):
+    local = plan_for(tiny_job("gpt"), lambda layer: NORMS)
+    [refusal] = pool_of(1).run(on_ranks.refused, engine_job(), local)
+    assert refusal.places == ["plan: model.implementation"]
+
+
+@pytest.mark.parametrize(("norm", "tensor"), [("layernorm", 1), ("rmsnorm", 1), ("layernorm", 2)])
+def test_the_profile_counts_what_the_layer_saves(pool_of, norm, tensor):
+    """Byte for byte, without what is eager on a CPU: dropout, biases and rotary positions have kernels of their own on a GPU."""
+    shape = {"norm": norm, "position": "learned", "bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    job = engine_job(tensor=tensor, sequence_parallel=tensor > 1, dtype="bf16", **shape)
+    for seen in pool_of(job.gpus).run(engine_on_ranks.saved_bytes, job):
+        assert seen == engine_on_ranks.predicted_bytes(job)

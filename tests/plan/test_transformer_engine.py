@@ -1,0 +1,47 @@
+"""What a plan may ask of Transformer Engine's layers."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..transparency.plans import plan_for, replayable
+
+ENGINE = {"implementation": "transformer_engine"}
+
+
+def test_a_plan_that_says_nothing_is_for_local_layers():
+    raw = plan_for(tiny_job("gpt"), lambda layer: ()).model_dump(mode="json")
+    del raw["model"]["implementation"]
+    assert Plan.model_validate(raw).model.implementation == "local"
+
+
+@pytest.mark.parametrize(("linear", "norm"), [("linear_qkv", "input_layernorm"), ("linear_fc1", "pre_mlp_layernorm")])
+def test_a_linear_is_replayed_with_its_norm(linear, norm):
+    plan_for(tiny_job("gpt"), lambda layer: [linear])
+    plan_for(tiny_job("gpt", **ENGINE), lambda layer: [linear, norm])
+    with pytest.raises(ValidationError, match=f"{linear} is replayed, and {norm} with it"):
+        plan_for(tiny_job("gpt", **ENGINE), lambda layer: [linear])
+
+
+def test_the_first_window_of_its_own_backward_comes_too_late():
+    """Transformer Engine reads what it saved before it gathers the gradient."""
+
+    def own_windows(job):
+        raw = plan_for(job, lambda layer: ["pre_mlp_layernorm"]).model_dump(mode="json")
+        for rule in raw["stages"][0]["rules"]:
+            rule["windows"] = {"mlp": "bwd.mlp.0"}
+        return Plan.model_validate(raw)
+
+    layout = {"tensor": 2, "sequence_parallel": True}
+    own_windows(tiny_job("gpt", **layout))
+    with pytest.raises(ValidationError, match="comes after backward needs the half"):
+        own_windows(tiny_job("gpt", **layout, **ENGINE))
+
+
+def test_everything_else_may_be_replayed():
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True, **ENGINE)
+    assert plan_for(job, lambda layer: replayable(job, gather=True)).model.implementation == "transformer_engine"
