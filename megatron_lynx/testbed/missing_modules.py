@@ -2,6 +2,7 @@
 
     imported                                         answered by
     Apex's fused norm                                torch's; without it the local layers refuse sequence parallelism
+    the compiled part of an Apex that is there   `testbed.apex_norms`
     fused kernels (nvcc), modules that import        modules whose functions do nothing: training without experts calls none
       triton without looking whether it is there
     the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.testbed.apex_norms import stand_in_for_apex_norms
 from megatron_lynx.testbed.cpu_device import StandIn, ignore, replace
 from megatron_lynx.testbed.transformer_engine import stand_in_for_transformer_engine
 
@@ -49,6 +51,7 @@ def stand_in_for_missing_modules(*, apex: bool = False) -> StandIn:
     if not hasattr(typing, "override"):
         replace(undo, typing, "override", unchanged)
     undo.enter_context(stand_in_for_transformer_engine())
+    undo.enter_context(stand_in_for_apex_norms())
     finder = Answers(apex)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)

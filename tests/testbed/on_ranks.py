@@ -92,6 +92,24 @@ def far_apart(run: Run, other: Run) -> float:
     return max(float((here[name] - there[name]).abs().max() / there[name].abs().max()) for name in here)
 
 
+def apex_against_torch(rank: int, job: Job, setting: dict[str, Any]) -> tuple[bool, float]:
+    """Whether Megatron's FusedLayerNorm calls Apex's own function, and how far a run with it is from one with torch's norms."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    from megatron_lynx.testbed import tiny_models
+
+    [torchs] = train(rank, job, [{}])
+    own, tiny_models.Norm = tiny_models.Norm, FusedLayerNorm
+    try:
+        [apexs] = train(rank, job, [setting])
+    finally:
+        tiny_models.Norm = own
+    is_apex = (
+        FusedLayerNorm.forward.__globals__["FusedLayerNormAffineFunction"].__module__ == "apex.normalization.fused_layer_norm"
+    )
+    return is_apex, far_apart(apexs, torchs)
+
+
 def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
     """Each case: settings of TransformerConfig and arguments of Training besides `ddp`."""
     from megatron_lynx.testbed.training import initialise

@@ -85,5 +85,5 @@ def product_of(left: torch.Tensor, transpose_left: bool, right: torch.Tensor, tr
 
 
 def torch_type(dtype: Any) -> torch.dtype:
-    """Torch's name for one of Transformer Engine's types (the extension's enumeration, or its Python's)."""
-    return DType(int(dtype)).of_torch
+    """Torch's name for one of Transformer Engine's types (the extension's enumeration, or its Python's, or torch's)."""
+    return dtype if isinstance(dtype, torch.dtype) else DType(int(dtype)).of_torch
