@@ -2,9 +2,11 @@
 
 exact      bf16, deterministic kernels: does stock equal stock?  then: does every plan equal stock, over several steps?
 memory     one rank: none, selective, full, ours with every replay on demand: bytes and seconds of a step
+offload    copies to the host and back: the link, what a Llama-65B-shaped layer hides at 4096 and 8192, order, Megatron's own
 emulated   one rank of TP=8, a delay in place of every collective: the same, and ours with its replays in the windows
 
-Writes exact.json and, for each of the others, a measurement, its table and its report. A run without a GPU says so everywhere.
+Writes exact.json, offload.json and, for each of memory and emulated, a measurement, its table and its report. A run without a GPU
+says so everywhere.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.subject import same_bits
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from scripts import gpu_offload
 from scripts.emulated_links import DeviceLink, HostLink, emulated, join_alone
 from tests.transparency.plans import plan_for, replayable
 
@@ -38,6 +41,7 @@ NOT_A_GPU = "DRY RUN ON A CPU, tiny sizes: this shows that the script runs. It i
 SIZES = {  # of what runs on a GPU; a dry run has those of `tiny_job`
     "exact": {"layers": 4, "hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512},
     "memory": {"layers": 4, "hidden": 4096, "ffn": 16_384, "heads": 32, "kv_groups": 32, "vocab": 32_000, "seq": 2048},
+    "offload": {"layers": 1, "hidden": 8192, "ffn": 22_016, "heads": 64, "kv_groups": 64, "vocab": 32_000, "micro": 1},
     "emulated": {"layers": 4, "hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048},
 }
 STEPS = 3
@@ -160,6 +164,27 @@ def emulated_interconnect(check: Check) -> Measurement:
         return compared(check, job, plan_for(job, lambda _: replayable(job)), links)
 
 
+# --- copies to the host --------------------------------------------------------------------------------------------------
+
+
+def offload(check: Check) -> dict[str, Any]:
+    """What `scripts.gpu_offload` finds; a dry run copies little, and between the same memory."""
+    device = torch.device(check.device)
+    found: dict[str, Any] = {"link, GB/s": gpu_offload.link(2**20 if check.dry else 2**30, device)}
+    for seq in (64, 128) if check.dry else (4096, 8192):
+        job = check.job("offload", "llama", seq=seq)
+        found[f"one layer, sequence {seq}"] = gpu_offload.hidden(job, _training(job), device)
+    return {**found, "order": gpu_offload.order(device), "Megatron's own": gpu_offload.stock_offload(job, device)}
+
+
+def _training(job: Job) -> Any:
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training, initialise
+
+    initialise(job)
+    return Training(job, build_model(job), optimizer=None)
+
+
 # --- the whole -----------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +202,9 @@ def main() -> int:
     exact = exactness(check)
     (check.out / "exact.json").write_text(json.dumps({"note": check.note, "equal to stock in every bit": exact}, indent=2) + "\n")
     print(json.dumps(exact, indent=2))
+    offloaded = offload(check)
+    (check.out / "offload.json").write_text(json.dumps({"note": check.note, **offloaded}, indent=2) + "\n")
+    print(json.dumps(offloaded, indent=2))
     measured = {"memory": memory(check), "emulated interconnect": emulated_interconnect(check)}
     for part, measurement in measured.items():
         write_report(measurement, check.out / part.replace(" ", "-"))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The single-GPU part of what is promised: exactness in bf16, memory, step times, an emulated interconnect.
+# The single-GPU part of what is promised: exactness in bf16, copies to the host, memory, step times, an emulated interconnect.
 #   scripts/gpu_check.sh               on a machine with an NVIDIA GPU, torch with CUDA and megatron-core
 #   scripts/gpu_check.sh --dry-run     the same script on a CPU, tiny: shows that it runs, and nothing else
 set -euo pipefail

@@ -18,6 +18,11 @@ def test_a_dry_run_of_the_gpu_check(tmp_path: Path) -> None:
     exact = json.loads((tmp_path / "exact.json").read_text())
     assert {equal for plans in exact["equal to stock in every bit"].values() for equal in plans.values()} == {True}
     assert all("DRY RUN" in text for text in (run.stdout, exact["note"], (tmp_path / "report.md").read_text()))
+    offload = json.loads((tmp_path / "offload.json").read_text())
+    assert all(rate > 0 for rate in offload["link, GB/s"].values())
+    assert {key for key in offload if key.startswith("one layer")} == {"one layer, sequence 64", "one layer, sequence 128"}
+    assert offload["order"]["tests"].startswith("exit status 0")
+    assert offload["Megatron's own"], "seconds, or why not"
     for part, kind in (("memory", "none"), ("emulated-interconnect", "emulated")):
         measurement = load_measurement(tmp_path / part / "measurement.json")
         assert ("DRY RUN" in measurement.subject, measurement.machine.links.kind) == (True, kind)

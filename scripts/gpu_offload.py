@@ -1,0 +1,145 @@
+"""What one GPU can show of copies to host memory; `scripts/gpu_check.py` calls it.
+
+link        bytes a second each way, one at a time and both at once, through the runtime's own copiers and page-locked memory
+hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
+order       tests/runtime/test_offload.py on this device, and again under compute-sanitizer where that is installed
+stock       the same step with Megatron's fine-grained offload, where it runs
+
+Several ranks cannot share a GPU under NCCL, so stages that offload to make room for each other are not here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.reload_targets import OWNER
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.layer import LayerShape, half_tensors
+from megatron_lynx.cost.memory import smallest_offloaded_bytes
+from megatron_lynx.items import HALVES
+from megatron_lynx.runtime.copiers import copiers_for
+from megatron_lynx.runtime.host_pool import HostPool
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.testbed.training import Training, synthetic_batches
+
+ROUNDS = 5
+TESTS = "tests/runtime/test_offload.py"
+
+
+class Copies:
+    """So many bytes, there and back, as the runtime copies them."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.bytes = sum(sizes)
+        self._out, self._back = copiers_for(device, Trace(device))
+        self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        self._there = HostPool("a check", device, 4 * self.bytes + 2**20, sets=1).lend(sizes)
+
+    def start(self, *, out: bool = True, back: bool = True) -> None:
+        for tensor, block in zip(self._here, self._there, strict=True):
+            if out:
+                self._out.start(block.tensor[: tensor.nbytes], tensor, OWNER)
+            if back:
+                self._back.start(tensor, block.tensor[: tensor.nbytes], OWNER)
+
+    def finish(self) -> None:
+        self._out.drain()
+        self._back.drain()
+
+    def close(self) -> None:
+        self._out.close()
+        self._back.close()
+
+
+def link(size_bytes: int, device: torch.device) -> dict[str, float]:
+    """Gigabytes (1e9) a second; `both`: of each way while the other one is under way."""
+    copies = Copies([size_bytes], device)
+    ways: dict[str, dict[str, bool]] = {"to host": {"back": False}, "back": {"out": False}, "both": {}}
+    found = {}
+    for name, way in ways.items():
+
+        def once(way: dict[str, bool] = way) -> None:
+            copies.start(**way)
+            copies.finish()
+
+        found[name] = size_bytes / _seconds(once, device) / 1e9
+    copies.close()
+    return found
+
+
+def hidden(job: Job, training: Training, device: torch.device) -> dict[str, float]:
+    """Of a step of one layer, and of the copies of all it would keep with fused attention, out and back at once.
+
+    `hidden_share` 1: copying costs nothing.
+    """
+    shape = LayerShape.of(job.model_copy(update={"model": job.model.model_copy(update={"attention": "flash"})}))
+    smallest = smallest_offloaded_bytes(shape.input_bytes)
+    kept = [tensor.bytes for half in HALVES for tensor in half_tensors(shape, half) if tensor.saved_by]
+    copies, batches = Copies([size for size in kept if size >= smallest], device), synthetic_batches(job)
+
+    def copying() -> None:
+        copies.start()
+        copies.finish()
+
+    def both() -> None:
+        copies.start()
+        training.step(batches)
+        copies.finish()
+
+    step_s, copy_s, both_s = (_seconds(run, device) for run in (lambda: training.step(batches), copying, both))
+    copies.close()
+    share = (step_s + copy_s - both_s) / copy_s
+    return {"step_s": step_s, "copy_s": copy_s, "both_s": both_s, "hidden_share": share, "bytes": float(copies.bytes)}
+
+
+def order(device: torch.device) -> dict[str, str]:
+    """How the tests of order ended on this device."""
+    plain = [sys.executable, "-m", "pytest", "-q", "-x", TESTS, "-k", f"used_again and {device.type}"]
+    found = {"tests": _ended(plain)}
+    sanitizer = shutil.which("compute-sanitizer")
+    if device.type != "cuda" or sanitizer is None:
+        return {**found, "compute-sanitizer": "not run: no GPU" if device.type != "cuda" else "not run: not installed"}
+    return {**found, "compute-sanitizer": _ended([sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *plain])}
+
+
+def stock_offload(job: Job, device: torch.device) -> dict[str, Any]:
+    """Seconds of a step under Megatron's own offload, or why there are none."""
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    fields = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "mlp_norm"]}
+    try:
+        training, batches = Training(job, build_model(job, **fields), optimizer=None), synthetic_batches(job)
+        return {"step_s": _seconds(lambda: training.step(batches), device)}
+    except Exception as error:  # noqa: BLE001 (Megatron's, of any kind; the answer says which)
+        return {"not run": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The least of some rounds, after one that warms up."""
+    run()
+    found = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        begin = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ended(command: Sequence[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = run.stdout.strip().splitlines()[-1:] or ["no output"]
+    return f"exit status {run.returncode}: {last[0]}"
