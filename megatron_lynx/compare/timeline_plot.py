@@ -84,6 +84,8 @@ def _bars(span: Span) -> tuple[Bar, ...]:
         return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
     if span.kind in ("gather", "offload", "reload"):
         return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
+    if span.kind == "copy_wait":
+        return (Bar("compute", WAITING, span),)
     receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
     return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))
 

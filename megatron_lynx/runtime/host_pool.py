@@ -40,10 +40,11 @@ class Slab:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self._memory = mmap.mmap(-1, size_bytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._locked = device.type == "cuda"
-        if self._locked:
+        self._locked = False
+        if device.type == "cuda":
             with _on_node_of(device):
                 _check_cuda(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size_bytes, 0))
+            self._locked = True  # what was never locked must not be unlocked: CUDA would remember that error for a later kernel
 
     def __del__(self) -> None:
         if getattr(self, "_locked", False):

@@ -68,7 +68,8 @@ class StreamCopier(Copier):
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(compute)
-        compute.wait_event(copy.event)
+        with self._trace.span("copy_wait", micro_batch=copy.owner.micro_batch):
+            compute.wait_event(copy.event)
         end.record(compute)
         self._waits.append((begin, end))
         if len(self._waits) >= MOST_WAITS:

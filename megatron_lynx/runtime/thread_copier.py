@@ -85,7 +85,8 @@ class ThreadCopier(Copier):
         assert isinstance(copy, _ThreadCopy)
         if not copy.done:
             begin = time.perf_counter()
-            copy.wait()
+            with self._trace.span("copy_wait", micro_batch=copy.owner.micro_batch):
+                copy.wait()
             self._waited_s += time.perf_counter() - begin
         self.check(copy)
 

@@ -1,5 +1,5 @@
-"""What happened when: one event per half, replay, window, gather and copy (to the host or back), for timelines
-and for tests of order.
+"""What happened when: one event per half, replay, window, gather, copy (to the host or back) and wait of compute for a copy,
+for timelines and for tests of order.
 
 On CUDA the times are those of the device (events recorded on the current stream); elsewhere of the host.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload"]
+Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "update"]
+Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ON_DEMAND = "on_demand"

@@ -135,3 +135,20 @@ def test_streams_are_asked_for_what_they_can_do(pool_of: Callable[[int], RankPoo
     """As far as a machine without a GPU can run it."""
     found = pool_of(1).run(there_and_back_on_streams)[0]
     assert [name for name, true in found.items() if not true] == []
+
+
+def test_a_wait_for_a_copy_is_in_the_trace() -> None:
+    trace = Trace()
+    out = ThreadCopier("offload", trace)
+    may_leave = threading.Event()
+    out.move = lambda target, source: (may_leave.wait(10), target.copy_(source))
+    trace.start()
+    leaving = out.start(filled(0), filled(3), OWNER)
+    threading.Timer(0.02, may_leave.set).start()
+    out.wait(leaving)
+    out.wait(leaving)
+    events = {event.kind: event for event in trace.stop()}
+    assert set(events) == {"offload", "copy_wait"}
+    assert events["copy_wait"].micro_batch == OWNER.micro_batch
+    assert events["copy_wait"].end_s - events["copy_wait"].start_s <= out.take_waited_s()
+    out.close()
