@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
+from megatron_lynx.errors import ConfigError
 from megatron_lynx.items import HALVES, ITEMS_OF
+from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 
@@ -68,3 +70,10 @@ def test_ranks_agree_on_the_links(pool_of):
 def test_a_collective_disturbs_what_it_slows_and_nothing_else(pool_of):
     assert all(1 <= found < 1.5 for found in pool_of(2).run(measure_sleeping, 1.0))
     assert all(2 < found < 4 for found in pool_of(2).run(measure_sleeping, 3.0))
+
+
+def test_layers_of_transformer_engine_are_refused():
+    """Watched from outside, its norms would save nothing, and plans would keep them for ever."""
+    with pytest.raises(ConfigError) as refused:
+        measure_profile(tiny_job("gpt", implementation="transformer_engine"), place=None, announce=None)
+    assert refused.value.problems[0].where == "job: model.implementation"
