@@ -7,6 +7,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
@@ -20,6 +21,7 @@ from megatron_lynx.planner.writing import device_memory, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.solver.answer import LayerChoice
 from megatron_lynx.solver.stage_budget import layers_budget_bytes
 from megatron_lynx.solver.stages import NOTHING_FITS, StageAnswer, Stages
 
@@ -104,12 +106,19 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
         return decision
     stages = Stages(decision.job, profile)
     answers = tuple(stages.refined(answer) for answer in decision.stages)
+    if _layers_of(answers) == _layers_of(decision.stages):
+        return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest)
     simulation = rehearse(plan, profile)
     slower = simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
     if slower or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
         return decision
     return Decision(decision.job, answers, with_rehearsed(plan, decision.job, answers, simulation), simulation)
+
+
+def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
+    """What becomes of every layer, chunk by chunk."""
+    return [chunk.layers for answer in answers for chunk in answer.chunks]
 
 
 def _answers(stages: Stages) -> tuple[StageAnswer, ...]:

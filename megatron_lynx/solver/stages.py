@@ -129,6 +129,8 @@ class Stages:
 
     def refined(self, answer: StageAnswer) -> StageAnswer:
         """The same share offloaded, and nothing faster: every layer may differ, and replays of cool-down share the receive."""
+        if answer.exposed_s == 0:
+            return answer
         return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), refined=True)
 
     def _best(self, stage: int) -> StageAnswer:
