@@ -135,34 +135,37 @@ def test_the_same_collectives_as_stock(pool_of):
 
 
 @pytest.mark.parametrize(("engine", "core"), OTHERS)
-def test_other_releases(engine, core):
+def test_other_releases_are_held_and_equal_stock(engine, core):
     job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
     candidates = [
         plan_for(job, lambda layer: replayable(job, gather=True)),
         plan_for(job, lambda layer: [*NORMS, "core_attention"]),
     ]
     with pool_with(engine, 2, core) as pool:
+        check_held(pool)
         checked(lambda ranks: pool, job, candidates, FUSED)
 
 
-@pytest.mark.parametrize("engine", ["2.9", "2.14", "2.17", "2.20"])
-def test_every_name_is_found_held_and_given_back(engine):
+def test_every_name_is_found_held_and_given_back(pool_of):
+    check_held(pool_of(2))
+
+
+def check_held(pool: RankPool) -> None:
     job = engine_job(tensor=2, sequence_parallel=True)
-    with pool_with(engine, 2) as pool:
-        for seen in pool.run(engine_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
-            assert seen.stale == []
-            assert {name for name in seen.claimed if name.startswith("transformer_engine.")} == {
-                f"transformer_engine.pytorch.module.{module}_along_first_dim"
-                for module in (
-                    "base.gather",
-                    "linear.gather",
-                    "layernorm_linear.gather",
-                    "linear.reduce_scatter",
-                    "layernorm_linear.reduce_scatter",
-                )
-            }
-            assert not any("layernorm" in name for name in seen.claimed if name.startswith("layer ")), "identities are no sites"
-            assert seen.changed == []
+    for seen in pool.run(engine_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
+        assert seen.stale == []
+        assert {name for name in seen.claimed if name.startswith("transformer_engine.")} == {
+            f"transformer_engine.pytorch.module.{module}_along_first_dim"
+            for module in (
+                "base.gather",
+                "linear.gather",
+                "layernorm_linear.gather",
+                "linear.reduce_scatter",
+                "layernorm_linear.reduce_scatter",
+            )
+        }
+        assert not any("layernorm" in name for name in seen.claimed if name.startswith("layer ")), "identities are no sites"
+        assert seen.changed == []
 
 
 def test_a_release_that_is_not_known_is_refused():
