@@ -113,7 +113,7 @@ def stock_offload(job: Job, device: torch.device) -> dict[str, Any]:
     """Seconds of a step under Megatron's own offload, or why there are none."""
     from megatron_lynx.testbed.tiny_models import build_model
 
-    fields = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "mlp_norm"]}
+    fields: dict[str, Any] = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "mlp_norm"]}
     try:
         training, batches = Training(job, build_model(job, **fields), optimizer=None), synthetic_batches(job)
         return {"step_s": _seconds(lambda: training.step(batches), device)}
