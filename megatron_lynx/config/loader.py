@@ -1,9 +1,10 @@
 """Job files.
 
-jobs/demo.yaml                      looked for, in this order
-  model: models/tiny-llama    ─>    beside the job file, then among the bundled configs (each with .yaml added if need be)
-  cluster: {name: ...}        ─>    nowhere: written out in the job itself
-  + overrides                 ─>    one value each, by its place: {"parallel.tensor": 4, "cluster": "clusters/testbed"}
+jobs/demo.yaml                                       looked for, in this order
+  model: models/tiny-llama                     ─>    beside the job file, then among the bundled configs (.yaml added if need be)
+  model: {like: models/tiny-llama, seq: 512}   ─>    the same, with other values for these keys
+  cluster: {name: ...}                         ─>    nowhere: written out in the job itself
+  + overrides                                  ─>    one value each, by its place: {"parallel.tensor": 4, "model.seq": 512}
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from megatron_lynx.yaml_file import read_yaml, validated
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
 """The keys of a job that may name a file instead of holding a mapping."""
+
+LIKE = "like"
+"""In such a mapping: the file that has everything which the mapping does not."""
 
 
 def bundled_configs() -> Path:
@@ -72,10 +76,17 @@ def load_cluster(name: str, where: str) -> Cluster:
 
 
 def _part(key: str, value: Any, job_file: Path) -> Any:
-    """What a named file holds, checked under its own name; a mapping as it stands."""
-    if not isinstance(value, str):
-        return value
-    file = _found(value, job_file.parent, where=f"{job_file}: {key}")
+    """What a named file holds, checked under its own name; a mapping as it stands, or with what it does not say from a file."""
+    if isinstance(value, dict) and LIKE in value:
+        changed = {name: given for name, given in value.items() if name != LIKE}
+        return {**_from_file(key, value[LIKE], job_file, where=f"{job_file}: {key}.{LIKE}"), **changed}
+    return _from_file(key, value, job_file, where=f"{job_file}: {key}") if isinstance(value, str) else value
+
+
+def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any]:
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} names no file", [Problem(where, repr(name), f"a name, as {key}s/NAME, or a path")])
+    file = _found(name, job_file.parent, where)
     data = read_yaml(file)
     validated(PARTS[key], data, file)
     return data

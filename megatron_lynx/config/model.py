@@ -1,4 +1,4 @@
-"""The model, as a job file states it: what a GPT is made of, without saying how it is run."""
+"""The model, as a job file states it: what a GPT is made of, and whose layers and kernels it is made with."""
 
 from __future__ import annotations
 

@@ -48,6 +48,25 @@ def test_overrides_reach_into_named_files(tmp_path: Path) -> None:
     assert (job.model.layers, job.batch.micro, job.budget.activation_mib) == (6, 2, 5.0)
 
 
+def test_a_named_file_with_other_values(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("models/tiny-llama", "{like: models/tiny-llama, layers: 6}"))
+    (tmp_path / "overridden.yaml").write_text(JOB)
+    job = load_job(tmp_path / "job.yaml")
+    assert job.model.layers == 6
+    assert job == load_job(tmp_path / "overridden.yaml", {"model.layers": 6})
+
+
+def test_what_a_named_file_cannot_be_like(tmp_path: Path) -> None:
+    unknown = JOB.replace("models/tiny-llama", "{like: models/tiny-lama, layers: 6}")
+    [found] = refusals(tmp_path, unknown)
+    assert found.startswith("job.yaml: model.like: ")
+    assert found.endswith("did you mean models/tiny-llama?")
+    [found] = refusals(tmp_path, JOB.replace("models/tiny-llama", "{like: 3}"))
+    assert found == "job.yaml: model.like: found 3, needed a name, as models/NAME, or a path"
+    [found] = refusals(tmp_path, JOB.replace("models/tiny-llama", "{like: models/tiny-llama, layrs: 6}"))
+    assert found.endswith("did you mean layers?")
+
+
 def test_all_problems_of_all_files(tmp_path: Path) -> None:
     (tmp_path / "wide.yaml").write_text("layers: 0\nhiden: 64\n")
     found = refusals(
