@@ -191,11 +191,8 @@ class Job(BaseModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON: what a plan records as its origin.
-
-        A job that flushes has the one that it had before there was a choice."""
-        later = {"schedule", "defer_updates"} if self.schedule == "flush" else None
-        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=later).encode()).hexdigest()
+        """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
+        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
 
 
 def _groups_needed(microbatches: int, group: int, pipeline: int) -> str | None:
