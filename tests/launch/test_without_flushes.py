@@ -73,7 +73,9 @@ def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, going_o
     resumed = run(SCRIPT, [*FLAGS, *WITHOUT, "--load", folder / "asked"])
     expected = run(VERSIONS, [*FLAGS, "--load", folder / "asked"], env={"DRAINED": "4"})
     assert resumed.iterations == expected.iterations
-    assert resumed.iterations[0] == going_on.iterations[3], "behind it stock's own resumed run differs from one that goes on"
+    gone_on = going_on.iterations[3:]
+    assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in gone_on]
+    assert resumed.iterations[::2] == gone_on[::2], "the second loss behind a resume is Megatron's mean of two"
 
 
 def test_under_a_plan(run, folder, going_on):
