@@ -1,4 +1,4 @@
-"""Writes configs/plan.schema.json from the plan's model. Run it after changing `plan.py`; a test holds the file current."""
+"""Writes configs/plan.schema.json from the model of plans. Run it after changing a part of them; a test holds it current."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from rich.text import Text
 
 from megatron_lynx.items import HALVES, ITEMS_OF, Half
 from megatron_lynx.plan.layout import in_words
-from megatron_lynx.plan.plan import Plan, Predicted, Rule, Stage
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.plan.stage import Predicted, Stage
 from megatron_lynx.units import format_bytes, format_seconds
 
 NEW_LINE = "\n"

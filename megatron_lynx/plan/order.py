@@ -13,13 +13,12 @@ gradient: there that window comes too late.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_lynx.items import COLUMN_PARALLEL, Half
+from megatron_lynx.plan.facts import ParallelFacts
+from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule.windows import ON_DEMAND, Collective, Window, collectives_of, window_at
-
-if TYPE_CHECKING:
-    from megatron_lynx.plan.plan import ParallelFacts, Stage
 
 Phase = Literal["steady", "cooldown"]
 PHASES: tuple[Phase, Phase] = ("steady", "cooldown")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_lynx.plan.plan import LayerRange, Rule
+from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.rule import Rule
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:

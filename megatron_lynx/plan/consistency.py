@@ -1,0 +1,125 @@
+"""Whether the parts of a plan go together: its stages, its layers, its layout, and what each rule asks of the runtime.
+
+together     chunks take turns, no flush where none may be, every stage is there, every layer is owned once
+each rule    its gathers and windows exist in this layout
+each stage   once all of that holds: every replay finds its window in time (`plan.order`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
+from megatron_lynx.plan import double_buffered, order
+from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.plan.stage import Stage
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, window_at
+
+if TYPE_CHECKING:
+    from megatron_lynx.plan.plan import Plan
+
+
+def problems(plan: Plan) -> list[str]:
+    """Everything that does not go together, in words, with both numbers."""
+    found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
+    for at, stage in enumerate(plan.stages):
+        for rule in stage.rules:
+            found += [f"stages.{at} layers {rule.layers}: {text}" for text in _unhonoured(plan, stage, rule)]
+    if found:
+        return found
+    engine = plan.model.implementation == "transformer_engine"
+    return [
+        f"stages.{at}: {text}"
+        for at, stage in enumerate(plan.stages)
+        for text in order.problems(stage, plan.parallel, engine=engine)
+    ]
+
+
+def _impossible_chunks(plan: Plan) -> list[str]:
+    layout, found = plan.parallel, plan.batch.microbatches
+    if layout.chunks == 1:
+        stated = layout.microbatch_group
+        return [] if stated is None else [f"parallel.microbatch_group is {stated}, but without chunks nothing takes turns"]
+    if layout.pipeline == 1:
+        return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
+    if layout.group < layout.pipeline:
+        return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
+    if found >= layout.group and not 0 < found % layout.group < layout.pipeline:
+        return []
+    needed = f"a multiple of pipeline ({layout.pipeline})"
+    if layout.group != layout.pipeline:
+        needed = f"in groups of microbatch_group ({layout.group}), the last of at least pipeline ({layout.pipeline}),"
+    return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"]
+
+
+def _missing_stages(plan: Plan) -> list[str]:
+    pipeline, chunks = plan.parallel.pipeline, plan.parallel.chunks
+    found = [(stage.stage, stage.chunk) for stage in plan.stages]
+    needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
+    if found == needed:
+        return []
+    if chunks == 1:
+        found_stages, needed_stages = [stage for stage, _ in found], [stage for stage, _ in needed]
+        return [f"stages are numbered {found_stages}, but pipeline {pipeline} needs {needed_stages}"]
+    return [f"stages are numbered (stage, chunk) {found}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
+
+
+def _broken_layers(plan: Plan) -> list[str]:
+    owned = [layer for stage in plan.stages for layer in stage.layers]
+    if owned == list(range(1, plan.model.layers + 1)):
+        return []
+    spans = ", ".join(str(stage.layers) for stage in plan.stages)
+    return [f"the stages own layers {spans}, but the model has layers 1-{plan.model.layers}, each owned once and in order"]
+
+
+def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
+    """What a rule asks for and the runtime cannot give in this layout."""
+    for half in HALVES:
+        yield from _unmade_inputs(plan, rule, half)
+        if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in order.PHASES):
+            yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
+        window = getattr(rule.windows, half)
+        names = [] if window is None else [window] if isinstance(window, str) else [window.steady, window.cooldown]
+        for name in names:
+            yield from (f"windows.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
+        if isinstance(window, ByPhase) and window.cooldown.startswith("fwd."):
+            yield f"windows.{half}.cooldown is {window.cooldown}, but no forward runs in cool-down"
+
+
+def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
+    """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
+    norm, linear, gather = ITEMS_OF[half][0], COLUMN_PARALLEL[half], rule.gather.of(half)
+    sequence_parallel = plan.parallel.sequence_parallel
+    if plan.model.implementation == "transformer_engine" and linear in rule.replay and norm not in rule.replay:
+        yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
+    if sequence_parallel and linear in rule.replay and gather is None:
+        yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
+    if not sequence_parallel and gather is not None:
+        yield f"gather.{half} is given without sequence parallelism"
+
+
+def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+    """Why a window of this name never opens for the layers of a rule."""
+    layout = plan.parallel
+    last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
+    if name == RECV_BACKWARD and last:
+        yield "but the last stage receives no gradient"
+    if name.startswith("fwd.") and plan.schedule == "double_buffered":
+        yield double_buffered.NO_FORWARD_WINDOW
+    elif name.startswith("fwd.") and last:
+        yield "but on the last stage a micro-batch's own forward runs just before its backward"
+    elif name.startswith("fwd.") and layout.chunks > 1:
+        yield from _no_such_place(plan, stage, rule, name)
+    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
+        yield "but tensor 1 has no collectives"
+
+
+def _no_such_place(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+    """The forward before a backward may be another chunk's. It has the same windows as far as it has layers."""
+    window = window_at(name, rule.layers.last)
+    assert isinstance(window, Collective)
+    place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))
+    if place > least:
+        found = f"in layer {place} of the chunk whose forward runs just before"
+        yield f"{found}, but stage {stage.stage} has a chunk of {least} layers"

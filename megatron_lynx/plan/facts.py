@@ -1,0 +1,56 @@
+"""What a plan was made for: model, layout and batch, as far as they decide whether it fits a run; and where it came from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_lynx.plan.layer_range import MOST_LAYERS
+from megatron_lynx.plan.part import Part
+
+
+class ModelFacts(Part):
+    """The model that the plan was made for, as far as it decides what fits."""
+
+    layers: int = Field(ge=1, le=MOST_LAYERS)
+    hidden: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_groups: int = Field(ge=1)
+    seq: int = Field(ge=1)
+    implementation: Literal["local", "transformer_engine"] = "local"
+    """Whose layers. Transformer Engine makes a norm inside the linear behind it."""
+
+
+class ParallelFacts(Part):
+    """The layout that the plan was made for."""
+
+    tensor: int = Field(ge=1)
+    pipeline: int = Field(ge=1, le=MOST_LAYERS)
+    chunks: int = Field(default=1, ge=1, le=MOST_LAYERS)
+    """Model chunks on each stage (Megatron's virtual pipeline size); 1: plain 1F1B."""
+    microbatch_group: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Micro-batches that pass one chunk before the next one has its turn; none: as many as stages."""
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> int:
+        """The size of those groups."""
+        return self.microbatch_group or self.pipeline
+
+
+class BatchFacts(Part):
+    """Micro-batch size, and how many micro-batches a pipeline runs per step."""
+
+    micro: int = Field(ge=1)
+    microbatches: int = Field(ge=1, le=1_000_000)
+
+
+class Provenance(Part):
+    """Where the plan came from. Digests are SHA-256 of the canonical JSON of the job and of the profile."""
+
+    made_by: str
+    job: str | None = None
+    profile: str | None = None
+    note: str | None = None

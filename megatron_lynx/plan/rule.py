@@ -1,0 +1,81 @@
+"""A rule of a plan: which items of its layers are kept and which replayed, behind which wait, and where inputs come from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.plan.layer_range import Layers
+from megatron_lynx.plan.names import GatherName, ItemName, WindowName
+from megatron_lynx.plan.part import Part
+from megatron_lynx.schedule.windows import ON_DEMAND
+
+
+class ByPhase(Part):
+    """Windows of one half where they differ by phase (DESIGN 3.2).
+
+    steady:   the backward follows a forward, whose collectives can hide this half's replay.
+    cooldown: the backward follows another backward; only receiving its gradient can.
+    """
+
+    steady: WindowName
+    cooldown: WindowName
+
+
+class Windows(Part):
+    """Where the two halves of a layer are replayed. A half that replays nothing has none."""
+
+    attention: WindowName | ByPhase | None = None
+    mlp: WindowName | ByPhase | None = None
+
+    def of(self, half: Half, phase: Literal["steady", "cooldown"]) -> str:
+        window = self.attention if half == "attention" else self.mlp
+        if window is None:
+            return ON_DEMAND
+        return window if isinstance(window, str) else getattr(window, phase)
+
+
+class Gather(Part):
+    """Behind which backward collective the input of a replayed `linear_qkv` / `linear_fc1` is gathered, once.
+
+    Only with sequence parallelism, where replaying these GEMMs needs an all-gather. The gathered input serves the replay
+    and then the weight gradient, for which stock Megatron would have gathered it anyway.
+    """
+
+    attention: GatherName | None = None
+    mlp: GatherName | None = None
+
+    def of(self, half: Half) -> str | None:
+        return self.attention if half == "attention" else self.mlp
+
+
+class Rule(Part):
+    """What becomes of the activations of a range of layers."""
+
+    layers: Layers
+    keep: tuple[ItemName, ...] = ()
+    replay: tuple[ItemName, ...] = ()
+    windows: Windows = Windows()
+    gather: Gather = Gather()
+
+    def replays(self, half: Half) -> tuple[str, ...]:
+        """The replayed items of one half, in the order in which the layer runs them."""
+        return tuple(item for item in ITEMS_OF[half] if item in self.replay)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Rule:
+        listed = self.keep + self.replay
+        problems = [f"{item} is listed twice" for item in ITEMS if listed.count(item) > 1]
+        problems += [f"{item} is neither kept nor replayed" for item in ITEMS if item not in listed]
+        problems += [f"{item} must be kept: its replay would repeat a reduction" for item in ROW_PARALLEL if item in self.replay]
+        for half in HALVES:
+            window, gather = getattr(self.windows, half), self.gather.of(half)
+            if window is not None and not self.replays(half):
+                problems.append(f"windows.{half} is given, but the {half} half replays nothing")
+            if gather is not None and COLUMN_PARALLEL[half] not in self.replay:
+                problems.append(f"gather.{half} is given, but {COLUMN_PARALLEL[half]} is kept")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

@@ -1,0 +1,98 @@
+"""One stage of a plan: its layers, the rules they follow, what goes to host memory, and what the planner expects of it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_lynx.plan.layer_range import Layers
+from megatron_lynx.plan.part import Part
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.units import MIB
+
+
+class Predicted(Part):
+    """What the planner expects of one stage. Seconds and bytes are of one step on one rank."""
+
+    step_s: float | None = None
+    """Seconds of the step's forwards and backwards over all stages; reducing gradients and the optimizer's update come on top."""
+    hidden_replay_s: float = 0.0
+    """Seconds of replay that run inside windows."""
+    exposed_replay_s: float = 0.0
+    """Seconds of replay (or the part of them) that no window hides."""
+    resident_activation_bytes: int = 0
+    """What the stage's layers hold for one micro-batch between its forward and its backward."""
+    ahead_bytes: int = 0
+    """What regenerated frames hold at most, at the ahead depth."""
+    replayed_flops: int = 0
+    """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
+    exposed_copy_s: float = 0.0
+    """Seconds that the whole stage waits for copies from the host."""
+    host_bytes: int = 0
+    """Pinned host memory of the whole stage."""
+    memory_bytes: int = 0
+    """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
+
+
+class Offload(Part):
+    """What goes to host memory, of every micro-batch of a chunk that is offloaded at all."""
+
+    bytes: int = Field(ge=1)
+    """How much of what its layers keep. A tensor at the edge is split."""
+    smallest_tensor_bytes: int = Field(default=MIB, ge=0)
+    """Smaller tensors stay."""
+    prefetch: int = Field(default=1, ge=1)
+    """How many backwards before its own a micro-batch's copy comes back."""
+    beside_messages: Literal["allow", "avoid"] = "allow"
+    """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
+    each other. Stages that overlap messages with passes cannot avoid them."""
+
+
+class Whole(Part):
+    """Recomputation for a part of the micro-batches (Korthikanti et al., appendix C): `first` of every `of_every` keep all."""
+
+    of_every: int = Field(ge=1)
+    first: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _some(self) -> Whole:
+        if self.first > self.of_every:
+            raise ValueError(f"the first {self.first} of every {self.of_every} micro-batches are more than there are")
+        return self
+
+    def __contains__(self, micro_batch: object) -> bool:
+        return isinstance(micro_batch, int) and micro_batch % self.of_every < self.first
+
+
+class Stage(Part):
+    """One pipeline stage; with several chunks on each stage, one chunk of it."""
+
+    stage: int = Field(ge=0)
+    chunk: int = Field(default=0, ge=0)
+    layers: Layers
+    ahead_depth: int = Field(ge=0)
+    """How many frames may be regenerated before backward reaches them (rule R4)."""
+    rules: tuple[Rule, ...]
+    offload: Offload | None = None
+    whole: Whole | None = None
+    """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
+    predicted: Predicted = Predicted()
+
+    def rule_for(self, layer: int) -> Rule:
+        return next(rule for rule in self.rules if layer in rule.layers)
+
+    @model_validator(mode="after")
+    def _covered(self) -> Stage:
+        problems = []
+        for count, group in groupby(self.layers, key=lambda layer: sum(layer in rule.layers for rule in self.rules)):
+            layers = list(group)
+            if count != 1:
+                problems.append(f"layers {layers[0]}-{layers[-1]} have {count} rules each, each needs exactly one")
+        for rule in self.rules:
+            if rule.layers.first < self.layers.first or rule.layers.last > self.layers.last:
+                problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
