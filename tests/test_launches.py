@@ -107,7 +107,9 @@ def test_under_slurm_each_node_runs_the_launch(tmp_path: Path) -> None:
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").touch()
     slurm = {
+        "MEGATRON_LM_DIR": str(tmp_path),
         "SLURM_JOB_NODELIST": "x",
         "SLURM_JOB_NUM_NODES": "16",
         "SLURM_JOB_ID": "7",
@@ -184,3 +186,40 @@ def test_a_table_of_logs(tmp_path: Path) -> None:
         "| plan | 1.015 s | 0.700 | - | equal | 60 / 20 |",
         "| selective | 1.450 s | 1.000 | - | differ |  |",
     ]
+
+
+def test_a_log_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    logs = {"none": log_of([1000] * 6, "5.5E+00"), "full": log_of([1000] * 5, "5.5E+00")[:-150], "plan": log_of([1000] * 2, "5")}
+    for setting, text in logs.items():
+        (tmp_path / setting).write_text(text)
+    command = [sys.executable, str(FOLDER / "sweep.py"), "--logs", *(f"{setting}={tmp_path / setting}" for setting in logs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[3:] == [
+        "| full | 1.000 s | 1.000 | - | equal in 4 of 6 |  |",
+        "| plan | no step after the first 3 | | | | |",
+    ]
+
+
+def test_a_sweep_over_nothing_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "sweep.py"), "--logs", f"none={tmp_path}", "plan"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert f"found no file {tmp_path}" in done.stderr
+    assert "found 'plan', needed SETTING=LOG" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({"CLUSTER": "a100"}, "CLUSTER a100: found no file"),
+        ({"PLAN": "/none.yaml"}, "PLAN: found no file /none.yaml"),
+        ({"NODES": "0"}, "NODES: found 0, needed a whole number"),
+        ({"GPUS_PER_NODE": "3"}, "found 3, needed a multiple of 4"),
+        ({"MEGATRON_LM_DIR": "/none"}, "found no /none/pretrain_gpt.py"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_not_launched(environment: dict[str, str], answer: str) -> None:
+    done = run("gpt_13b.sh", **environment)
+    assert done.returncode == 2
+    assert answer in done.stderr

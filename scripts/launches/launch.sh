@@ -39,7 +39,19 @@ if [[ -z ${ENGINE+set} ]]; then
     )
 fi
 
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
 layout_arguments() {
+    local name
+    for name in NODES GPUS_PER_NODE TRAIN_ITERS; do
+        [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name: found ${!name}, needed a whole number from 1"
+    done
+    if ((NODES * GPUS_PER_NODE % (TENSOR * PIPELINE) != 0)); then
+        refuse "NODES x GPUS_PER_NODE: found $((NODES * GPUS_PER_NODE)), needed a multiple of $((TENSOR * PIPELINE)), as $NAME is laid out"
+    fi
     # A plan is for so many micro-batches of a pipeline: with more nodes the batch grows, the plan stays.
     local replicas=$((NODES * GPUS_PER_NODE / (TENSOR * PIPELINE)))
     LAYOUT=(
@@ -82,10 +94,7 @@ setting_arguments() {
         none) RECOMPUTATION=() ;;
         selective) RECOMPUTATION=(--recompute-granularity selective) ;;
         full) RECOMPUTATION=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1) ;;
-        *)
-            echo "SETTING: found $SETTING, needed plan, none, selective or full" >&2
-            exit 2
-            ;;
+        *) refuse "SETTING: found $SETTING, needed plan, none, selective or full" ;;
     esac
     if [[ $SETTING == plan && -z $PLAN ]]; then
         RECOMPUTATION+=("${LAYERS[@]}")
@@ -118,6 +127,12 @@ launch() {
         done
         printf '%s\n' "${command[@]}"
     else
+        if [[ $SETTING == plan && ! -f ${RECOMPUTATION[1]} ]]; then
+            local needed="a plan: one of your own as PLAN, or CLUSTER a100-80g or h800-80g, which come with one (not for CPUs)"
+            refuse "$([[ -n $PLAN ]] && echo PLAN || echo "CLUSTER $CLUSTER"): found no file ${RECOMPUTATION[1]}, needed $needed"
+        fi
+        [[ -f $MEGATRON_LM_DIR/pretrain_gpt.py ]] ||
+            refuse "MEGATRON_LM_DIR: found no $MEGATRON_LM_DIR/pretrain_gpt.py, needed a checkout of Megatron-LM, 0.16 to 0.19"
         exec "${command[@]}"
     fi
 }

@@ -27,10 +27,10 @@ from statistics import median
 
 SETTINGS = ("none", "selective", "full", "plan")
 ITERATION = re.compile(
-    r" iteration +(?P<number>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) .*"
+    r" iteration +(?P<number>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>\d+\.?\d*) .*"
     r"lm loss: (?P<loss>\S+) .*grad norm: (?P<norm>\S+) "
 )
-MEMORY = re.compile(r"memory \(MB\) .*max allocated: (?P<mib>[\d.]+)")
+MEMORY = re.compile(r"memory \(MB\) .*max allocated: (?P<mib>\d+\.?\d*)")
 REPLAYS = re.compile(r"replayed \d+ layer halves: (?P<hidden>\d+) inside windows, (?P<late>\d+) on demand")
 UNTYPICAL = 3
 """First iterations: memory is being allocated, kernels are being chosen."""
@@ -46,7 +46,7 @@ class Run:
     @property
     def step_s(self) -> float | None:
         """None where it did not come so far."""
-        steps = [float(line["ms"]) / 1000 for line in ITERATION.finditer(self.text) if int(line["number"]) > UNTYPICAL]
+        steps = [max(float(line["ms"]), 0.1) / 1000 for line in ITERATION.finditer(self.text) if int(line["number"]) > UNTYPICAL]
         return median(steps) if steps else None
 
     @property
@@ -67,14 +67,16 @@ class Run:
     @property
     def ended(self) -> str:
         """Why there are no steps."""
-        return "out of memory" if "OutOfMemoryError" in self.text else "failed"
+        if "OutOfMemoryError" in self.text:
+            return "out of memory"
+        return f"no step after the first {UNTYPICAL}" if self.losses else "failed"
 
 
 def main() -> int:
     options = asked()
     runs = list(logs_of(options.logs) if options.logs else sweep(options))
     print("\n".join(table(runs)))
-    return 1 if any(run.step_s is None and run.ended == "failed" for run in runs) else 0
+    return 1 if any(run.step_s is None and run.ended != "out of memory" for run in runs) else 0
 
 
 def asked() -> argparse.Namespace:
@@ -87,15 +89,33 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--logs", nargs="+", metavar="SETTING=LOG", help="read these instead of running anything")
     options = parser.parse_args()
     if (options.launch is None) == (options.logs is None):
-        parser.error("needed a launch, or --logs")
+        parser.error("needed a launch, or --logs, one of the two")
+    if options.launch is not None and not options.launch.is_file():
+        parser.error(f"{options.launch}: found no such file, needed a launch, such as scripts/launches/llama3_8b.sh")
+    problems = [problem for pair in options.logs or () for problem in unreadable(pair)]
+    if problems:
+        parser.error("; ".join(problems))
     if options.iterations <= UNTYPICAL:
         parser.error(f"--iterations: found {options.iterations}, needed more than {UNTYPICAL}: the first ones are not counted")
+    if options.launch is not None:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output: found {options.output} ({error.strerror}), needed a folder that can be written")
     return options
+
+
+def unreadable(pair: str) -> Iterator[str]:
+    """What is wrong with a SETTING=LOG."""
+    setting, equals, path = pair.partition("=")
+    if not (setting and equals and path):
+        yield f"--logs: found {pair!r}, needed SETTING=LOG, such as none=none.log"
+    elif not Path(path).is_file():
+        yield f"--logs: found no file {path}, needed what the run under {setting} printed"
 
 
 def sweep(options: argparse.Namespace) -> Iterator[Run]:
     """Run the launch under one setting after another."""
-    options.output.mkdir(parents=True, exist_ok=True)
     for setting in options.settings:
         path = options.output / f"{setting}.log"
         print(f"{setting}: {path}", file=sys.stderr)
@@ -112,6 +132,16 @@ def logs_of(pairs: Sequence[str]) -> Iterator[Run]:
         yield Run(setting, Path(path).read_text(errors="replace"))
 
 
+def compared(run: Run, first: Run) -> str:
+    """Of the iterations that both have: a run that ended early has lost nothing but the rest."""
+    own, others = ({line[0]: line for line in each.losses} for each in (run, first))
+    common = own.keys() & others.keys()
+    if not common or any(own[number] != others[number] for number in common):
+        return "differ"
+    most = max(len(own), len(others))
+    return "equal" if len(common) == most else f"equal in {len(common)} of {most}"
+
+
 def table(runs: Sequence[Run]) -> Iterator[str]:
     """Markdown, a row for each run."""
     yield "| setting | step | ratio | memory | losses | replays: in windows / on demand |"
@@ -122,7 +152,7 @@ def table(runs: Sequence[Run]) -> Iterator[str]:
             yield f"| {run.setting} | {run.ended} | | | | |"
             continue
         memory = "-" if run.memory_gib is None else f"{run.memory_gib:.1f} GiB"
-        losses = "-" if run is first else "equal" if run.losses == first.losses else "differ"
+        losses = "-" if run is first else compared(run, first)
         yield f"| {run.setting} | {run.step_s:.3f} s | {run.step_s / first.step_s:.3f} | {memory} | {losses} | {run.replays} |"
 
 
