@@ -141,12 +141,22 @@ def test_wrong_requests_end_with_status_2_before_anything_runs(tmp_path: Path) -
         (["'--rounds'"], ("compare", job, "--rounds", 0)),
         (["cannot be used"], ("compare", job, "-o", tmp_path / "file")),
         (["no such file"], ("plan", job, "--profile", tmp_path / "none.yaml", "-o", tmp_path / "p.yaml")),
-        (["cannot be used"], ("profile", job, "-o", tmp_path / "file" / "p.yaml")),
+        (["could not be written"], ("profile", job, "-o", tmp_path / "file" / "p.yaml")),
+        (["is a directory"], ("profile", job, "-o", tmp_path)),
     ):
         result = lynx(*arguments)
         assert result.exit_code == 2, result.output
         assert result.stdout == ""
         assert all(answer in result.stderr for answer in answers), result.stderr
+
+
+def test_a_plan_of_another_schedule_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    flushing = tiny_job("llama", pipeline=2, layers=2, microbatches=4)
+    job = job_file(tmp_path, Job.model_validate({**flushing.model_dump(by_alias=True), "schedule": "double_buffered"}))
+    result = lynx("compare", job, "--plan", plan_file(tmp_path, uniform_plan(flushing)), "-o", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert "schedule: found flush, needed double_buffered" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_hooks_are_as_recorded() -> None:

@@ -57,10 +57,15 @@ def test_wrong_requests(files: tuple[Path, Path], tmp_path: Path) -> None:
     plan, profile = files
     save_profile(made_up_profile(tiny_job("llama", tensor=1, hidden=64)), tmp_path / "other.yaml")
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
     for answers, arguments in (
         (["no such file"], (plan, "--profile", tmp_path / "none.yaml")),
         (["shape.hidden: found 64, needed 32", "shape.tensor: found 1"], (plan, "--profile", tmp_path / "other.yaml")),
-        (["cannot be used"], (plan, "--profile", profile, "--plot", tmp_path / "file" / "x.png")),
+        (["could not be written"], (plan, "--profile", profile, "--plot", tmp_path / "file" / "x.png")),
+        (
+            ["folder: found is a directory", "file/y.json: found"],
+            (plan, "--profile", profile, "--plot", tmp_path / "folder", "--trace", tmp_path / "file" / "y.json"),
+        ),
         (["--budget-mib"], (plan, "--profile", profile, "--budget-mib", -1)),
         (["--budget-mib", "found nan"], (plan, "--profile", profile, "--budget-mib", "nan")),
         (["--budget-mib", "found inf"], (plan, "--profile", profile, "--budget-mib", "1e400")),

@@ -129,12 +129,12 @@ def measured_here(job: Job, place: Place) -> Profile:
 
 def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
     """The given plan, or one made here and kept beside the reports."""
-    from megatron_lynx.plan import load_plan, save_plan
+    from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import load_profile, save_profile
 
     if plan_file is not None:
-        return load_plan(plan_file)
+        return _given(job, plan_file)
     costs = load_profile(profile_file) if profile_file is not None else measured_here(job, place)
     save_profile(costs, folder / "profile.yaml")
     made = make_plan(job, costs)
@@ -146,13 +146,24 @@ def plan_and_costs(
     job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, place: Place | None = None
 ) -> tuple[Plan, Profile]:
     """The given plan, or one made from figures: those given, the cluster's, or what is measured at `place`. Both are kept."""
-    from megatron_lynx.plan import load_plan, save_plan
+    from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
 
+    given = None if plan_file is None else _given(job, plan_file)
     measured = place is not None and profile_file is None and job.cluster.matmul is None
     costs = measured_here(job, place) if measured and place is not None else costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
-    made = make_plan(job, costs) if plan_file is None else load_plan(plan_file)
+    made = make_plan(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
     return made, costs
+
+
+def _given(job: Job, plan_file: Path) -> Plan:
+    """A plan for this job, which is known before anything is measured."""
+    from megatron_lynx.plan import load_plan
+    from megatron_lynx.testbed.comparison import check_plan
+
+    plan = load_plan(plan_file)
+    check_plan(job, plan)
+    return plan

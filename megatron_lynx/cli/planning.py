@@ -31,7 +31,7 @@ from megatron_lynx.cli.options import (
     PlanFile,
     finite,
 )
-from megatron_lynx.cli.terminal import make_folder, show, show_json
+from megatron_lynx.cli.terminal import check_writable, show, show_json
 
 
 @app.command()
@@ -44,7 +44,7 @@ def profile(
     from megatron_lynx.profiler.profile import save_profile
 
     job = job_named(job_file)
-    make_folder(output.parent)
+    check_writable(output)
     with place_of(job) as place:
         measured = measured_here(job, place)
     save_profile(measured, output)
@@ -72,7 +72,7 @@ def plan(
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
-    make_folder(output.parent)
+    check_writable(output)
     costs = costs_of(job, profile_file)
     decision = decide(job, costs)
     save_plan(decision.plan, output)
@@ -124,9 +124,7 @@ def simulate(
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
-    for path in (plot, trace):
-        if path is not None:
-            make_folder(path.parent)
+    check_writable(plot, trace)
     simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
     written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:

@@ -50,7 +50,7 @@ def search(
     words: JobOrLaunch,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
     cluster: ClusterOption = None,
-    top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show.")] = 10,
+    top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show; each is simulated.")] = 10,
     policies: Annotated[
         str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
     ] = None,

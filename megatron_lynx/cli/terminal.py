@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from errno import EISDIR
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,6 +27,9 @@ WIDTH_OF_FILES = 180
 
 PATIENCE_S = 2.0
 """Before a progress bar."""
+
+SECONDS_OF_A_LINE = 10.0
+"""Between lines about progress, where there is no terminal for a bar."""
 
 
 def show_json(answer: Any) -> None:
@@ -71,8 +76,8 @@ def announced(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def counted(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for what takes longer than people wait gladly; none where nobody is looking."""
+def counted(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr for what takes longer than people wait gladly; in a log, a line now and then."""
     import time
 
     from rich.console import Console
@@ -80,7 +85,7 @@ def counted(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield None
+        yield _in_lines(what, time.monotonic)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress, began_s = Progress(*columns, console=console, transient=True), time.monotonic()
@@ -97,6 +102,19 @@ def counted(what: str) -> Iterator[Callable[[int, int], None] | None]:
         progress.stop()
 
 
+def _in_lines(what: str, now_s: Callable[[], float]) -> Callable[[int, int], None]:
+    """A line on stderr every `SECONDS_OF_A_LINE`."""
+    last_s = now_s()
+
+    def watch(done: int, total: int) -> None:
+        nonlocal last_s
+        if now_s() - last_s >= SECONDS_OF_A_LINE:
+            last_s = now_s()
+            typer.echo(f"{what}: {done} of {total}", err=True)
+
+    return watch
+
+
 def quieten_megatron() -> None:
     """That Apex and Transformer Engine are missing is Megatron's to know. No compilation: its import must not start one."""
     import warnings
@@ -105,12 +123,36 @@ def quieten_megatron() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
+def check_writable(*files: Path | None) -> None:
+    """Before anything takes long: whether the answers can be written. All files that cannot be are named at once.
+
+    Devices and pipes are left alone, opening one may have an effect."""
+    from megatron_lynx.errors import ConfigError, Problem
+
+    problems = []
+    for file in files:
+        if file is None or (file.exists() and not file.is_file() and not file.is_dir()):
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+            with TemporaryFile(dir=file.resolve().parent):
+                pass
+        except OSError as error:
+            problems.append(Problem(os.fspath(file), str(error.strerror or error).lower(), "a file that can be written"))
+    if problems:
+        raise ConfigError("the answer could not be written", problems)
+
+
 def make_folder(folder: Path) -> None:
     """Before anything takes long: whether the answer can be written."""
     from megatron_lynx.errors import ConfigError, Problem
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         problem = Problem(os.fspath(folder), str(error.strerror or error).lower(), "a folder that can be written")
         raise ConfigError(f"{folder} cannot be used", [problem]) from None

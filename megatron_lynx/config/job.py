@@ -18,6 +18,10 @@ Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """What is recomputed: nothing; stock's core attention; norms and activation (Yuan et al.); whole layers; as planned."""
 
 
+MOST_MICROBATCHES = 20_000
+"""Of a pipeline in one step. Each is simulated one by one: a mistyped number must be answered at once."""
+
+
 Schedule = Literal["flush", "double_buffered"]
 """How a pipeline goes from batch to batch: it is emptied before each update (1F1B; interleaved, where stages have several
 chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
@@ -100,6 +104,9 @@ class Job(BaseModel):
         elif self.batch.global_ % (share := self.batch.micro * self.replicas):
             needed = f"batch.micro x replicas ({share}), {_nearest(self.batch.global_, share)}"
             problems.append(f"batch.global ({self.batch.global_}) must be a multiple of {needed}")
+        elif self.microbatches > MOST_MICROBATCHES:
+            todo = "enlarge batch.micro, or use more gpus"
+            problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be no more than {MOST_MICROBATCHES}: {todo}")
         elif self.chunks > 1 and (groups := _groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline)):
             needed = f"{groups} with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")

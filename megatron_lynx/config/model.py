@@ -12,7 +12,7 @@ class Model(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    layers: int = Field(ge=1, le=10_000)
+    layers: int = Field(ge=1, le=1_000)
     """Transformer layers in the whole model (L)."""
     hidden: int = Field(ge=1)
     """Width of the residual stream (h)."""

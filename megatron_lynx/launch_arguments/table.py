@@ -29,7 +29,8 @@ def understood(reading: Reading) -> Table:
 def remarks(reading: Reading) -> Iterator[str]:
     """A line for each flag that is counted as something else, then one for those that do not matter."""
     releases = reading.given.releases
-    yield f"Megatron {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "") + " takes these flags"
+    if not reading.problems:
+        yield f"Megatron {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "") + " takes these flags"
     for flag, instead in reading.priced_as:
         yield f"{flag}: counted as {instead}"
     subjects = [f"{subject} ({' '.join(flags)})" for subject, flags in reading.no_matter.items()]

@@ -80,12 +80,22 @@ def check_plan(job: Job, plan: Plan) -> None:
         "parallel": {name: getattr(job if name == "chunks" else job.parallel, name) for name in found["parallel"]},
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
-    problems = [
-        Problem(f"plan: {part}.{name}", str(found[part][name]), f"{value}, as in the job", "make a plan for this job")
+    found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
+    if job.chunks == 1 or plan.parallel.pipeline != job.parallel.pipeline:  # then it says nothing of its own
+        del needed["parallel"]["microbatch_group"]
+    differing = [
+        (f"{part}.{name}", found[part][name], value)
         for part, facts in needed.items()
         for name, value in facts.items()
         if found[part][name] != value
     ]
+    differing += [
+        (name, getattr(plan, name), getattr(job, name))
+        for name in ("schedule", "defer_updates")
+        if getattr(plan, name) != getattr(job, name)
+    ]
+    todo = "make a plan for this job"
+    problems = [Problem(f"plan: {place}", str(own), f"{value}, as in the job", todo) for place, own, value in differing]
     if problems:
         raise PlanMismatch("the plan does not fit the job", problems)
 

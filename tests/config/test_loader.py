@@ -127,12 +127,17 @@ def test_devices_and_batches_that_do_not_divide_are_answered_with_some_that_do(t
     [
         ("budget.memory_gib", 1e300, "at most 1e+09"),
         ("budget.activation_mib", 1e300, "at most 1e+12"),
-        ("model.layers", 10**12, "at most 10000"),
+        ("model.layers", 10**12, "at most 1000"),
         ("batch.global", 10**12, "at most 1e+08"),
     ],
 )
 def test_figures_beyond_any_machine_are_refused_not_computed_with(tmp_path: Path, place: str, figure: float, needed: str) -> None:
     assert refusals(tmp_path, JOB, **{place: figure}) == [f"override {place}: found {figure!r}, needed {needed}"]
+
+
+def test_a_plan_could_not_say_so_many_micro_batches(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB, **{"batch.micro": 1, "batch.global": 10**8})
+    assert found.endswith("must be no more than 20000: enlarge batch.micro, or use more gpus")
 
 
 @pytest.mark.parametrize(
