@@ -55,12 +55,14 @@ class Launch:
             return
         error: LynxError | None = None
         try:
-            if self.flags.without_flushes and (refused := [*against_two_versions(args)]):
-                raise ConfigError("this launch cannot train without flushes", refused)
+            headline = "this launch cannot train without flushes"
+            problems = [*against_two_versions(args)] if self.flags.without_flushes else []
             if self.flags.plan is not None:
                 self._plan = load_plan(self.flags.plan)
-                if problems := [*arguments_against(self._plan, args), *self._trace.problems()]:
-                    raise ConfigError("this launch and its plan do not fit", problems)
+                if others := [*arguments_against(self._plan, args), *self._trace.problems()]:
+                    headline, problems = "this launch and its plan do not fit", [*problems, *others]
+            if problems:
+                raise ConfigError(headline, problems)
         except LynxError as found:
             error = found
         agree(error, same=None if self._plan is None else _digest(self._plan), what=f"--lynx-plan {self.flags.lynx_plan}")

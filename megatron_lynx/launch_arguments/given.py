@@ -153,7 +153,7 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem]) -> Any:
         try:
             number = convert(word)
         except ValueError:
-            problems.append(Problem(option, word, needed, todo))
+            problems.append(Problem(option, word or "nothing", needed, todo))
             return None
         return in_range(flag, option, number, problems)
     if flag.choices and word not in flag.choices:

@@ -94,6 +94,8 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     untied = given["untie_embeddings_and_output_weights"]
     yield Fact("model.tied_embeddings", not untied, given.origin("untie_embeddings_and_output_weights"))
     yield _position(given, problems)
+    if given["transformer_impl"] not in ("local", "transformer_engine", None):
+        problems.append(Problem("--transformer-impl", str(given["transformer_impl"]), "local or transformer_engine"))
     implementation = "local" if given["transformer_impl"] == "local" else "transformer_engine"
     yield Fact("model.implementation", implementation, given.origin("transformer_impl"))
     yield _attention(given)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.given import OURS, Given
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
 """As the flag names them, and as a job does."""
+
+FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "check", "check-against", "schedule", "log"))
+"""Those of the launcher, which a launch that is planned may have already."""
 
 WITHOUT_FLUSHES = {
     "rampup_batch_size": "every batch must have as many micro-batches",
@@ -23,6 +27,18 @@ WITHOUT_FLUSHES = {
     "nccl_ub": "its weights live in memory registered with NCCL",
 }
 """Megatron's arguments that a launch without flushes refuses, and why; those that no plan goes with are not repeated here."""
+
+
+def misread(arguments: Sequence[str]) -> Iterator[Problem]:
+    """What the launcher would refuse of our flags, whatever the plan is."""
+    for flag in dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith(OURS)):
+        if flag not in FLAGS:
+            near = difflib.get_close_matches(flag, FLAGS, n=1)
+            yield Problem(flag, "unknown", f"one of {', '.join(FLAGS)}", f"did you mean {near[0]}?" if near else "")
+    for flag in ("--lynx-check", "--lynx-trace-step"):
+        for value in _values(arguments, flag):
+            if not value.isdecimal() or int(value) < 1:
+                yield Problem(flag, value or "nothing", "a whole number from 1")
 
 
 def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterator[Fact]:

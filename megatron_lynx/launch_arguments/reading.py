@@ -23,7 +23,7 @@ from megatron_lynx.launch_arguments.kinds import ALLOWED, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
-from megatron_lynx.launch_arguments.our_flags import refused_without_flushes, schedule_facts
+from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 
@@ -61,6 +61,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *group_facts(given), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
+    problems += misread(command.arguments)
     if gpus is None:
         needed = "the number of GPUs: --gpus N, or a launcher that says it (torchrun --nproc-per-node N --nnodes M)"
         problems.append(Problem("launch", "no number of processes", needed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.layer_facts import layers_of_layout
+from megatron_lynx.launch_arguments.our_flags import FLAGS
 from megatron_lynx.plan.layout import layout_text
 
 SMALL = (
@@ -346,3 +349,20 @@ def test_what_two_versions_do_not_go_with(flags: str, why: str) -> None:
     assert why not in problems(f"{PIPELINE} {flags}")
     found = problems(f"{PIPELINE} --lynx-schedule double-buffered {flags}")
     assert any(line.startswith(f"{flag}: ") and why in line for line in found.splitlines()), found
+
+
+def test_the_launchers_flags_are_known_here() -> None:
+    assert {flag.removeprefix("--").replace("-", "_") for flag in FLAGS} == {field.name for field in fields(Flags)}
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("--lynx-chek 2", "--lynx-chek: found unknown, needed one of"),
+        ("--lynx-check -1", "--lynx-check: found -1, needed a whole number from 1"),
+        ("--lynx-trace-step", "--lynx-trace-step: found nothing, needed a whole number from 1"),
+        ("--transformer-impl inference_optimized", "needed local or transformer_engine"),
+    ],
+)
+def test_what_the_launcher_would_refuse_is_refused_when_it_is_planned(said: str, answer: str) -> None:
+    assert answer in problems(f"{PIPELINE} {said}")
