@@ -40,6 +40,13 @@ def held(rank: int, job: Job, plan: Plan) -> Seen:
     return Seen([problem.where for problem in present_engine().stale()], claimed, attributes.changed())
 
 
+def adam(rank: int) -> str:
+    """That of Megatron's optimizer."""
+    from megatron.core.optimizer import Adam
+
+    return f"{Adam.__module__}.{Adam.__qualname__}"
+
+
 def userbuffers(training: Any, undo: ExitStack) -> None:
     training.chunks[0].decoder.layers[0].self_attention.linear_qkv.ub_overlap_ag_fprop = True
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -99,6 +100,28 @@ def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
     """The weight reaches backward as itself: its flag would land on a copy else, and Megatron's DDP assert (rule R11)."""
     job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
+
+
+def test_sharded_by_its_own_adam(pool_of):
+    """Megatron takes the engine's FusedAdam where it is. Gradients are reduced in backward, weights gathered in forward."""
+    job = engine_job("llama", replicas=2, distributed_optimizer=True, dtype="bf16")
+    overlapped = {**FUSED.training, "overlap_param_gather": True, "optimizer": "megatron"}
+    trial = replace(FUSED, steps=3, training=overlapped, compared="weights")
+    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))], trial)
+    assert pool_of(2).run(engine_on_ranks.adam) == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"] * 2
+
+
+def test_two_chunks_on_each_stage(pool_of):
+    """All replayed, in every micro-batch and in every other one; some, and some of the rest on the host."""
+    job = engine_job(layers_per_chunk=1, **LAYOUTS["PP2"])
+    everything, mixed = replayable(job), lambda layer: [*NORMS, "core_attention"] if layer % 2 else ()
+    candidates = [
+        plan_for(job, lambda layer: everything),
+        plan_for(job, lambda layer: everything, whole={"of_every": 2, "first": 1}),
+    ]
+    checked(pool_of, job, candidates)
+    [first, _] = checked(pool_of, job, [offloading(plan_for(job, mixed), 20_000)], Trial(steps=1))
+    assert first[0].planned.counts[-1].offloaded_bytes > 0
 
 
 def test_nothing_that_was_let_go_is_read(pool_of):

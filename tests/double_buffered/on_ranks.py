@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,17 +84,23 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
     `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite;
     `defer_updates`: with a second gradient buffer; `model`: fields of TransformerConfig.
     """
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
 
     initialise(job)
     runs = Trained(), Trained()
-    with stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext():
+    with fused_gradients(how):
         for train, run in zip((reference, double_buffered), runs, strict=True):
             training = build(job, how)
             seed_random_numbers(7)
             train(job, how, training, range(batches), run)
     return runs
+
+
+def fused_gradients(how: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The stand-in for the extension that adds weight gradients up where they lie, if the model wants it."""
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+
+    return stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext()
 
 
 def differing(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> list[str]:
@@ -369,20 +375,21 @@ def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches:
 
     initialise(job)
     expected, outcomes = Trained(), []
-    seed_random_numbers(7)
-    training = build(job, how)
-    seed_random_numbers(7)
-    reference(job, how, training, range(batches), expected)
-    for plan in plans:
-        run, training = Trained(), build(job, how)
-        pipeline = without_flushes(job, training, how)
-        installation = install(training.chunks, plan, without_flushes=pipeline)
-        spoil_retired(pipeline.versions)
+    with fused_gradients(how):
         seed_random_numbers(7)
-        double_buffered(job, how, training, range(batches), run, pipeline)
-        differing = [name for name in ("losses", "parameters") if not same(vars(expected)[name], vars(run)[name])]
-        outcomes.append(Planned(differing, installation.engine.take_counts(), installation.engine.busy))
-        installation.remove()
+        training = build(job, how)
+        seed_random_numbers(7)
+        reference(job, how, training, range(batches), expected)
+        for plan in plans:
+            run, training = Trained(), build(job, how)
+            pipeline = without_flushes(job, training, how)
+            installation = install(training.chunks, plan, without_flushes=pipeline)
+            spoil_retired(pipeline.versions)
+            seed_random_numbers(7)
+            double_buffered(job, how, training, range(batches), run, pipeline)
+            differing = [name for name in ("losses", "parameters") if not same(vars(expected)[name], vars(run)[name])]
+            outcomes.append(Planned(differing, installation.engine.take_counts(), installation.engine.busy))
+            installation.remove()
     return outcomes
 
 

@@ -41,6 +41,8 @@ MODEL = shlex.split(
     --no-persist-layer-norm --no-gradient-accumulation-fusion
     """
 )
+ENGINE = ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
+"""Behind `MODEL`: Transformer Engine's layers instead of local ones."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def launch(
     return Launched(done.returncode, done.stdout)
 
 
-def plan_of(layout: str, **options: Any) -> Plan:
-    return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE), **options)
+def plan_of(layout: str, *, implementation: str = "local", **options: Any) -> Plan:
+    return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE, implementation=implementation), **options)
 
 
 def offloading(plan: Plan, size_bytes: int) -> Plan:

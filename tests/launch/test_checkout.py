@@ -1,12 +1,13 @@
 """The real `pretrain_gpt.py` of a Megatron-LM checkout, 0.16 to 0.19, as it is.
 
-MEGATRON_LM_DIR names the checkout. Mock data, dropout 0.1, five iterations: what is printed under a plan equals stock's,
-and in the first two, which are checked, so does every gradient.
+MEGATRON_LM_DIR names the checkout. Local layers and Transformer Engine's, mock data, dropout 0.1, five iterations: what is
+printed under a plan equals stock's, and in the first two, which are checked, so does every gradient.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 
 from megatron_lynx.plan.plan import Plan
 
-from .launched import MODEL, flags_of, launch, offloading, plan_of, saved
+from ..engines import folder_of
+from .launched import ENGINE, MODEL, flags_of, launch, offloading, plan_of, saved
 
+VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
 MODULES_OF_0_16 = ("six", "regex")
 """Imported by its scripts, beside what megatron-core requires."""
 
@@ -25,7 +28,7 @@ def script() -> Path:
     checkout = Path(os.environ.get("MEGATRON_LM_DIR", "")).resolve()
     if not (checkout / "pretrain_gpt.py").is_file():
         pytest.skip(f"no pretrain_gpt.py in {checkout} (MEGATRON_LM_DIR: a checkout of Megatron-LM, 0.16 to 0.19)")
-    if "MINOR = 16" in (checkout / "megatron/core/package_info.py").read_text():
+    if MINOR.search((checkout / VERSION).read_text())[1] == "16":
         for module in MODULES_OF_0_16:
             pytest.importorskip(module, reason=f"scripts of 0.16 import {module}")
     return checkout / "pretrain_gpt.py"
@@ -33,18 +36,33 @@ def script() -> Path:
 
 FOUR = "tensor 2 x pipeline 2, sequence parallel"
 INTERLEAVED = f"{FOUR}, two chunks on each stage"
+ENGINES = {"16": "2.9", "17": "2.14", "18": "2.20", "19": "2.17"}
+"""Releases of Transformer Engine that are tried, by megatron-core's minor release."""
 
 
 @pytest.mark.parametrize("layout", ["1", FOUR, INTERLEAVED])
 def test_every_printed_digit_is_stocks(script, layout, tmp_path):
+    check_every_digit(script, [*MODEL, "--mock-data"], layout, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
+def test_with_transformer_engine(script, layout, tmp_path):
+    """Its own Python, its compiled extension stood in for."""
+    release = ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
+    folder = folder_of("TRANSFORMER_ENGINE", release, "transformer_engine")
+    flags = [*MODEL, *ENGINE, "--mock-data"]
+    check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
+
+
+def check_every_digit(script, flags, layout, folder, *, path=(), implementation="local"):
     ranks = 1 if layout == "1" else 4
-    flags = [*MODEL, "--mock-data", *flags_of(layout)]
-    stock = launch(script, flags, ranks=ranks)
+    flags = [*flags, *flags_of(layout)]
+    stock = launch(script, flags, ranks=ranks, path=path)
     assert stock.status == 0, stock.text
     assert len(stock.iterations) == 5
-    for number, plan in enumerate(plans_of(layout)):
-        path = saved(plan, tmp_path / f"{number}.yaml")
-        planned = launch(script, [*flags, "--lynx-plan", path, "--lynx-check", "2"], ranks=ranks)
+    for number, plan in enumerate(plans_of(layout, implementation)):
+        file = saved(plan, folder / f"{number}.yaml")
+        planned = launch(script, [*flags, "--lynx-plan", file, "--lynx-check", "2"], ranks=ranks, path=path)
         assert planned.status == 0, planned.text
         assert planned.iterations == stock.iterations
         assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
@@ -64,8 +82,8 @@ def test_without_flushes(script):
     assert without.iterations == expected.iterations
 
 
-def plans_of(layout: str) -> Iterator[Plan]:
+def plans_of(layout: str, implementation: str) -> Iterator[Plan]:
     """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
-    yield plan_of(layout, gather="keep" if layout == "1" else "once")
+    yield plan_of(layout, gather="keep" if layout == "1" else "once", implementation=implementation)
     if layout == INTERLEAVED:
-        yield offloading(plan_of(layout), 200_000)
+        yield offloading(plan_of(layout, implementation=implementation), 200_000)
