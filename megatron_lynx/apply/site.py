@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from torch.nn import Module
 
-from megatron_lynx.items import HALVES, Half
+from megatron_lynx.items import Half
 
 
 @dataclass(frozen=True)
@@ -64,5 +64,3 @@ LAYOUTS: dict[Half, HalfLayout] = {
         column_parallel="linear_fc1",
     ),
 }
-
-SITE_PATHS: dict[str, str] = {site: path for half in HALVES for site, path in LAYOUTS[half].paths.items()}

@@ -20,8 +20,6 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, write_yaml
 
-PROFILE_VERSION = 1
-
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 PLACES: tuple[Place, ...] = ("attention", "mlp", "last_mlp")
 
 
-def stage_problem(job: Job, profile: Profile, stage: int) -> StageProblem:
-    """What one stage of a job asks of a solver. For several stages `StageProblems` does not price everything again."""
-    return StageProblems(job, profile).of(stage)
-
-
 @dataclass(frozen=True)
 class Subset:
     """One set of replayed items of one half, wherever it is replayed."""
