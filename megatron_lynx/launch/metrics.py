@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lynx.runtime.engine import Counts, Engine
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.engine import Engine
 
 PREFIX = "lynx/"
 

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.items import Half
 from megatron_lynx.runtime.refusals import asked_twice
 from megatron_lynx.runtime.saved import detached, map_nest, nodes_between, tensors_in
+from megatron_lynx.runtime.window import FrameKey
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.ledger import MicroBatch
@@ -39,7 +41,7 @@ class HalfPolicy:
     """What the plan says about one half of one layer, in the runtime's terms."""
 
     layer: int
-    half: str
+    half: Half
     replay: frozenset[str]
     """Items whose saved tensors are let go."""
     code_behind: Mapping[str, str]
@@ -184,7 +186,7 @@ class Frame:
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> FrameKey:
         return self.policy.layer, self.policy.half
 
     @property

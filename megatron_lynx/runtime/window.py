@@ -31,7 +31,7 @@ class Place(NamedTuple):
         return f"{self.passing}.{self.half}.{self.ordinal}@{self.layer}"
 
 
-FrameKey = tuple[int, str]
+FrameKey = tuple[int, Half]
 """(layer, half)."""
 
 WindowKey = Place | Literal["pipe.recv_backward"]

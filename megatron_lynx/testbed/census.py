@@ -21,7 +21,7 @@ from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.engine import Counts
+from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, blocks, module_sets, ours
 from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
 

@@ -36,7 +36,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
 
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step, marked
-    from megatron_lynx.runtime.engine import Counts
+    from megatron_lynx.runtime.counts import Counts
     from megatron_lynx.testbed import training as testbed
     from megatron_lynx.testbed.tiny_models import build_model
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lynx.launch.metrics import Metrics
-from megatron_lynx.runtime.engine import Counts
+from megatron_lynx.runtime.counts import Counts
 
 from .launched import MODEL, flags_of, launch, offloading, plan_of, saved
 

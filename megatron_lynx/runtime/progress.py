@@ -1,0 +1,77 @@
+"""What an engine is in the middle of, and what it has done: the parts of one engine share it.
+
+ledger     passes in flight, and the half whose backward runs
+scope      the call of a half that runs now: recorded, replayed, or only passed through
+counts     what was done since somebody last asked
+trace      when, where somebody asked for that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.trace import Kind, Trace
+
+
+class Progress:
+    """Of one engine."""
+
+    def __init__(self, ledger: Ledger, trace: Trace, offloader: Offloader | None) -> None:
+        self.ledger = ledger
+        self.trace = trace
+        self.offloader = offloader
+        self.counts = Counts()
+        self.scope: Recorder | Replayer | Passage | None = None
+
+    @property
+    def in_half(self) -> bool:
+        """Whether a half runs, or its backward does."""
+        return self.scope is not None or self.ledger.entered is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way (rule R7)."""
+        return self.scope is not None or self.ledger.busy
+
+    def abandon(self) -> None:
+        """Forget the step under way: it failed."""
+        self.scope = None
+        self.ledger.abort()
+        if self.offloader is not None:
+            self.offloader.abandon()
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """What raises inside is the end of the step."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def take_counts(self, *, exact: bool) -> Counts:
+        counts, self.counts = self.counts, Counts()
+        if self.offloader is not None:
+            counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
+            counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
+        return counts
+
+    @contextmanager
+    def inside(self, scope: Recorder | Replayer | Passage) -> Iterator[None]:
+        """This call runs; sites and collectives that are met are its own."""
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer
+
+    def span(self, kind: Kind, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
+        """An event of a frame, in the trace."""
+        return self.trace.span(kind, *frame.key, frame.micro_batch.number, window)
