@@ -45,7 +45,8 @@ TORCH = {
     *("profiler.measured", "profiler.links", "profiler.interference"),
 }
 MEGATRON = {
-    *("apply.hooks", "apply.releases", "apply.match", "testbed", "launch", "profiler.measured", "profiler.links"),
+    *("apply.hooks", "apply.releases", "apply.live_run", "apply.refusals", "testbed", "launch"),
+    *("profiler.measured", "profiler.links"),
     *("double_buffered.exchange", "double_buffered.interpreter", "double_buffered.match"),
 }
 """Where the two heavy libraries may be imported; everything else must work without them."""

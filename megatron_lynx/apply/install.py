@@ -1,7 +1,7 @@
 """Installing a plan in three passes: resolve, verify, change. Any refusal leaves no trace.
 
 resolve   the live run, the release's table, the plan's stage, every claim
-verify    fingerprints; the plan against the run (`match`); every claim against every other and against what is there
+verify    fingerprints; `refusals`; the plan against the run (`match`); every claim against every other and against what is there
 change    all hooks, or none
 
 with install(model, plan) as installation:      # or installation.remove(), between steps
@@ -22,8 +22,10 @@ from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import collectives, engine_collectives, gathered_input, halves, receives, sites, steps
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.apply.match import LiveRun, live_run, mismatches, refusals
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import offloader_of
+from megatron_lynx.apply.refusals import refusals
 from megatron_lynx.apply.releases import present_release
 from megatron_lynx.apply.transformer_engine import present_engine
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem

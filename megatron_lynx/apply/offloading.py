@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from megatron_lynx.apply.match import LiveRun
+from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.host_pool import available_bytes
 from megatron_lynx.runtime.ledger import Order

@@ -1,6 +1,6 @@
 """Megatron's arguments against a plan: what can be told before a model is built.
 
-The rest is told by `apply.match`, from the model.
+The rest is told by `apply.match` and `apply.refusals`, from the model.
 """
 
 from __future__ import annotations

@@ -63,6 +63,10 @@ class Plan(Part):
         """The entries of a pipeline stage: one, or one for each of its chunks."""
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
+    def place_of(self, entry: Stage) -> str:
+        """Where an entry stands in the plan, for messages: `stages.3`."""
+        return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"
+
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         if problems := consistency.problems(self):

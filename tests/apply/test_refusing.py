@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.apply.match import _FEATURES
+from megatron_lynx.apply.features import OFF
 from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -200,7 +200,7 @@ def test_every_way_in_which_stock_offloads_activations_is_known():
     for root in roots:
         text = "".join((root / name).read_text() for name in ("model_parallel_config.py", "transformer/transformer_config.py"))
         switches = set(re.findall(r"^    (\w*offload\w*): bool = False", text, flags=re.MULTILINE))
-        assert switches - HOW_IT_IS_DONE <= OWN_DEVICES & set(_FEATURES), root
+        assert switches - HOW_IT_IS_DONE <= OWN_DEVICES & set(OFF), root
 
 
 HOW_IT_IS_DONE = {"cpu_offloading_double_buffering", "cpu_offloading_retain_pinned_cpu_buffers", "cpu_offloading_weights"}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_lynx.apply import Installation
 from megatron_lynx.apply.assignment import order_of
-from megatron_lynx.apply.match import LiveRun, live_run
+from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.launch.check.batches import DataIterators
 from megatron_lynx.launch.check.outcome import Difference, Outcome, differences
 from megatron_lynx.launch.check.reference import Kind, Need, stock

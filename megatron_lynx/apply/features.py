@@ -1,0 +1,71 @@
+"""Settings of Megatron that hooks cannot work with, and which flag to drop: the fields of its model config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_lynx.errors import Problem
+
+OFF = {
+    "cpu_offloading": "--cpu-offloading: the plan decides what is offloaded",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading: the plan decides what is offloaded",
+    "tp_comm_overlap": "--tp-comm-overlap: userbuffers remove the windows",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm: that schedule bypasses the layer's halves",
+    "delay_wgrad_compute": "--delay-wgrad-compute: weight gradients would be computed after their frame is gone",
+    "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
+    "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
+    "num_moe_experts": "experts: mixture-of-experts layers are not planned yet",
+    "multi_latent_attention": "--multi-latent-attention: its projections are not sites",
+    "mtp_num_layers": "--mtp-num-layers: multi-token prediction has layers outside decoder.layers",
+    "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
+    "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
+    "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
+    "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
+    "fp8": "--fp8-format: that a replay leaves amax histories and scales as they were has not been shown",
+    "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
+    "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
+    "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser: the MLP's linears are not called one by one",
+    "use_grouped_gemm_for_dense_mlp": "--use-grouped-gemm-for-dense-mlp: the MLP's linears are not called one by one",
+    "experimental_attention_variant": "--experimental-attention-variant: its projections are not sites",
+}
+"""Config fields that must be off, and what to drop."""
+
+OFF_WITH_ENGINE = {
+    "qk_layernorm": "--qk-layernorm: norms of Transformer Engine outside its linears are not held",
+    "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
+    "symmetric_ar_type": "--symmetric-ar-type: that reduction is no window",
+    "enable_autocast": "--enable-autocast: weights would be cast anew in every replay",
+    "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
+    "log_max_attention_logit": "--log-max-attention-logit: it reads the attention's largest score after each call",
+    "quant_recipe": "--te-precision-config-file: quantized linears are not held",
+}
+"""Those that must be off as well with Transformer Engine's layers, and what to drop."""
+
+ONE = {
+    "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
+    "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards: weights are gathered by collectives of their own",
+}
+"""Config fields that must be 1 where a release has them, and what to drop."""
+
+
+def refused_features(config: Any, *, engine: bool) -> Iterator[Problem]:
+    """What is set and must not be. `engine`: the layers are Transformer Engine's."""
+    yield from _set(config, OFF, "off under a plan")
+    for name, drop in ONE.items():
+        value = getattr(config, name, 1)
+        if value != 1:
+            yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if graphs not in (None, "none"):
+        todo = "drop --cuda-graph-impl: graphs bypass every hook"
+        yield Problem("config.cuda_graph_impl", str(graphs), "none under a plan", todo)
+    if engine:
+        yield from _set(config, OFF_WITH_ENGINE, "off under a plan with Transformer Engine")
+
+
+def _set(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:
+    for name, drop in fields.items():
+        if value := getattr(config, name, None):
+            yield Problem(f"config.{name}", str(value), needed, f"drop {drop}")

@@ -1,0 +1,71 @@
+"""Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.nn import Module
+
+from megatron_lynx.apply.live_run import ENGINE, LiveRun, name_of
+from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.errors import Problem
+
+_LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
+_LOCAL_CLASSES = {
+    "linear_qkv": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "linear_proj": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+    "linear_fc1": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "linear_fc2": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+}
+_ENGINE_CLASSES = {
+    "input_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
+    "linear_qkv": f"{ENGINE}TELayerNormColumnParallelLinear",
+    "core_attention": f"{ENGINE}TEDotProductAttention",
+    "linear_proj": f"{ENGINE}TERowParallelLinear",
+    "pre_mlp_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
+    "linear_fc1": f"{ENGINE}TELayerNormColumnParallelLinear",
+    "linear_fc2": f"{ENGINE}TERowParallelLinear",
+}
+
+_ENGINE_FLAGS = (
+    "ub_overlap_ag_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "return_layernorm_output",
+    "primary_weights_in_fp8",
+    "fsdp_group",
+)
+"""Attributes of its linears that must be off: userbuffers remove the windows; the others hand on or hold what no item names."""
+
+
+def refused_layers(run: LiveRun) -> Iterator[Problem]:
+    """Layers of another kind, and what makes a linear of Transformer Engine unfit."""
+    classes = _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES
+    for number, layer in run.layers.items():
+        if name_of(layer) != _LAYER_CLASS:
+            todo = "mixture-of-experts and hybrid layers are not planned yet"
+            yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, todo)
+            continue
+        for site, module in _sites_of(layer).items():
+            needed = classes.get(site, name_of(module))
+            if name_of(module) != needed:
+                todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
+                yield Problem(f"layer {number}.{site}", name_of(module), needed, todo)
+    if run.engine:
+        yield from _engine_flags(run)
+
+
+def _engine_flags(run: LiveRun) -> Iterator[Problem]:
+    """Of the first layer: all are built from one config."""
+    number, layer = next(iter(run.layers.items()))
+    for site, module in _sites_of(layer).items():
+        for flag in _ENGINE_FLAGS:
+            if site.startswith("linear_") and getattr(module, flag, None):
+                yield Problem(f"layer {number}.{site}.{flag}", str(getattr(module, flag)), "off under a plan")
+
+
+def _sites_of(layer: Module) -> dict[str, Module]:
+    return {site: module for layout in LAYOUTS.values() for site, module in layout.modules_of(layer).items()}

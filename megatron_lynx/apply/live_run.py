@@ -1,0 +1,87 @@
+"""The run that a plan is to be put in force for, as one rank sees it: model config, parallel_state, the modules themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_lynx.errors import Problem
+
+ENGINE = "megatron.core.extensions.transformer_engine."
+"""Where Megatron's classes are that have Transformer Engine's layers inside."""
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One rank of a run, as Megatron built it."""
+
+    chunks: tuple[Module, ...]
+    """The GPTModels, unwrapped: one, or the virtual stages of an interleaved schedule in their order."""
+    wrappers: tuple[Module, ...]
+    """What they were wrapped in, outermost first."""
+    config: Any
+    tensor: int
+    pipeline: int
+    stage: int
+    context: int
+    tensor_group: Any
+
+    @property
+    def layers(self) -> dict[int, Module]:
+        """The rank's transformer layers by Megatron's layer number, chunk by chunk."""
+        return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
+
+    @property
+    def engine(self) -> bool:
+        """Whether the rank's layers are Transformer Engine's. As the first one is; `refused_layers` asks whether all are."""
+        first = next(iter(self.layers.values()), None)
+        return first is not None and name_of(first.self_attention.linear_qkv).startswith(ENGINE)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that one chunk takes before the next one has its turn."""
+        return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)
+
+    @property
+    def overlaps_exchanges(self) -> bool:
+        """Whether messages between stages are waited for later than they are issued. Only interleaved schedules can."""
+        return len(self.chunks) > 1 and bool(self.config.overlap_p2p_comm)
+
+
+def live_run(model: Any) -> LiveRun | list[Problem]:
+    """The run that `model` (a module, or Megatron's list of chunks) is part of, or why it cannot be read."""
+    unwrapped = [_unwrapped(chunk) for chunk in (model if isinstance(model, (list, tuple)) else [model])]
+    chunks = tuple(chunk for _, chunk in unwrapped)
+    for chunk in chunks:
+        if getattr(getattr(chunk, "decoder", None), "layers", None) is None:
+            return [Problem("model", f"{type(chunk).__name__} without decoder.layers", "a megatron-core GPTModel")]
+    if len({id(chunk) for chunk in chunks}) < len(chunks) or not chunks:
+        return [Problem("model", f"{len(chunks)} chunks, not all different", "the list of chunks as Megatron built it")]
+
+    from megatron.core import parallel_state
+
+    return LiveRun(
+        chunks=chunks,
+        wrappers=tuple(wrapper for wrappers, _ in unwrapped for wrapper in wrappers),
+        config=chunks[0].config,
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_world_size(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
+    wrappers = []
+    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), Module):
+        wrappers.append(model)
+        model = model.module  # type: ignore[assignment]
+    return tuple(wrappers), model
+
+
+def name_of(module: Module) -> str:
+    """Of its class, with the module that it is in."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,0 +1,108 @@
+"""What about a run the hooks cannot work with, all of it at once (rules R6, R14).
+
+its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
+its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
+its schedule       what the plan asks for and this schedule cannot give
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.apply.features import refused_features
+from megatron_lynx.apply.layers import refused_layers
+from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.errors import Problem
+from megatron_lynx.plan.order import PHASES, Phase, frames_of, window_of
+from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.schedule.windows import RECV_BACKWARD
+
+
+def refusals(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
+    """Every one. `overlapping`: the run does not flush."""
+    return [
+        *(_whole_micro_batches(plan, run) if overlapping else ()),
+        *_stock_recomputation(run),
+        *refused_features(run.config, engine=run.engine),
+        *_context_parallelism(run),
+        *_early_gradients(plan, run),
+        *_messages_beside_copies(plan, run),
+        *_wrappers(run),
+        *refused_layers(run),
+        *_random_numbers(run),
+    ]
+
+
+def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
+    """Two deciders would record the same tensors twice."""
+    granularity = getattr(run.config, "recompute_granularity", None)
+    if granularity:
+        todo = "drop --recompute-granularity (and -method, -num-layers, -modules): the plan decides what is recomputed"
+        yield Problem("--recompute-granularity", str(granularity), "none under a plan", todo)
+
+
+def _context_parallelism(run: LiveRun) -> Iterator[Problem]:
+    if run.context > 1:
+        yield Problem("context parallel size", str(run.context), "1", "its attention holds collectives; run without it")
+
+
+def _wrappers(run: LiveRun) -> Iterator[Problem]:
+    for wrapper in run.wrappers:
+        if "FullyShardedDataParallel" in type(wrapper).__name__:
+            todo = "use Megatron's DistributedDataParallel; with FSDP parameters do not exist between their uses"
+            yield Problem("model wrapper", type(wrapper).__name__, "no FSDP", todo)
+
+
+def _random_numbers(run: LiveRun) -> Iterator[Problem]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    if type(tracker) is not CudaRNGStatesTracker or tracker.use_cudagraphable_rng:
+        found = f"{type(tracker).__name__}, graphable: {getattr(tracker, 'use_cudagraphable_rng', '?')}"
+        todo = "drop --te-rng-tracker and CUDA-graph settings"
+        yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
+    for number, layer in run.layers.items():
+        held = getattr(layer.self_attention.core_attention, "rng_states_tracker", None)  # type: ignore[union-attr]
+        if held not in (None, tracker):
+            todo = "seed before the model is built, or without force_reset_rng"
+            yield Problem(f"layer {number}.core_attention", "a random-number tracker of its own", "Megatron's present one", todo)
+            break
+
+
+def _whole_micro_batches(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """They are counted in each step, and steps overlap."""
+    for entry in plan.chunks_of(run.stage):
+        if entry.whole:
+            yield Problem(f"plan: {plan.place_of(entry)}.whole", str(entry.whole), "none without flushes", "plan without them")
+
+
+def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """In groups larger than the pipeline, gradients reach the last stage several backwards too early, and lie there. Only what is
+    waited for right before each backward is a window then."""
+    if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
+        return
+    phases: tuple[Phase, ...] = PHASES
+    if run.overlaps_exchanges:
+        phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
+    for entry in plan.chunks_of(run.stage):
+        if not any(_receives(entry, phase) for phase in phases):
+            continue
+        found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
+        needed = f"another window, or groups of {run.pipeline}, the number of stages"
+        todo = "drop --microbatch-group-size-per-virtual-pipeline-stage, or set --overlap-p2p-communication-warmup-flush"
+        yield Problem(f"plan: {plan.place_of(entry)}.windows", found, needed, todo)
+
+
+def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """A copy that waited for messages which are issued ahead of time could wait for one that needs what this stage sends next."""
+    if not run.overlaps_exchanges:
+        return
+    for entry in plan.chunks_of(run.stage):
+        if entry.offload is not None and entry.offload.beside_messages == "avoid":
+            needed = "allow: with overlapped exchanges there is always a message under way"
+            todo = "launch with --no-overlap-p2p-communication, or change the plan"
+            yield Problem(f"plan: {plan.place_of(entry)}.offload.beside_messages", "avoid", needed, todo)
+
+
+def _receives(entry: Stage, phase: Phase) -> bool:
+    return any(window_of(entry, frame, phase) == RECV_BACKWARD for frame in frames_of(entry))
