@@ -17,56 +17,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_lynx.apply.hook import MARK
 from megatron_lynx.double_buffered import releases
+from megatron_lynx.double_buffered.unproven import DDP, DDP_WITH_DEFERRAL, MODEL, OPTIMIZER, Needed, otherwise
 from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.schedule import double_buffered
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
 """Whose hold on the weights' memory is known (`double_buffered.owners`)."""
-
-UNPROVEN: dict[str, tuple[object, str]] = {
-    "overlap_p2p_comm": (False, "it belongs to interleaved schedules"),
-    "variable_seq_lengths": (False, "stages would exchange shapes first"),
-    "num_microbatches_with_partial_activation_checkpoints": (None, "the micro-batches of two batches are in flight together"),
-    "defer_embedding_wgrad_compute": (False, "gradients of two batches would share its buffer"),
-    "delay_wgrad_compute": (False, "gradients of two batches would share its buffer"),
-    "overlap_moe_expert_parallel_comm": (False, "it has a schedule of its own"),
-    "hybrid_context_parallel": (False, "it has a schedule of its own"),
-    "num_moe_experts": (None, "routers keep state from batch to batch"),
-    "mtp_num_layers": (None, "it was not tried"),
-    "calculate_per_token_loss": (False, "it was not tried"),
-    "fine_grained_activation_offloading": (False, "it is reset at the end of each batch"),
-    "cpu_offloading": (False, "it may hold weights"),
-    "fp8": (None, "weights have copies of their own"),
-    "fp4": (None, "weights have copies of their own"),
-    "cuda_graph_impl": ("none", "graphs hold on to addresses of weights"),
-    "enable_cuda_graph": (False, "graphs hold on to addresses of weights"),
-    "external_cuda_graph": (False, "graphs hold on to addresses of weights"),
-    "qk_clip": (False, "it rescales weights behind the update, by what forwards of two versions saw"),
-    "log_max_attention_logit": (False, "it would mix micro-batches of two batches"),
-    "gtp_weight_remat_size": (1, "weights are gathered by collectives of their own"),
-}
-"""Fields of Megatron's model configuration: what they must be, and why."""
-
-UNPROVEN_WITH_DDP: dict[str, tuple[object, str]] = {
-    "overlap_param_gather": (False, "weights would arrive during the forward of another version"),
-    "num_distributed_optimizer_instances": (1, "it was not tried"),
-    "use_megatron_fsdp": (False, "it moves weights itself"),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights and gradients would share memory"),
-    "nccl_ub": (False, "its weights live in memory registered with NCCL"),
-    "fp8_param_gather": (False, "weights have copies of their own"),
-    "fp4_param_gather": (False, "weights have copies of their own"),
-    "param_name_patterns_for_fp32_local_accumulation": (None, "it was not tried"),
-}
-UNPROVEN_WITH_DEFERRAL: dict[str, tuple[object, str]] = {
-    "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates"),
-}
-UNPROVEN_WITH_OPTIMIZER: dict[str, tuple[object, str]] = {
-    "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),
-    "use_precision_aware_optimizer": (False, "it was not tried"),
-    "optimizer_cpu_offload": (False, "it was not tried"),
-    "optimizer_cuda_graph": (False, "graphs hold on to addresses of weights"),
-    "use_layer_wise_distributed_optimizer": (False, "it was not tried"),
-}
 
 
 def check(
@@ -91,10 +47,10 @@ def check(
 
 def _refusals(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
     yield from releases.stale()
-    yield from _unproven("model config", get_model_config(chunk), UNPROVEN)
-    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), UNPROVEN_WITH_DDP)
+    yield from _unproven("model config", get_model_config(chunk), MODEL)
+    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), DDP)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield from _unproven("optimizer config", getattr(part, "config", None), UNPROVEN_WITH_OPTIMIZER)
+        yield from _unproven("optimizer config", getattr(part, "config", None), OPTIMIZER)
         if not isinstance(part, OPTIMIZERS):
             names = ", ".join(known.__name__ for known in OPTIMIZERS)
             yield Problem("optimizer", type(part).__name__, f"one of {names}", "what it keeps of the weights is not known")
@@ -119,16 +75,13 @@ def _of_a_plan() -> Iterator[Problem]:
 def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
     if not hasattr(chunk, "ddp_config"):
         yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "wrap it, or do not defer updates")
-    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), UNPROVEN_WITH_DEFERRAL)
+    yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), DDP_WITH_DEFERRAL)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(getattr(part, "grad_scaler", None), DynamicGradScaler):
             found = "dynamic, and the next batch has begun with the scale of this one"
             yield Problem("loss scale", found, "a constant one, or none", "do not defer updates")
 
 
-def _unproven(where: str, config: Any, needed: dict[str, tuple[object, str]]) -> Iterator[Problem]:
-    """What is set otherwise; a field that this release does not have is as it must be."""
-    for name, (value, reason) in needed.items():
-        found = getattr(config, name, value)
-        if found != value and not (value is None and not found):
-            yield Problem(f"{where}: {name}", str(found), str(value), reason)
+def _unproven(where: str, config: Any, needed: Needed) -> Iterator[Problem]:
+    for name, found, value, reason in otherwise(config, needed):
+        yield Problem(f"{where}: {name}", str(found), str(value), reason)

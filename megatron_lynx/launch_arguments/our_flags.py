@@ -19,14 +19,31 @@ FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "check
 WITHOUT_FLUSHES = {
     "rampup_batch_size": "every batch must have as many micro-batches",
     "step_batch_size_schedule": "every batch must have as many micro-batches",
-    "perform_rl_step": "rollouts need weights that are one version, in every step",
-    "overlap_param_gather": "weights would arrive during the forward of another version",
+    "decrease_batch_size_if_needed": "every batch must have as many micro-batches",
+    "async_save": "weights move to other memory while it saves",
+    "adlr_autoresume": "it would save while micro-batches are in flight",
+    "inprocess_restart": "what is in flight would be lost",
+    "save_wgrads_interval": "gradients of the next batch have begun",
+    "save_dgrads_interval": "gradients of the next batch have begun",
+    "save_params_interval": "it was not tried",
+    "save_activations_interval": "it would mix micro-batches of two batches",
+    "save_tokens_per_expert_interval": "it would mix micro-batches of two batches",
+    "vision_pretraining": "it was not tried",
     "calculate_per_token_loss": "it was not tried",
+    "qk_clip": "it rescales weights behind the update, by what forwards of two versions saw",
+    "log_max_attention_logit": "it would mix micro-batches of two batches",
+    "overlap_param_gather": "weights would arrive during the forward of another version",
+    "overlap_param_gather_with_optimizer_step": "weights would arrive during the forward of another version",
+    "reuse_grad_buf_for_mxfp8_param_ag": "weights and gradients would share memory",
+    "nccl_ub": "its weights live in memory registered with NCCL",
+    "fp8_param_gather": "weights have copies of their own",
+    "fp4_param_gather": "weights have copies of their own",
     "use_precision_aware_optimizer": "it was not tried",
     "optimizer_cpu_offload": "it was not tried",
-    "nccl_ub": "its weights live in memory registered with NCCL",
+    "optimizer_cuda_graph": "graphs hold on to addresses of weights",
 }
-"""Megatron's arguments that a launch without flushes refuses, and why; those that no plan goes with are not repeated here."""
+"""Megatron's arguments that a launch without flushes refuses as soon as they are given, and why: what `launch.without_flushes`
+will say, for whoever plans without Megatron. Those that no plan goes with are not repeated here."""
 
 
 def misread(arguments: Sequence[str]) -> Iterator[Problem]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.double_buffered import unproven
+from megatron_lynx.double_buffered.unproven import Needed, otherwise
 from megatron_lynx.errors import Problem
 
 FLAG = "--lynx-schedule double-buffered"
 ALONE = f"or drop {FLAG}"
 
-NEEDED: dict[str, tuple[object, str]] = {
+NEEDED: Needed = {
     "rerun_mode": ("disabled", "batches overlap: none can be run again alone"),
     "rampup_batch_size": (None, "every batch must have as many micro-batches"),
     "step_batch_size_schedule": (None, "every batch must have as many micro-batches"),
@@ -31,19 +33,18 @@ NEEDED: dict[str, tuple[object, str]] = {
     "vision_pretraining": (False, "it was not tried"),
     "hybrid_context_parallel": (False, "it has a schedule of its own"),
     "use_torch_fsdp2": (False, "it moves weights itself"),
+    **unproven.MODEL,
+    **unproven.DDP,
+    **unproven.OPTIMIZER,
 }
 """Megatron's arguments: what they must be, and why. One that a release does not have is as it must be."""
 
 
 def problems(args: Any) -> Iterator[Problem]:
-    """Every argument that does not go together with two versions of the weights. Import Megatron before."""
-    from megatron_lynx.double_buffered.match import UNPROVEN, UNPROVEN_WITH_DDP, UNPROVEN_WITH_OPTIMIZER
-
+    """Every argument that does not go together with two versions of the weights."""
     yield from _layout(args)
-    for name, (needed, why) in {**NEEDED, **UNPROVEN, **UNPROVEN_WITH_DDP, **UNPROVEN_WITH_OPTIMIZER}.items():
-        found = getattr(args, name, needed)
-        if found != needed and not (needed is None and not found):
-            yield Problem(f"--{name.replace('_', '-')}", str(found), f"{needed} with {FLAG}", why)
+    for name, found, needed, why in otherwise(args, NEEDED):
+        yield Problem(f"--{name.replace('_', '-')}", str(found), f"{needed} with {FLAG}", why)
     if getattr(args, "fp16", False) and not getattr(args, "loss_scale", None):
         yield Problem(
             "--loss-scale", "none: a dynamic one", f"a constant one with {FLAG}", "batches overlap: two scales would mix"
