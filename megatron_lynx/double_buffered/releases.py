@@ -1,7 +1,8 @@
 """What training without flushes relies on beside schedules and layers, by release of megatron-core: a hash of each text.
 
 Whose memory weights and gradients are in (`owners`), and when a batch's gradient is whole, follows from these. As in
-`apply.releases`: what reads otherwise is refused, because only reading the new text can tell.
+`apply.releases`: what reads otherwise is refused, because only reading the new text can tell. Of each release stands here what
+reads otherwise than in the one before.
 """
 
 from __future__ import annotations
@@ -40,48 +41,28 @@ CORE_0_16 = Release(  # recorded from 0.16.1
 CORE_0_17 = Release(  # recorded from 0.17.1
     version="0.17",
     fingerprints={
-        "megatron.core.pipeline_parallel.schedules:forward_step": "24c526af44458ac2",
+        **CORE_0_16.fingerprints,
         "megatron.core.pipeline_parallel.schedules:backward_step": "435628e2479e62f2",
         "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor": "ec45aab59f2784a1",
         "megatron.core.pipeline_parallel.schedules:get_tensor_shapes": "aafd487b2ecd6cf8",
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "79bb2ba211d57422",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator": "7301a12dceb9b13e",
-        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops": "20995746a48170ca",
-        "megatron.core.distributed.finalize_model_grads:finalize_model_grads": "8e8e2bb919cc02fc",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "6288aa5a37356a3e",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": "542cdd9cf301968d",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer": "90862cf7ff4209df",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.prepare_grads": "458b98bd66138d0d",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads": "f337fd56940ad515",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step": "f6cdf8b33dd27176",
-        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params": "340125cdca6952c7",
-        "megatron.core.optimizer.optimizer:FP32Optimizer": "0c37c2a2353a9e86",
-        "megatron.core.optimizer.optimizer:ChainedOptimizer.step": "7f8c72f2d7210bf8",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": "784788437ec21b41",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads": "ffcdecd38d14405a",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "00e6fe16e5751174",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": "4883dadbf822eab8",
     },
 )
 CORE_0_18 = Release(  # recorded from 0.18.2
     version="0.18",
     fingerprints={
-        "megatron.core.pipeline_parallel.schedules:forward_step": "24c526af44458ac2",
-        "megatron.core.pipeline_parallel.schedules:backward_step": "435628e2479e62f2",
-        "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor": "ec45aab59f2784a1",
-        "megatron.core.pipeline_parallel.schedules:get_tensor_shapes": "aafd487b2ecd6cf8",
+        **CORE_0_17.fingerprints,
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "c8fd558b6fdcd51b",
-        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator": "7301a12dceb9b13e",
-        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops": "20995746a48170ca",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads": "1ea6af88d1ec1a5c",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "fc1074dee2ce1b01",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": "32dcdc0f04706be7",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer": "fad57ad379194001",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.prepare_grads": "458b98bd66138d0d",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads": "f337fd56940ad515",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step": "f6cdf8b33dd27176",
-        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params": "340125cdca6952c7",
-        "megatron.core.optimizer.optimizer:FP32Optimizer": "0c37c2a2353a9e86",
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step": "75c16d1537843e62",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": "891e288eda547357",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads": "b14b52f057fb4a96",
@@ -92,27 +73,18 @@ CORE_0_18 = Release(  # recorded from 0.18.2
 CORE_0_19 = Release(  # recorded from 0.19.2
     version="0.19",
     fingerprints={
-        "megatron.core.pipeline_parallel.schedules:forward_step": "24c526af44458ac2",
-        "megatron.core.pipeline_parallel.schedules:backward_step": "435628e2479e62f2",
-        "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor": "ec45aab59f2784a1",
-        "megatron.core.pipeline_parallel.schedules:get_tensor_shapes": "aafd487b2ecd6cf8",
+        **CORE_0_18.fingerprints,
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "772d6b7d81825e7a",
-        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator": "7301a12dceb9b13e",
-        "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops": "20995746a48170ca",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads": "36d18a1e17302e34",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "9330e58298a3c743",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": "f68c669b1ed4f2db",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer": "3aad874c173ce6f1",
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.prepare_grads": "458b98bd66138d0d",
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads": "34fc101b433f1515",
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step": "c9adaf2e01df4ff8",
         "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params": "cd618b0e6d07a672",
         "megatron.core.optimizer.optimizer:FP32Optimizer": "6990c6a165af95fd",
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step": "c2b301e02ec29f4e",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": "3fce9be2b6d1d143",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads": "b14b52f057fb4a96",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "80e4f4d1fa99e747",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": "2350cce9dd8822dd",
     },
 )
 KNOWN = {release.version: release for release in (CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}
