@@ -89,7 +89,7 @@ RELIED_ON_OF_ENGINE = (
 
 def draft() -> str:
     """The table as a Python module. A function that this release lacks is left out, with a comment that says so."""
-    minor = ".".join(installed_version().split(".")[:2])
+    minor = minor_of(installed_version())
     name = f"CORE_{minor.replace('.', '_')}"
     lines = [f'"""megatron-core {minor}, recorded from {installed_version()}."""', ""]
     lines += ["from megatron_lynx.apply.releases.release import Release", "", f"{name} = Release(", f'    version="{minor}",']

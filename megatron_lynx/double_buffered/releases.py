@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.apply.releases import Release, installed_version
+from megatron_lynx.apply.releases import Release, installed_version, minor_of
 from megatron_lynx.errors import Problem
 
 CORE_0_16 = Release(  # recorded from 0.16.1
@@ -93,7 +93,7 @@ KNOWN = {release.version: release for release in (CORE_0_16, CORE_0_17, CORE_0_1
 def stale() -> Iterator[Problem]:
     """What of the megatron-core that is imported does not read as recorded."""
     version = installed_version()
-    release = KNOWN.get(".".join(version.split(".")[:2]))
+    release = KNOWN.get(minor_of(version))
     if release is None:
         needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
         yield Problem("megatron.core", version, needed, "install one of these to train without flushes")

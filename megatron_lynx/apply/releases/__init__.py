@@ -7,7 +7,7 @@ from megatron_lynx.apply.releases.core_0_16 import CORE_0_16
 from megatron_lynx.apply.releases.core_0_17 import CORE_0_17
 from megatron_lynx.apply.releases.core_0_18 import CORE_0_18
 from megatron_lynx.apply.releases.core_0_19 import CORE_0_19
-from megatron_lynx.apply.releases.release import Release, fingerprint
+from megatron_lynx.apply.releases.release import Release, fingerprint, minor_of, table_of
 from megatron_lynx.errors import HookRefused, Problem
 
 KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}
@@ -28,24 +28,7 @@ def present_release() -> Release:
 
     Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
     """
-    version = installed_version()
-    release = KNOWN.get(minor_of(version))
-    if release is None:
-        nearest = min(KNOWN.values(), key=lambda known: abs(number_of(known.version) - number_of(version)))
-        needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
-        todo = f"install one of these; what moved since {nearest.version} follows"
-        unknown = Problem("megatron.core", version, needed, todo)
-        raise HookRefused("this release of megatron-core is not known", [unknown, *nearest.stale()])
-    return release
+    return table_of(installed_version(), KNOWN, "megatron.core", "megatron-core", "install one of these")
 
 
-def minor_of(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def number_of(version: str) -> int:
-    major, minor = minor_of(version).split(".")
-    return 1000 * int(major) + int(minor)
-
-
-__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "minor_of", "number_of", "present_release"]
+__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "minor_of", "present_release", "table_of"]

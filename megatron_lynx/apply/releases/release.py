@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_lynx.errors import Problem
+from megatron_lynx.errors import HookRefused, Problem
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,47 @@ class Release:
     beside_engine: Mapping[str, str] = field(default_factory=dict)
     """The functions that matter with Transformer Engine's layers alone; without it they cannot be imported."""
 
+    def stale(self) -> list[Problem]:
+        """Every function that does not read as recorded."""
+        return _differing(self.fingerprints)
+
     def stale_beside_engine(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
         if not self.beside_engine:
-            return [
-                Problem(
-                    "layers",
-                    f"Transformer Engine's, in {self.version}",
-                    "a later release",
-                    "launch with --transformer-impl local",
-                )
-            ]
-        return [problem for name, recorded in self.beside_engine.items() if (problem := _problem(name, recorded)) is not None]
+            found, todo = f"Transformer Engine's, in {self.version}", "launch with --transformer-impl local"
+            return [Problem("layers", found, "a later release", todo)]
+        return _differing(self.beside_engine)
 
-    def stale(self) -> list[Problem]:
-        """Every function that does not read as recorded."""
-        return [problem for name, recorded in self.fingerprints.items() if (problem := _problem(name, recorded)) is not None]
+
+Table = TypeVar("Table", bound=Release)
+
+
+def table_of(version: str, known: Mapping[str, Table], package: str, name: str, todo: str) -> Table:
+    """What is known of an installed version, such as `0.16.1`.
+
+    Raises `HookRefused` where nothing is, with every function that moved since the nearest release that is known.
+    """
+    release = known.get(minor_of(version))
+    if release is None:
+        nearest = min(known.values(), key=lambda one: abs(_number(one.version) - _number(version)))
+        todo = f"{todo}; what moved since {nearest.version} follows"
+        unknown = Problem(package, version, f"one of {', '.join(f'{minor}.x' for minor in known)}", todo)
+        raise HookRefused(f"this release of {name} is not known", [unknown, *nearest.stale()])
+    return release
+
+
+def minor_of(version: str) -> str:
+    """`0.16` of `0.16.1`."""
+    return ".".join(version.split(".")[:2])
+
+
+def _number(version: str) -> int:
+    major, minor = minor_of(version).split(".")
+    return 1000 * int(major) + int(minor)
+
+
+def _differing(recorded: Mapping[str, str]) -> list[Problem]:
+    return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed)) is not None]
 
 
 def _problem(name: str, recorded: str) -> Problem | None:
@@ -51,9 +76,8 @@ def _problem(name: str, recorded: str) -> Problem | None:
         return Problem(name, f"nothing ({missing})", "the function this package relies on", "see `megatron-lynx hooks`")
     if found == recorded:
         return None
-    return Problem(
-        name, f"source with fingerprint {found}", recorded, "use a release as published, or have its table recorded anew"
-    )
+    todo = "use a release as published, or have its table recorded anew"
+    return Problem(name, f"source with fingerprint {found}", recorded, todo)
 
 
 def fingerprint(name: str) -> str:

@@ -5,7 +5,7 @@ Without FP8: what a replay does to amax histories and scales has not been shown 
 
 from __future__ import annotations
 
-from megatron_lynx.apply.releases import minor_of, number_of
+from megatron_lynx.apply.releases import table_of
 from megatron_lynx.apply.transformer_engine.release import EngineRelease
 from megatron_lynx.apply.transformer_engine.te_2_9 import TE_2_9
 from megatron_lynx.apply.transformer_engine.te_2_10 import TE_2_10
@@ -40,15 +40,8 @@ def present_engine() -> EngineRelease:
 
     Raises `HookRefused` for a release that is not known, with every function that moved since the nearest one that is.
     """
-    version = installed_engine()
-    release = KNOWN.get(minor_of(version))
-    if release is None:
-        nearest = min(KNOWN.values(), key=lambda known: abs(number_of(known.version) - number_of(version)))
-        needed = f"one of {', '.join(f'{known}.x' for known in KNOWN)}"
-        todo = f"install one of these, or launch with --transformer-impl local; what moved since {nearest.version} follows"
-        unknown = Problem("transformer_engine", version, needed, todo)
-        raise HookRefused("this release of Transformer Engine is not known", [unknown, *nearest.stale()])
-    return release
+    todo = "install one of these, or launch with --transformer-impl local"
+    return table_of(installed_engine(), KNOWN, "transformer_engine", "Transformer Engine", todo)
 
 
 __all__ = ["KNOWN", "EngineRelease", "installed_engine", "present_engine"]
