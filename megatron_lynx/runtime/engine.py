@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.frame import Frame, HalfPolicy, SiteCall
 from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
@@ -35,7 +36,7 @@ from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hook
 from megatron_lynx.runtime.replay import present_autocast
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
-from megatron_lynx.runtime.saved import detached, map_nest, tensors_in
+from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.turns import Turns

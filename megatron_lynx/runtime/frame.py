@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.items import Half
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.refusals import asked_twice
-from megatron_lynx.runtime.saved import detached, map_nest, nodes_between, tensors_in
+from megatron_lynx.runtime.saved import detached, nodes_between, tensors_in
 from megatron_lynx.runtime.window import FrameKey
 
 if TYPE_CHECKING:

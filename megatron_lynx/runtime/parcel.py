@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.host_pool import Block
-from megatron_lynx.runtime.saved import map_nest
 from megatron_lynx.runtime.transfer import Copier, Copy, Owner, failed
 
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, SiteCall, View
 from megatron_lynx.runtime.parcel import Hosted
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.saved import detached, map_nest, saved_between, storage_of, suspended, tensors_in
+from megatron_lynx.runtime.saved import detached, saved_between, storage_of, suspended, tensors_in
 from megatron_lynx.runtime.shipment import Shipment
 
 

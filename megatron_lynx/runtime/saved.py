@@ -10,40 +10,20 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from megatron_lynx.nest import all_in
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nest of tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-
-
-def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """The same nest with every `kind` in it replaced by `function` of it. Anything else is passed on as it is."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_nest(kind, function, part) for part in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_nest(kind, function, part) for part in value)
-    if isinstance(value, dict):
-        return {key: map_nest(kind, function, part) for key, part in value.items()}
-    return value
+    return all_in(Tensor, value)
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.host_pool import HostPool
 from megatron_lynx.runtime.parcel import Hosted, Parcel
-from megatron_lynx.runtime.saved import map_nest, storage_of, tensors_in
+from megatron_lynx.runtime.saved import storage_of, tensors_in
 from megatron_lynx.runtime.transfer import Copier, Owner
 
 

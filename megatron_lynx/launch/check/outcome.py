@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_lynx.items import ITEMS
-from megatron_lynx.runtime.saved import map_nest, tensors_in
+from megatron_lynx.nest import map_nest
+from megatron_lynx.runtime.saved import tensors_in
 
 Gradients = Mapping[str, Tensor | None]
 Position = tuple[int, ...]

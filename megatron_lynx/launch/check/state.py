@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.runtime.saved import map_nest
+from megatron_lynx.nest import map_nest
 
 
 class AllRandom:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.items import COLUMN_PARALLEL, ITEMS_OF
-from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, nbytes_of, tensors_in
+from megatron_lynx.nest import all_in
+from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, nbytes_of
 from megatron_lynx.profiler.profile import SavedTensor
 
 
@@ -86,7 +87,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
         return tensor.detach()
 
     def entered(name: str, arguments: Any) -> None:
-        for tensor in tensors_in(arguments):
+        for tensor in all_in(Tensor, arguments):
             seen(tensor)
         item[0] = name
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+from megatron_lynx.nest import all_in
 
 
 @dataclass
@@ -70,15 +70,4 @@ def nbytes_of(tensor: Tensor) -> int:
 
 
 def first_of(outputs: Any) -> Tensor:
-    return next(tensors_in(outputs))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
+    return next(all_in(Tensor, outputs))

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.items import CODE_ITEMS, ITEMS_OF
-from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, tensors_in
+from megatron_lynx.nest import all_in
+from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of
 from megatron_lynx.profiler.profile import BlockProfile
 
 WARMUP = 2
@@ -63,7 +64,7 @@ def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
 
     def entered(name: str, arguments: Any) -> None:
         forward_marks.append((code[0], now()))
-        for tensor in tensors_in(arguments):
+        for tensor in all_in(Tensor, arguments):
             on_gradient(tensor, name)  # when these gradients exist, the site's backward is over
 
     def left(name: str, outputs: Any) -> None:
@@ -98,7 +99,7 @@ def gradient_gemm_seconds(run: HalfRun, repetitions: int) -> dict[str, tuple[flo
     outputs: dict[str, Tensor] = {}
 
     def entered(name: str, called_with: Any) -> None:
-        arguments[name] = next(tensors_in(called_with)).detach().flatten(0, -2)
+        arguments[name] = next(all_in(Tensor, called_with)).detach().flatten(0, -2)
 
     def left(name: str, result: Any) -> None:
         outputs[name] = first_of(result).detach().flatten(0, -2)

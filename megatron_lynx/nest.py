@@ -1,0 +1,33 @@
+"""Nests of tuples, lists and dicts: what calls take and return. What is looked for in them is the caller's to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def all_in(kind: type[T], value: Any) -> Iterator[T]:
+    """Everything of a `kind` in a nest, in order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from all_in(kind, part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from all_in(kind, part)
+
+
+def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """The same nest with every `kind` in it replaced by `function` of it. Anything else is passed on as it is."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_nest(kind, function, part) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_nest(kind, function, part) for part in value)
+    if isinstance(value, dict):
+        return {key: map_nest(kind, function, part) for key, part in value.items()}
+    return value
