@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch.nn import Module
 
@@ -41,31 +41,36 @@ _ENGINE_FLAGS = (
 """Attributes of its linears that must be off: userbuffers remove the windows; the others hand on or hold what no item names."""
 
 
+_OTHER_KINDS = "mixture-of-experts and hybrid layers are not planned yet"
+
+
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
     """Layers of another kind, and what makes a linear of Transformer Engine unfit."""
-    classes = _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES
+    first = next(iter(run.layers), None)
     for number, layer in run.layers.items():
         if name_of(layer) != _LAYER_CLASS:
-            todo = "mixture-of-experts and hybrid layers are not planned yet"
-            yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, todo)
+            yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
-        for site, module in _sites_of(layer).items():
-            needed = classes.get(site, name_of(module))
-            if name_of(module) != needed:
-                todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
-                yield Problem(f"layer {number}.{site}", name_of(module), needed, todo)
-    if run.engine:
-        yield from _engine_flags(run)
+        try:
+            sites = {site: module for layout in LAYOUTS.values() for site, module in layout.modules_of(layer).items()}
+        except AttributeError as missing:
+            yield Problem(f"layer {number}", str(missing), "the sites of a dense layer", _OTHER_KINDS)
+            continue
+        yield from _other_classes(number, sites, _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES)
+        if run.engine and number == first:  # all are built from one config
+            yield from _engine_flags(number, sites)
 
 
-def _engine_flags(run: LiveRun) -> Iterator[Problem]:
-    """Of the first layer: all are built from one config."""
-    number, layer = next(iter(run.layers.items()))
-    for site, module in _sites_of(layer).items():
+def _other_classes(number: int, sites: Mapping[str, Module], classes: Mapping[str, str]) -> Iterator[Problem]:
+    for site, module in sites.items():
+        needed = classes.get(site, name_of(module))
+        if name_of(module) != needed:
+            todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
+            yield Problem(f"layer {number}.{site}", name_of(module), needed, todo)
+
+
+def _engine_flags(number: int, sites: Mapping[str, Module]) -> Iterator[Problem]:
+    for site, module in sites.items():
         for flag in _ENGINE_FLAGS:
             if site.startswith("linear_") and getattr(module, flag, None):
                 yield Problem(f"layer {number}.{site}.{flag}", str(getattr(module, flag)), "off under a plan")
-
-
-def _sites_of(layer: Module) -> dict[str, Module]:
-    return {site: module for layout in LAYOUTS.values() for site, module in layout.modules_of(layer).items()}

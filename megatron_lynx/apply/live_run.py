@@ -36,8 +36,8 @@ class LiveRun:
     @property
     def engine(self) -> bool:
         """Whether the rank's layers are Transformer Engine's. As the first one is; `refused_layers` asks whether all are."""
-        first = next(iter(self.layers.values()), None)
-        return first is not None and name_of(first.self_attention.linear_qkv).startswith(ENGINE)  # type: ignore[union-attr, arg-type]
+        attention = getattr(next(iter(self.layers.values()), None), "self_attention", None)
+        return name_of(getattr(attention, "linear_qkv", None)).startswith(ENGINE)
 
     @property
     def group_size(self) -> int:
@@ -82,6 +82,6 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
     return tuple(wrappers), model
 
 
-def name_of(module: Module) -> str:
+def name_of(module: object) -> str:
     """Of its class, with the module that it is in."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

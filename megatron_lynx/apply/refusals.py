@@ -62,7 +62,8 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
         todo = "drop --te-rng-tracker and CUDA-graph settings"
         yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
     for number, layer in run.layers.items():
-        held = getattr(layer.self_attention.core_attention, "rng_states_tracker", None)  # type: ignore[union-attr]
+        attention = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        held = getattr(attention, "rng_states_tracker", None)
         if held not in (None, tracker):
             todo = "seed before the model is built, or without force_reset_rng"
             yield Problem(f"layer {number}.core_attention", "a random-number tracker of its own", "Megatron's present one", todo)

@@ -218,6 +218,12 @@ def other_classes(training: Any, undo: ExitStack) -> None:
     layers[1].mlp.linear_fc1.__class__ = type("MyLinear", (type(layers[1].mlp.linear_fc1),), {"__module__": "mine"})
 
 
+def other_halves(training: Any, undo: ExitStack) -> None:
+    """Layers of Megatron's class whose halves are something else: experts, latent attention."""
+    first, second = training.chunks[0].decoder.layers[:2]
+    first.self_attention, second.mlp = torch.nn.Identity(), torch.nn.Identity()
+
+
 # --- refusals while a plan is in force -----------------------------------------------------------------------------------
 
 

@@ -75,6 +75,7 @@ def test_stock_recomputation(pool_of, granularity):
         (on_ranks.wrap_in_fsdp, ["model wrapper"]),
         (on_ranks.graphable_random_numbers, ["random-number tracker"]),
         (on_ranks.other_classes, ["layer 1", "layer 2.linear_fc1"]),
+        (on_ranks.other_halves, ["layer 1", "layer 2"]),
         (on_ranks.twice, ["model"]),
         (on_ranks.without_decoder, ["model"]),
         (
