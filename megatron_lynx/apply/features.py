@@ -33,7 +33,6 @@ OFF = {
 """Config fields that must be off, and what to drop."""
 
 OFF_WITH_ENGINE = {
-    "qk_layernorm": "--qk-layernorm: norms of Transformer Engine outside its linears are not held",
     "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
     "symmetric_ar_type": "--symmetric-ar-type: that reduction is no window",
     "enable_autocast": "--enable-autocast: weights would be cast anew in every replay",

@@ -134,6 +134,17 @@ def test_nothing_that_was_let_go_is_read(pool_of):
             assert outcome.planned.overwritten > 0
 
 
+def test_query_and_key_norms(pool_of):
+    """They are code behind `linear_qkv`, in nodes of the engine's operation fuser: replayed with `rotary`, and let go."""
+    job = engine_job("llama", tensor=2)
+    plans = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: ["rotary"])]
+    for outcomes in pool_of(2).run(compare_with_stock, job, plans, Trial(canaries=True, model={"qk_layernorm": True})):
+        for outcome in outcomes:
+            assert outcome.differing == []
+            assert outcome.planned.overwritten > 0
+            assert outcome.planned.frames_left == 0
+
+
 def test_what_its_nodes_keep_may_go_to_the_host(pool_of):
     """It empties what it has used: a reloaded tensor must not be another's, too."""
     job = engine_job(**LAYOUTS["PP2"])
@@ -204,7 +215,6 @@ def test_a_release_that_is_not_known_is_refused():
     [
         (partial(on_ranks.set_config, fp8="hybrid"), "config.fp8"),
         (partial(on_ranks.set_config, symmetric_ar_type="two_shot"), "config.symmetric_ar_type"),
-        (partial(on_ranks.set_config, qk_layernorm=True), "config.qk_layernorm"),
         (engine_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
         (engine_on_ranks.another_tracker, "layer 1.core_attention"),
     ],
