@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_lynx.errors import LynxError, Problem
+from megatron_lynx.launch.message import say
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,4 @@ def _whose(ranks: Sequence[int], world: int) -> str:
 
 def on_rank_0(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        say(text)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.flags import Flags, read_flags
+from megatron_lynx.launch.message import say
 
 USAGE = """\
 usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
@@ -66,7 +67,7 @@ def _stop(error: LynxError) -> None:
     in_job = distributed is not None and distributed.is_initialized()
     if in_job or os.environ.get("LOCAL_RANK", "0") == "0":
         rank = f"rank {os.environ.get('RANK', '0')}: " if in_job else ""
-        print(f"megatron-lynx: {rank}{error}", file=sys.stderr, flush=True)
+        say(f"megatron-lynx: {rank}{error}")
     if in_job:
         sys.stdout.flush()
         os._exit(error.exit_status)

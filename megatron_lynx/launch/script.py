@@ -19,6 +19,7 @@ from megatron_lynx.launch.command import Command
 from megatron_lynx.launch.flags import Flags, read_flags
 from megatron_lynx.launch.hooks import arguments, initialisation, loop
 from megatron_lynx.launch.launch import Launch
+from megatron_lynx.launch.message import say
 
 
 def run_script(command: Command) -> None:
@@ -52,7 +53,7 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
         _held(flags)
     except LynxError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"megatron-lynx: {error}", file=sys.stderr, flush=True)
+            say(f"megatron-lynx: {error}")
         sys.exit(error.exit_status)
 
 

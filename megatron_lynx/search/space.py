@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_lynx.config.job import Batch, Job, Schedule
+from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.search.schedules import EXACT, Name
 
@@ -140,8 +140,10 @@ class Space:
 
 
 def _runs(layout: Layout, microbatches: int) -> bool:
-    """Whether a schedule can run so many micro-batches."""
+    """Whether a schedule can run so many micro-batches, and a plan can be made for them."""
     pipeline = layout.parallel.pipeline
+    if microbatches > MOST_MICROBATCHES:
+        return False
     if layout.schedule == "double_buffered":
         return microbatches >= pipeline
     return layout.parallel.layers_per_chunk is None or microbatches % pipeline == 0

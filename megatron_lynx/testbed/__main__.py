@@ -13,6 +13,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.command import main
+from megatron_lynx.launch.message import say
 from megatron_lynx.testbed.script_device import stand_in_for_gpu_machine
 
 
@@ -20,7 +21,7 @@ def run() -> int:
     try:
         stand_in_for_gpu_machine()
     except ConfigError as error:
-        print(f"megatron-lynx: {error}", file=sys.stderr)
+        say(f"megatron-lynx: {error}")
         return error.exit_status
     return main(sys.argv[1:], module="megatron_lynx.testbed")
 

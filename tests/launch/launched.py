@@ -19,6 +19,9 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
+GLUED = re.compile(r"(?<=[^\n ])(?= ?\[\d{4}-\d\d-\d\d \d\d:)|(?<=\|)(?=megatron-lynx: )")
+"""Where a line of one rank may have begun behind another's: Megatron writes a line and its end apart."""
+
 LONGEST_S = 240
 
 FOUR_RANKS = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4}
@@ -91,7 +94,7 @@ def launch(
         timeout=LONGEST_S,
         check=False,
     )
-    return Launched(done.returncode, done.stdout)
+    return Launched(done.returncode, GLUED.sub("\n", done.stdout))
 
 
 def plan_of(layout: str, *, implementation: str = "local", **options: Any) -> Plan:
