@@ -25,11 +25,16 @@ def pool_with(engine: str, ranks: int, core: str | None = None) -> RankPool:
     folders = [folder_of("TRANSFORMER_ENGINE", engine, "transformer_engine")]
     if core is not None:
         folders.insert(0, folder_of("MEGATRON_CORE", core, "megatron/core"))
-    path = os.pathsep.join([*map(str, folders), *(entry or os.getcwd() for entry in sys.path)])
-    return RankPool(ranks, env={"PYTHONPATH": path})
+    return RankPool(ranks, env={"PYTHONPATH": python_path(*folders)})
+
+
+def python_path(*folders: Path) -> str:
+    """For ranks: these folders before what this process imports from."""
+    return os.pathsep.join([*map(str, folders), *(entry or os.getcwd() for entry in sys.path)])
 
 
 def folder_of(what: str, release: str, content: str) -> Path:
+    """Where `make test` unpacked a release; the test is skipped where it is not."""
     variable = f"{what}_{release.replace('.', '_')}_DIR"
     folder = Path(os.environ.get(variable, "")).resolve()
     if not (folder / content).is_dir():

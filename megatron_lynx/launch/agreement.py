@@ -11,11 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.message import say
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,7 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
             raise error
         return
     mine = Report(error.headline, error.problems, error.exit_status) if error is not None else None
-    gathered: list[tuple[Report | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, same))
+    gathered = of_all_ranks((mine, same))
     reports = [report for report, _ in gathered]
     if any(reports):
         _end(reports)
@@ -48,6 +50,15 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
         other = next(rank for rank, value in enumerate(values) if value != values[0])
         problem = Problem(what, f"other contents on rank {other} than on rank 0", "the same file on all ranks")
         _end([Report("the ranks disagree", (problem,), 2)] * len(values))
+
+
+def of_all_ranks(mine: Value) -> list[Value]:
+    """To be called by every rank: what each of them gave, by rank."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _end(reports: Sequence[Report | None]) -> None:

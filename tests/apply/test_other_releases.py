@@ -6,17 +6,15 @@ but what is needed of them is Python alone.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..engines import folder_of, python_path
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
 
@@ -41,11 +39,7 @@ def release(request) -> str:
 
 @pytest.fixture(scope="module")
 def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
-    variable = f"MEGATRON_CORE_{release.replace('.', '_')}_DIR"
-    folder = Path(os.environ.get(variable, "")).resolve()
-    if not (folder / "megatron" / "core").is_dir():
-        pytest.skip(f"no megatron-core {release} in {folder} ({variable}; `make test` downloads it where it can)")
-    path = os.pathsep.join([str(folder), *(entry or os.getcwd() for entry in sys.path)])
+    path = python_path(folder_of("MEGATRON_CORE", release, "megatron/core"))
     pools: dict[int, RankPool] = {}
 
     def pool(ranks: int) -> RankPool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
@@ -20,7 +20,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..engines import pool_with
-from ..plan.strategies import plans
+from ..plan.strategies import drawn, plans
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -81,14 +81,7 @@ def test_random_plans(pool_of, layout):
         whole=True,
     )
 
-    @settings(
-        max_examples=1,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-    )
+    @drawn(1)
     @given(st.lists(of_this_job, min_size=6, max_size=6))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))

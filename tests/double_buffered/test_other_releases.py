@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..engines import folder_of, python_path
 from . import on_ranks
 
 RELEASES = ("0.15", "0.17", "0.18", "0.19")
@@ -25,11 +23,7 @@ def release(request) -> str:
 
 @pytest.fixture(scope="module")
 def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
-    variable = f"MEGATRON_CORE_{release.replace('.', '_')}_DIR"
-    folder = Path(os.environ.get(variable, "")).resolve()
-    if not (folder / "megatron" / "core").is_dir():
-        pytest.skip(f"no megatron-core {release} in {folder} ({variable}; `make test` downloads it where it can)")
-    path = os.pathsep.join([str(folder), *(entry or os.getcwd() for entry in sys.path)])
+    path = python_path(folder_of("MEGATRON_CORE", release, "megatron/core"))
     with RankPool(2, env={"PYTHONPATH": path}) as pool:
         yield lambda ranks: pool
 

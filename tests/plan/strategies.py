@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
@@ -28,6 +29,18 @@ from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, collectives
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+def drawn(times: int) -> settings:
+    """Plans for runs of real ranks: always the same ones, so many times, and never shrunk."""
+    return settings(
+        max_examples=times,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
 
 
 @st.composite

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
@@ -14,7 +14,7 @@ from megatron_lynx.items import ITEMS_OF
 from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.plan.strategies import plans
+from tests.plan.strategies import drawn, plans
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
@@ -87,14 +87,7 @@ def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
         whole=True,
     )
 
-    @settings(
-        max_examples=1 if job.chunks > 1 else 2,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-    )
+    @drawn(1 if job.chunks > 1 else 2)
     @given(st.lists(of_this_job, min_size=5, max_size=5))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
@@ -22,6 +22,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.plan.strategies import drawn
 from tests.plan.strategies import plans as plans_of
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
@@ -86,14 +87,7 @@ def test_random_plans(pool_of: Pools, like: Any) -> None:
         st.integers(1, 3),
     )
 
-    @settings(
-        max_examples=1,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-    )
+    @drawn(1)
     @given(st.lists(offloaded, min_size=6, max_size=6))
     def check(candidates: list[Plan]) -> None:
         checked(pool_of, job, candidates, Trial(steps=1))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lynx.apply import Installation
-from megatron_lynx.launch.agreement import agree, on_rank_0
+from megatron_lynx.launch.agreement import agree, of_all_ranks, on_rank_0
 from megatron_lynx.launch.check.outcome import Difference, Outcome
 from megatron_lynx.launch.check.reference import IN_WORDS, Kind, Need, room_bytes
 from megatron_lynx.launch.check.step import Schedule, Step
@@ -80,7 +80,7 @@ class Check:
         if room is not None and self._need is None:
             self._need = step.measured()  # [2]
         fits = room is None or self._need is None or self._need.fits(room)
-        kind: Kind = "none" if all(_of_all_ranks(fits)) else "full"
+        kind: Kind = "none" if all(of_all_ranks(fits)) else "full"
         if kind == "full" and kind not in self._kinds:
             _say_full("does not fit in memory")
         return kind
@@ -101,16 +101,16 @@ class Check:
     def _settle(self, step: Step, kind: Kind, reference: Outcome, planned: Outcome) -> None:
         """[5] Returns on all ranks, or ends all of them."""
         found = step.differences(reference, planned, (IN_WORDS[kind], "the plan"))
-        self._compared = _of_all_ranks(
+        self._compared = of_all_ranks(
             _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(found[:1]))
         )
         self.steps += 1
         self._kinds.add(kind)
         if not (first := [difference for rank in self._compared for difference in rank.differences]):
             return
-        count = sum(_of_all_ranks(len(found)))
+        count = sum(of_all_ranks(len(found)))
         repeated = step.differences(reference, step.stock(kind), ("the first run", "the second"))
-        if restless := [difference for rank in _of_all_ranks(repeated[:1]) for difference in rank]:
+        if restless := [difference for rank in of_all_ranks(repeated[:1]) for difference in rank]:
             agree(not_repeatable(self.steps, kind, min(restless)))
         agree(plan_differs(self.steps, kind, min(first), count))
 
@@ -136,14 +136,6 @@ class Check:
 
 def _say_full(why: str) -> None:
     on_rank_0(f"megatron-lynx: --lynx-check: {IN_WORDS['none']} {why}, so the plan is compared with {IN_WORDS['full']}")
-
-
-def _of_all_ranks(mine: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [mine]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _ranks() -> int:
