@@ -192,8 +192,8 @@ class Frame:
 
     @property
     def lets_go(self) -> bool:
-        """Whether there is anything to replay."""
-        return bool(self.wanted) and not self.replayed
+        """Whether its replay is to come: an empty one where gathering the input ahead of time made all that was wanted."""
+        return not self.replayed and (bool(self.wanted) or self.gathering is not None)
 
     @property
     def waits(self) -> bool:

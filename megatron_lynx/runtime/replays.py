@@ -48,7 +48,8 @@ class Replays:
         with self._progress.span("replay", frame, window):
             if frame.policy.gather_site is not None and frame.gathering is None:
                 self.gather(frame)
-            self._run(Replayer(frame, self._random))
+            if frame.wanted:
+                self._run(Replayer(frame, self._random))
         if frame.wanted:
             raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
         frame.give_up_inputs()

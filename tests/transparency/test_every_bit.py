@@ -71,6 +71,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
     if job.parallel.sequence_parallel:
         with_gemms = replayable(job, gather=True)
         candidates += [plan_for(job, lambda layer: with_gemms, windows=False), plan_for(job, lambda layer: with_gemms)]
+        candidates.append(plan_for(job, lambda layer: ["linear_qkv", "linear_fc1"]))
     checked(pool_of, job, candidates)
 
 
