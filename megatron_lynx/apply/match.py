@@ -52,6 +52,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "heads": config.num_attention_heads,
         "kv_groups": config.num_query_groups,
         **({"implementation": "transformer_engine" if run.engine else "local"} if run.layers else {}),
+        "fp8": str(getattr(config.fp8_recipe, "value", config.fp8_recipe)) if config.fp8 else None,
     }
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:

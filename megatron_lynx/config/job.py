@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from math import gcd
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,10 @@ MOST_MICROBATCHES = 20_000
 Schedule = Literal["flush", "double_buffered"]
 """How a pipeline goes from batch to batch: it is emptied before each update (1F1B; interleaved, where stages have several
 chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
+
+
+LATER: dict[str, dict[str, Any]] = {"model": {"fp8": None, "qk_norm": False}}
+"""Fields that jobs did not always have, by their part, and what they are where they change nothing."""
 
 
 class Batch(BaseModel):
@@ -126,6 +130,8 @@ class Job(BaseModel):
         if pipeline == 1:
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
         problems = []
+        if self.model.fp8 is not None:
+            problems.append(f"model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two, {todo}")
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             problems.append(
@@ -198,8 +204,12 @@ class Job(BaseModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON: what a plan records as its origin."""
-        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin."""
+        off = {
+            part: {name for name, value in names.items() if getattr(getattr(self, part), name) == value}
+            for part, names in LATER.items()
+        }
+        return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 
 def _groups_needed(microbatches: int, group: int, pipeline: int) -> str | None:

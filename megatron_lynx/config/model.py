@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config.fp8 import Fp8, Recipe
+
 
 class Model(BaseModel):
     """A decoder-only transformer in Megatron's terms. Sizes count elements, not bytes."""
@@ -39,10 +41,14 @@ class Model(BaseModel):
     implementation: Literal["local", "transformer_engine"] = "local"
     """Whose layers (Megatron's `--transformer-impl`): with Transformer Engine the norms are made inside `linear_qkv` and
     `linear_fc1`, with its own kernels."""
+    qk_norm: bool = False
+    """Whether queries and keys are normed, head by head (Megatron's `--qk-layernorm`), as `norm` says."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
+    fp8: Fp8 | None = None
+    """In what the layers' linears compute, if not in `dtype`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +64,9 @@ class Model(BaseModel):
             problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.heads % self.kv_groups:
             problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
+        for name, found, needed in (("implementation", self.implementation, "transformer_engine"), ("dtype", self.dtype, "bf16")):
+            if self.fp8 is not None and found != needed:
+                problems.append(f"fp8 needs {name} {needed}, found {found}")
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -71,6 +80,10 @@ class Model(BaseModel):
     def engine(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.implementation == "transformer_engine"
+
+    @property
+    def fp8_recipe(self) -> Recipe | None:
+        return None if self.fp8 is None else self.fp8.recipe
 
     @property
     def head_size(self) -> int:

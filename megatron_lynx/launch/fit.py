@@ -47,6 +47,10 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     if implementation not in (None, plan.model.implementation) and special is None:
         todo = "launch with the plan's, or make a plan for this launch: windows and bytes differ"
         yield Problem("--transformer-impl", implementation, f"{plan.model.implementation}, as the plan has it", todo)
+    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
+    if recipe != plan.model.fp8:
+        todo = "launch with the plan's, or make a plan for this launch: bytes differ"
+        yield Problem("--fp8-recipe", recipe or "no --fp8-format", f"{plan.model.fp8 or 'no FP8'}, as the plan has it", todo)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     if chunks != plan.parallel.chunks:
         needed_chunks = f"{plan.parallel.chunks}, as the plan has it"

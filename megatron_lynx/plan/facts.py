@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_lynx.plan.layer_range import MOST_LAYERS
 from megatron_lynx.plan.part import Part
@@ -21,6 +21,14 @@ class ModelFacts(Part):
     seq: int = Field(ge=1)
     implementation: Literal["local", "transformer_engine"] = "local"
     """Whose layers. Transformer Engine makes a norm inside the linear behind it."""
+    fp8: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] | None = None
+    """How scales are found of linears that compute in FP8; none: they do not."""
+
+    @model_validator(mode="after")
+    def _who_has_fp8(self) -> ModelFacts:
+        if self.fp8 is not None and self.implementation != "transformer_engine":
+            raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
+        return self
 
 
 class ParallelFacts(Part):

@@ -9,9 +9,13 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything a job may state, so that it can be estimated, but no plan can have."""
+    problems = []
     if job.parallel.context > 1:
-        problem = Problem("job: parallel.context", str(job.parallel.context), "1", "the job can be estimated")
-        raise ConfigError("no plan can do what this job asks for yet", [problem])
+        problems.append(Problem("job: parallel.context", str(job.parallel.context), "1", "the job can be estimated"))
+    if job.model.fp8 is not None:
+        problems.append(Problem("job: model.fp8", str(job.model.fp8_recipe), "none", "plans for it cannot be run yet"))
+    if problems:
+        raise ConfigError("no plan can do what this job asks for yet", problems)
 
 
 def check_profile(job: Job, profile: Profile) -> None:

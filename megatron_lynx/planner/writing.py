@@ -80,7 +80,9 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
     """A plan of these entries for a job with its layers."""
     return Plan(
         version=1,
-        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
+        model=ModelFacts(
+            **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}, fp8=job.model.fp8_recipe
+        ),
         parallel=ParallelFacts(
             tensor=job.parallel.tensor,
             pipeline=job.parallel.pipeline,

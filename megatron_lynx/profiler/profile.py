@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -108,6 +108,13 @@ class Shape(_Part):
     sequence_parallel: bool
     context: int = 1
     implementation: str = "local"
+    qk_norm: bool = False
+    fp8: str | None = None
+    """The recipe."""
+
+
+LATER: dict[str, Any] = {"qk_norm": False, "fp8": None}
+"""What shapes did not always say, and what it is where it changes nothing."""
 
 
 class Source(_Part):
@@ -174,8 +181,9 @@ class Profile(_Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON: what a plan records as its origin."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """SHA-256 of the profile's canonical JSON, less what came later and is off: what a plan records as its origin."""
+        off = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
+        return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 
 def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
@@ -192,7 +200,8 @@ def _repeated(sizes: list[tuple[LinkKind, int]]) -> list[tuple[LinkKind, int]]:
 def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
-    facts = {name: getattr(model, name) for name in ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation")}
+    names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
+    facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     return Shape(micro=job.batch.micro, **layout, **facts)
 

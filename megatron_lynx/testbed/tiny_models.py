@@ -58,6 +58,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "hidden_dropout": model.hidden_dropout,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "add_bias_linear": model.bias,
+        "qk_layernorm": model.qk_norm,
         "gated_linear_unit": swiglu,
         "activation_func": torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
         "tensor_model_parallel_size": parallel.tensor,
@@ -76,6 +77,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
+    if model.fp8 is not None:
+        fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe}
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,21 @@ def test_groups_of_micro_batches_that_megatron_refuses(tmp_path: Path) -> None:
     assert refusals(tmp_path, JOB, **asked) == [
         f"job.yaml: micro-batches of a pipeline (4) must be {needed} with several chunks on each stage"
     ]
+
+
+def test_fp8_needs_an_engine_two_bytes_and_one_version_of_the_weights(tmp_path: Path) -> None:
+    both = {"model.fp8": {"recipe": "delayed"}, "model.implementation": "transformer_engine"}
+    implementation, dtype = refusals(tmp_path, JOB, **{"model.fp8": {}, "model.dtype": "fp32"})
+    assert "fp8 needs implementation transformer_engine, found local" in implementation
+    assert "fp8 needs dtype bf16, found fp32" in dtype
+    (found,) = refusals(tmp_path, PIPELINE, **both, **{"model.dtype": "bf16"})
+    assert "model.fp8: weights have copies in FP8, of one version" in found
+
+
+def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
+    """Of the job as it was written before there were `fp8` and `qk_norm`."""
+    job = load_job("jobs/llama-7b-h800-80g")
+    old = job.model_dump_json(by_alias=True).replace(',"fp8":null', "").replace('"qk_norm":false,', "")
+    assert job.digest == sha256(old.encode()).hexdigest()
+    for changes in ({"model.qk_norm": True}, {"model.fp8": {}}):
+        assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest

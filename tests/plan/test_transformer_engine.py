@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..transparency.plans import plan_for, replayable
@@ -45,3 +46,15 @@ def test_the_first_window_of_its_own_backward_comes_too_late():
 def test_everything_else_may_be_replayed():
     job = tiny_job("gpt", tensor=2, sequence_parallel=True, **ENGINE)
     assert plan_for(job, lambda layer: replayable(job, gather=True)).model.implementation == "transformer_engine"
+
+
+def test_fp8_is_said_where_it_is_used():
+    job = tiny_job("gpt", **ENGINE, dtype="bf16", fp8={"recipe": "tensorwise"})
+    plan = plan_for(job, lambda layer: ())
+    assert plan.model.fp8 == "tensorwise"
+    assert "fp8: tensorwise" in dump_plan(plan)
+    assert "fp8" not in dump_plan(plan_for(tiny_job("gpt", **ENGINE), lambda layer: ()))
+    raw = plan.model_dump(mode="json")
+    raw["model"]["implementation"] = "local"
+    with pytest.raises(ValidationError, match="fp8 \\(tensorwise\\) needs implementation transformer_engine"):
+        Plan.model_validate(raw)

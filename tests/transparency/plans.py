@@ -31,12 +31,11 @@ def plan_for(
     stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
     layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "microbatch_group", "sequence_parallel")}
+    facts = ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation")
     return Plan.model_validate(
         {
             "version": 1,
-            "model": {
-                name: getattr(model, name) for name in ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation")
-            },
+            "model": {name: getattr(model, name) for name in facts} | {"fp8": model.fp8_recipe},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,
