@@ -79,7 +79,7 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH")])),
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",

@@ -2,7 +2,7 @@
 
 replay   replays of layer 3 feed its core attention other numbers than its forward did
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
-room     the device has no room that is not in use
+room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
 none     nothing; weight gradients are added up where they lie, as on GPUs, by a stand-in for the extension that does it
 """
@@ -44,14 +44,17 @@ def run_out_of_memory():
     def failing(self, *args, **kwargs):
         stock = not under_a_plan(self) and self.config.recompute_granularity is None
         if stock and self.layer_number == 3 and os.environ["RANK"] == os.environ["RANK_OF_FAULT"]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.05 GiB is "
+                "free. Including non-PyTorch memory, this process has 78.06 GiB memory in use."
+            )
         return forward(self, *args, **kwargs)
 
     TransformerLayer.forward = failing
 
 
 def have_no_room():
-    check.room_bytes = lambda: 1024
+    check.room_bytes = lambda: 1024 if os.environ["RANK"] == os.environ["RANK_OF_FAULT"] else 2**40
 
 
 def differ_from_run_to_run():

@@ -204,8 +204,8 @@ def test_full_recomputation_is_lent_to_a_pass():
 
 def test_room_is_what_the_plan_needs_and_what_it_lets_go():
     need = Need(planned_bytes=600, let_go_bytes=300)
-    assert need.fits(1000)
-    assert not need.fits(940)
+    assert need.lacking(1000) is None
+    assert need.lacking(940) == "may need 900 B and has 893 B to give"
 
 
 def test_a_plan_without_flushes_is_not_checked():

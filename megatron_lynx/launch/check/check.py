@@ -7,6 +7,8 @@ Megatron's `train_step` is given another function in the place of its schedule. 
     [3] hooks lifted: stock; its losses and gradients go to the host
     [4] the plan; Megatron's step goes on from what it leaves behind
     [5] all ranks compare; where one differs, stock runs again, and it is said what differs: stock from itself, or the plan
+
+Where a rank runs out of memory in [2] to [5], others wait for it in a collective: it says so, and ends all (`alarm`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import torch.distributed as dist
 
 from megatron_lynx.apply import Installation
 from megatron_lynx.launch.agreement import agree, of_all_ranks, on_rank_0
+from megatron_lynx.launch.alarm import ending_together
 from megatron_lynx.launch.check.outcome import Difference, Outcome
 from megatron_lynx.launch.check.reference import IN_WORDS, Kind, Need, room_bytes
 from megatron_lynx.launch.check.step import Schedule, Step
-from megatron_lynx.launch.check.verdict import not_repeatable, out_of_memory, plan_differs
+from megatron_lynx.launch.check.verdict import OutOfMemory, enough_memory, not_repeatable, plan_differs
 from megatron_lynx.units import format_bytes
 
 
@@ -66,37 +69,42 @@ class Check:
         return forward_backward
 
     def _run(self, step: Step) -> Any:
-        kind = self._kind(step)
-        kind, reference = self._reference(step, kind)
-        losses = step.planned()
-        self._settle(step, kind, reference, Outcome.of(losses, step.run.chunks))
-        return losses
+        with ending_together():
+            kind = self._kind(step)
+            kind, reference = self._reference(step, kind)
+            with enough_memory(self.steps + 1, "the plan"):
+                losses = step.planned()
+            self._settle(step, kind, reference, Outcome.of(losses, step.run.chunks))
+            return losses
 
     def _kind(self, step: Step) -> Kind:
         """Equal on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
-        room = room_bytes()
-        if room is not None and self._need is None:
-            self._need = step.measured()  # [2]
-        fits = room is None or self._need is None or self._need.fits(room)
-        kind: Kind = "none" if all(of_all_ranks(fits)) else "full"
-        if kind == "full" and kind not in self._kinds:
-            _say_full("does not fit in memory")
-        return kind
+        if room_bytes() is not None and self._need is None:
+            with enough_memory(self.steps + 1, "the plan"):
+                self._need = step.measured()  # [2]
+        room = room_bytes()  # behind that pass, whose messages made buffers outside of torch's allocator
+        lacking = None if room is None or self._need is None else self._need.lacking(room)
+        short = [(rank, said) for rank, said in enumerate(of_all_ranks(lacking)) if said is not None]
+        if short and "full" not in self._kinds:
+            _say_full(f"does not fit in memory ({', '.join(f'rank {rank} {said}' for rank, said in short[:3])})")
+        return "full" if short else "none"
 
     def _reference(self, step: Step, kind: Kind) -> tuple[Kind, Outcome]:
         """[3]"""
         try:
-            return kind, step.stock(kind)
-        except torch.cuda.OutOfMemoryError as error:
-            if kind == "full" or self._against == "none" or _ranks() > 1:
-                raise out_of_memory(self.steps + 1, kind, error) from None
+            with enough_memory(self.steps + 1, IN_WORDS[kind]):
+                return kind, step.stock(kind)
+        except OutOfMemory:
+            if kind == "full" or self._against == "none" or not _alone():
+                raise
         gc.collect()  # the failed pass, which the error's traceback held
         torch.cuda.empty_cache()
         _say_full("ran out of memory")
         self._against = "full"
-        return "full", step.stock("full")
+        with enough_memory(self.steps + 1, IN_WORDS["full"]):
+            return "full", step.stock("full")
 
     def _settle(self, step: Step, kind: Kind, reference: Outcome, planned: Outcome) -> None:
         """[5] Returns on all ranks, or ends all of them."""
@@ -109,7 +117,9 @@ class Check:
         if not (first := [difference for rank in self._compared for difference in rank.differences]):
             return
         count = sum(of_all_ranks(len(found)))
-        repeated = step.differences(reference, step.stock(kind), ("the first run", "the second"))
+        with enough_memory(self.steps, IN_WORDS[kind]):
+            again = step.stock(kind)
+        repeated = step.differences(reference, again, ("the first run", "the second"))
         if restless := [difference for rank in of_all_ranks(repeated[:1]) for difference in rank]:
             agree(not_repeatable(self.steps, kind, min(restless)))
         agree(plan_differs(self.steps, kind, min(first), count))
@@ -138,5 +148,5 @@ def _say_full(why: str) -> None:
     on_rank_0(f"megatron-lynx: --lynx-check: {IN_WORDS['none']} {why}, so the plan is compared with {IN_WORDS['full']}")
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1

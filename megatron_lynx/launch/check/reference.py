@@ -18,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
+from megatron_lynx.units import format_bytes
+
 Kind = Literal["none", "full"]
 
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
@@ -72,5 +74,8 @@ class Need:
     def of_none_bytes(self) -> int:
         return self.planned_bytes + self.let_go_bytes
 
-    def fits(self, room: int) -> bool:
-        return self.of_none_bytes <= USABLE * room
+    def lacking(self, room: int) -> str | None:
+        """In words, with both numbers; None where it fits."""
+        if self.of_none_bytes <= USABLE * room:
+            return None
+        return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"

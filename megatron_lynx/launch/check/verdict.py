@@ -1,8 +1,12 @@
-"""What is said where a step differs, or cannot be compared."""
+"""What is said where a step differs, cannot be compared, or does not fit in memory."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.check.outcome import Difference
@@ -27,12 +31,29 @@ def not_repeatable(step: int, kind: Kind, first: Difference) -> LynxError:
     return LynxError(f"--lynx-check: in step {step} {IN_WORDS[kind]} differs from itself when it runs twice", [problem])
 
 
-def out_of_memory(step: int, kind: Kind, error: BaseException) -> LynxError:
-    """Other ranks may wait for this one in a collective, so there is no going on."""
-    first = str(error).splitlines()[0] if str(error) else "out of memory"
-    todo = {
-        "none": "give --lynx-check-against full: its bits are the same",
-        "full": "check with fewer layers or shorter sequences",
-    }
-    problem = Problem("--lynx-check", f"{IN_WORDS[kind]} ran out of device memory in step {step} ({first})", "", todo[kind])
-    return LynxError("the plan cannot be checked like this", [problem])
+class OutOfMemory(LynxError):
+    """A pass did not fit on this rank's device."""
+
+
+INSTEAD = {
+    IN_WORDS["none"]: "give --lynx-check-against full: its bits are the same",
+    IN_WORDS["full"]: "check with fewer layers or shorter sequences",
+}
+WITHOUT_CHECK = "launch without --lynx-check; where that runs out of memory, too, make a plan for less memory"
+
+
+@contextmanager
+def enough_memory(step: int, what: str) -> Iterator[None]:
+    """Raises `OutOfMemory` where what runs inside (`what` in words) meets the end of device memory."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        found = f"{what} ran out of device memory in step {step} ({_how_much(error)})"
+        problem = Problem("--lynx-check", found, "", INSTEAD.get(what, WITHOUT_CHECK))
+        raise OutOfMemory("the plan cannot be checked like this", [problem]) from None
+
+
+def _how_much(error: BaseException) -> str:
+    """The allocator's own figures: what was asked for, what the device has, what is free."""
+    first = str(error).partition("\n")[0].partition(" Including ")[0]
+    return first.removeprefix("CUDA out of memory. ").rstrip(".") or "no figures"
