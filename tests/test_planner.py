@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape, half_tensors, replayed_flops
 from megatron_lynx.errors import ConfigError, Infeasible
@@ -358,3 +359,16 @@ def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_
     assert all(decided.simulation.memory(stage).peak_bytes <= 1500 * MIB for stage in range(8))
     roomy = tight.model_copy(update={"budget": Budget()})
     assert max(len(stage.rules) for stage in decide(roomy, profile).plan.stages) <= 2
+
+
+def test_a_uniform_plan_replays_the_attention_of_experts_alone() -> None:
+    """Its windows lie in attention halves, which is checked as the plan is made."""
+    experts = Experts(count=4, per_token=2, ffn=64, layers=("2-4", 6))
+    job = tiny_job("llama", tensor=2, pipeline=2, layers=6, microbatches=4, sequence_parallel=True, experts=experts)
+    for gather in ("keep", "once"):
+        plan = uniform_plan(job, gather=gather)
+        assert [str(span) for span in plan.model.moe_layers] == ["2-4", "6"]
+        rules = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
+        assert [bool(rules[layer].replays("mlp")) for layer in range(1, 7)] == [True, False, False, False, True, False]
+        assert all(rules[layer].replays("attention") for layer in rules)
+        assert any(rules[layer].windows.of("attention", "steady") != "on_demand" for layer in (2, 3))

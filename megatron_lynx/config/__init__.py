@@ -1,10 +1,11 @@
 """What is to be trained, and where: the job, its model, its cluster and its layout."""
 
 from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Batch, Budget, Job
 from megatron_lynx.config.loader import load_job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
 
-__all__ = ["Batch", "Budget", "Cluster", "Job", "Model", "Optimizer", "Parallel", "load_job"]
+__all__ = ["Batch", "Budget", "Cluster", "Experts", "Job", "Model", "Optimizer", "Parallel", "load_job"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config import expert_layout
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -27,7 +28,10 @@ Schedule = Literal["flush", "double_buffered"]
 chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
 
 
-LATER: dict[str, dict[str, Any]] = {"model": {"fp8": None, "qk_norm": False}}
+LATER: dict[str, dict[str, Any]] = {
+    "model": {"fp8": None, "qk_norm": False, "experts": None},
+    "parallel": {"expert": 1, "expert_tensor": None},
+}
 """Fields that jobs did not always have, by their part, and what they are where they change nothing."""
 
 
@@ -114,6 +118,7 @@ class Job(BaseModel):
         elif self.chunks > 1 and (groups := _groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline)):
             needed = f"{groups} with several chunks on each stage"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
+        problems += expert_layout.problems(model, parallel, self.gpus)
         if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config.experts import Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8, Recipe
 
 
@@ -49,6 +50,8 @@ class Model(BaseModel):
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
     """In what the layers' linears compute, if not in `dtype`."""
+    experts: Experts | None = None
+    """What some layers, or all, have in place of an MLP; `ffn` is of the others. None: no such layers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +87,16 @@ class Model(BaseModel):
     @property
     def fp8_recipe(self) -> Recipe | None:
         return None if self.fp8 is None else self.fp8.recipe
+
+    @property
+    def expert_layers(self) -> frozenset[int]:
+        """Numbers (from 1) of the layers whose MLP half is a mixture of experts."""
+        return frozenset() if self.experts is None else self.experts.numbers(self.layers)
+
+    @property
+    def moe_layers(self) -> tuple[int | str, ...]:
+        """The same as a plan writes them: `("2-27",)`."""
+        return as_spans(self.expert_layers)
 
     @property
     def head_size(self) -> int:

@@ -15,6 +15,10 @@ class Parallel(BaseModel):
     tensor: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
     """Ranks among which a sequence is cut (c)."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks among which a layer's experts are shared out (EP)."""
+    expert_tensor: int | None = Field(default=None, ge=1)
+    """Ranks among which each expert is cut (ETP); none: as many as `tensor`."""
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
     """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
@@ -44,6 +48,11 @@ class Parallel(BaseModel):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks among which each expert is cut."""
+        return self.expert_tensor or self.tensor
 
     @property
     def ranks(self) -> int:

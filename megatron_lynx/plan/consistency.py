@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
-from megatron_lynx.plan import double_buffered, order
+from megatron_lynx.plan import double_buffered, experts, order
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, window_at
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 def problems(plan: Plan) -> list[str]:
     """Everything that does not go together, in words, with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
+    found += experts.misplaced(plan)
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
-            found += [f"stages.{at} layers {rule.layers}: {text}" for text in _unhonoured(plan, stage, rule)]
+            unmet = [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
+            found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
     engine = plan.model.implementation == "transformer_engine"

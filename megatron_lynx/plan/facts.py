@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.plan.layer_range import MOST_LAYERS
+from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.plan.part import Part
 
 
@@ -24,11 +24,18 @@ class ModelFacts(Part):
     fp8: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] | None = None
     """How scales are found of linears that compute in FP8; none: they do not."""
 
+    moe_layers: tuple[Layers, ...] = ()
+    """Layers whose MLP half is a mixture of experts: kept whole, none of it is replayed or a window. Empty: there are none."""
+
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
         if self.fp8 is not None and self.implementation != "transformer_engine":
             raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
         return self
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP half is kept whole."""
+        return any(layer in span for span in self.moe_layers)
 
 
 class ParallelFacts(Part):

@@ -41,8 +41,14 @@ def uniform_plan(
 def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:
     layers = job.layers_of(stage, chunk)
     shape = LayerShape(job.model, job.parallel, job.batch.micro)
-    rules = [_uniform_rule(job, (stage, chunk), layer, items, ahead) for layer in layers]
-    return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=len(layers) * replayed_flops(shape, items)))
+    of_layers = [_items_of(job, layer, items) for layer in layers]
+    rules = [_uniform_rule(job, (stage, chunk), layer, some, ahead) for layer, some in zip(layers, of_layers, strict=True)]
+    return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=sum(replayed_flops(shape, some) for some in of_layers)))
+
+
+def _items_of(job: Job, layer: int, items: Collection[str]) -> Collection[str]:
+    """Experts are kept whole."""
+    return [item for item in items if item in ITEMS_OF["attention"]] if layer in job.model.expert_layers else items
 
 
 def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
@@ -51,23 +57,29 @@ def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collectio
     windows: dict[Half, str | ByPhase | None] = {}
     gathers: dict[Half, str | None] = {}
     for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
-        first = top and half == "mlp"
+        first = top and (half == "mlp" or layer in job.model.expert_layers)
         gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
         too_late = gathers_once or f"{half}_bda" in items or job.model.engine
         own = job.parallel.sequence_parallel and not too_late
-        window = _usual_window(job, place, half, first, own) if ahead and not (first and gathers_once) else ON_DEMAND
+        window = _usual_window(job, place, (layer, half), first, own) if ahead and not (first and gathers_once) else ON_DEMAND
         windows[half] = window
         if gathers_once:
-            gathers[half] = ON_DEMAND if first or not ahead else {"attention": "bwd.mlp.0", "mlp": "bwd.attention.0+1"}[half]
+            gathers[half] = ON_DEMAND if first or not ahead else f"bwd.{_before(job, layer, half)}".format(0)
     return rule_of(layer, items, windows, gathers)
 
 
-def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own: bool) -> str | ByPhase:
+def _before(job: Job, layer: int, half: Half) -> str:
+    """The nearest half that backward passes before this one and that has windows: experts have none."""
+    own_mlp = half == "attention" and layer not in job.model.expert_layers
+    return "mlp.{}" if own_mlp else "attention.{}+1"
+
+
+def _usual_window(job: Job, place: tuple[int, int], frame: tuple[int, Half], first: bool, own: bool) -> str | ByPhase:
     """Where a half is replayed when no figures say better.
 
-    `first`: no backward of this stage comes before it. `own`: the first window of its own backward comes in time.
+    `first`: no backward with windows comes before it on this stage. `own`: the first window of its own backward comes in time.
     """
-    parallel, last_stage = job.parallel, place == (job.parallel.pipeline - 1, job.chunks - 1)
+    (layer, half), parallel, last_stage = frame, job.parallel, place == (job.parallel.pipeline - 1, job.chunks - 1)
     if own:
         return f"bwd.{half}.0"
     if (first and last_stage) or (parallel.tensor == 1 and not first):
@@ -76,6 +88,5 @@ def _usual_window(job: Job, place: tuple[int, int], half: Half, first: bool, own
         lies_there = place[0] == parallel.pipeline - 1 and job.microbatch_group > parallel.pipeline
         received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(place[0])
         precedes = parallel.tensor > 1 and layers[place[1]] == min(layers) and job.schedule == "flush"
-        return window_of("fwd.mlp.0" if precedes else received, received)
-    ordinal = 2 if parallel.sequence_parallel else 0
-    return {"attention": f"bwd.mlp.{ordinal}", "mlp": f"bwd.attention.{ordinal}+1"}[half]
+        return window_of(f"fwd.{half}.0" if precedes else received, received)
+    return f"bwd.{_before(job, layer, half)}".format(2 if parallel.sequence_parallel else 0)

@@ -36,7 +36,7 @@ LOSS_BYTES = (24, 12)
 
 def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
-    if unpriced := [name for name in ("fp8", "qk_norm") if getattr(job.model, name)]:
+    if unpriced := [name for name in ("fp8", "qk_norm", "experts") if getattr(job.model, name)]:
         problems = [Problem(f"job: model.{name}", str(getattr(job.model, name)), "none", "") for name in unpriced]
         raise ConfigError("what these layers save and how long they take is not counted yet", problems)
     roof, shape = Roofline.of(job), LayerShape.of(job)

@@ -14,6 +14,7 @@ def tiny_job(
     like: Literal["gpt", "llama"] = "gpt",
     *,
     tensor: int = 1,
+    expert: int = 1,
     pipeline: int = 1,
     partition: tuple[int, ...] | None = None,
     layers_per_chunk: int | None = None,
@@ -34,6 +35,7 @@ def tiny_job(
     llama = {"kv_groups": 2, "activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False}
     layout = Parallel(
         tensor=tensor,
+        expert=expert,
         pipeline=pipeline,
         partition=partition,
         layers_per_chunk=layers_per_chunk,

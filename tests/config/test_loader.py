@@ -241,9 +241,43 @@ def test_fp8_needs_an_engine_two_bytes_and_one_version_of_the_weights(tmp_path: 
 
 
 def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
-    """Of the job as it was written before there were `fp8` and `qk_norm`."""
+    """Of the job as it was written before there were `fp8`, `qk_norm` and experts."""
     job = load_job("jobs/llama-7b-h800-80g")
-    old = job.model_dump_json(by_alias=True).replace(',"fp8":null', "").replace('"qk_norm":false,', "")
+    old = (
+        job.model_dump_json(by_alias=True)
+        .replace(',"fp8":null', "")
+        .replace(',"experts":null', "")
+        .replace('"expert":1,"expert_tensor":null,', "")
+        .replace('"qk_norm":false,', "")
+    )
     assert job.digest == sha256(old.encode()).hexdigest()
     for changes in ({"model.qk_norm": True}, {"model.fp8": {}}):
         assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest
+
+
+EXPERTS = {"count": 8, "per_token": 2, "ffn": 128, "layers": ["2-3", 4]}
+
+
+def test_experts_are_in_the_layers_that_are_named(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    spread = {"parallel.tensor": 1, "parallel.expert": 2}
+    job = load_job(tmp_path / "job.yaml", {"model.experts": EXPERTS, **spread})
+    assert (job.model.moe_layers, job.parallel.expert_tensor_size) == (("2-4",), 1)
+    every_second = {**EXPERTS, "layers": 2}
+    assert load_job(tmp_path / "job.yaml", {"model.experts": every_second, **spread}).model.moe_layers == (1, 3)
+    assert load_job(tmp_path / "job.yaml", {"model.experts": None}).digest == load_job(tmp_path / "job.yaml").digest
+
+
+def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
+    wrong = {"count": 9, "per_token": 2, "ffn": 129, "shared_ffn": 33, "layers": ["2-9"]}
+    found = refusals(tmp_path, JOB, **{"model.experts": wrong, "parallel.expert": 4})
+    assert [problem.removeprefix("job.yaml: ") for problem in found] == [
+        "model.experts.count (9) must be a multiple of parallel.expert (4)",
+        "model.experts.ffn (129) must be a multiple of parallel.expert_tensor (2)",
+        "model.experts.shared_ffn (33) must be a multiple of parallel.tensor (2)",
+        "model.experts.layers names layer 5, but model.layers is 4",
+        "gpus (2) must be a multiple of parallel.expert_tensor x parallel.expert x parallel.pipeline (8)",
+        "parallel.tensor (2) with experts needs parallel.sequence_parallel: true, found false",
+    ]
+    assert refusals(tmp_path, JOB, **{"parallel.expert": 2}) == ["job.yaml: parallel.expert (2) needs model.experts, found none"]
+    assert "layers has 'x', needed a layer" in refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "layers": ["x"]}})[0]

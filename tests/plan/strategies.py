@@ -24,7 +24,7 @@ from megatron_lynx.plan.plan import (
     Stage,
     Whole,
 )
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, collectives_of
+from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, collectives_of, window_at
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
@@ -58,7 +58,7 @@ def plans(
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
     owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
     engine = model.implementation == "transformer_engine"
-    stages = [draw(stages_of(number, layers, parallel, engine)) for number, layers in enumerate(owned)]
+    stages = [draw(stages_of(number, layers, parallel, engine, model)) for number, layers in enumerate(owned)]
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
@@ -92,21 +92,29 @@ def cut(counts: Sequence[int], first: int = 1) -> list[LayerRange]:
 
 
 @st.composite
-def stages_of(draw: st.DrawFn, number: int, layers: LayerRange, parallel: ParallelFacts, engine: bool = False) -> Stage:
-    """`number`: of the virtual stage. `engine`: of Transformer Engine's layers."""
+def stages_of(
+    draw: st.DrawFn,
+    number: int,
+    layers: LayerRange,
+    parallel: ParallelFacts,
+    engine: bool = False,
+    model: ModelFacts | None = None,
+) -> Stage:
+    """`number`: of the virtual stage. `engine`: of Transformer Engine's layers. `model`: says which layers have experts."""
     last = number == parallel.pipeline * parallel.chunks - 1
+    experts = () if model is None else model.moe_layers
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
         st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
     )
-    kept = [draw(kept_items(span, engine)) for span in ranges]
+    kept = [_experts_kept(draw(kept_items(span, engine)), experts) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                stage = draw(with_windows(stage, index, half, last, parallel, engine))
+                stage = draw(with_windows(stage, index, half, last, parallel, engine, experts))
     needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, engine))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
@@ -123,11 +131,21 @@ def kept_items(draw: st.DrawFn, layers: LayerRange, engine: bool) -> Rule:
 
 @st.composite
 def with_windows(
-    draw: st.DrawFn, stage: Stage, index: int, half: Half, last: bool, parallel: ParallelFacts, engine: bool
+    draw: st.DrawFn,
+    stage: Stage,
+    index: int,
+    half: Half,
+    last: bool,
+    parallel: ParallelFacts,
+    engine: bool,
+    experts: Sequence[LayerRange] = (),
 ) -> Stage:
     """The stage with a window for one half and a place for its gather, out of those that come in time for every layer."""
 
     def in_time(windows: str | ByPhase, gather: str | None) -> bool:
+        names = [gather or ON_DEMAND, *((windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,))]
+        if any(_in_experts(name, stage.rules[index].layers, experts) for name in names):
+            return False
         return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers), engine)
 
     gather = None
@@ -153,6 +171,22 @@ def _backward(parallel: ParallelFacts) -> list[str]:
         return []
     ordinals = range(collectives_of("bwd", parallel.sequence_parallel))
     return [f"bwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
+
+
+def _experts_kept(rule: Rule, experts: Sequence[LayerRange]) -> Rule:
+    """Of layers with experts the MLP half is kept whole, and no more is drawn for them."""
+    if not any(layer in span for layer in rule.layers for span in experts):
+        return rule
+    replay = tuple(item for item in rule.replay if item in ITEMS_OF["attention"])
+    return Rule(layers=rule.layers, keep=tuple(item for item in ITEMS if item not in replay), replay=replay)
+
+
+def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange]) -> bool:
+    """Whether a window lies in experts, for some of these layers."""
+    windows = [window_at(name, layer) for layer in layers]
+    return any(
+        isinstance(window, Collective) and window.half == "mlp" and window.layer in span for window in windows for span in experts
+    )
 
 
 def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:

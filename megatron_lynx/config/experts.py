@@ -1,0 +1,87 @@
+"""Mixtures of experts, as a job file states them.
+
+experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: in every layer
+experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite's: the first layer has an MLP
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
+
+
+def _frozen(value: Any) -> Any:
+    """A file's list is checked as Python's, by then: `Model` looks at its data before they are validated."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | str, ...], BeforeValidator(_frozen)]
+
+
+class Experts(BaseModel):
+    """What stands in place of a layer's MLP: a router, and experts of which every token passes some."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    count: int = Field(ge=1)
+    """Experts of one layer, over all ranks (E)."""
+    per_token: int = Field(ge=1)
+    """Experts that each token passes (k)."""
+    ffn: int = Field(ge=1)
+    """Width inside one expert; with SwiGLU, of each of the two halves."""
+    shared_ffn: int = Field(default=0, ge=0)
+    """Width inside the shared experts together, which every token passes; 0: none."""
+    layers: Layers = "all"
+    """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Experts:
+        problems = []
+        if self.per_token > self.count:
+            problems.append(f"per_token ({self.per_token}) must be at most count ({self.count})")
+        if isinstance(self.layers, tuple):
+            problems += [
+                f"layers has {span!r}, needed a layer from 1 on (3) or a range (5-8)"
+                for span in self.layers
+                if not _numbers(span)
+            ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def numbers(self, layers: int) -> frozenset[int]:
+        """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""
+        return _numbers_of(self.layers, layers)
+
+    @property
+    def named(self) -> frozenset[int]:
+        """Every layer that is named one by one or in a range: none may be beyond the model."""
+        spans = self.layers if isinstance(self.layers, tuple) else ()
+        return frozenset(number for span in spans for number in _numbers(span))
+
+
+def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
+    """Layer numbers as plans and jobs write them: `(1, "3-5")`."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return tuple(first if first == last else f"{first}-{last}" for first, last in ends)
+
+
+@lru_cache(maxsize=256)
+def _numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
+    if isinstance(stated, tuple):
+        return frozenset(number for span in stated for number in _numbers(span) if number <= layers)
+    return frozenset(range(1, layers + 1, 1 if stated == "all" else stated))
+
+
+def _numbers(span: int | str) -> range:
+    """Empty where it is no range of layers."""
+    match = SPAN.fullmatch(str(span).strip().replace(" ", ""))
+    return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)

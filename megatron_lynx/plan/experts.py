@@ -1,0 +1,63 @@
+"""Layers of experts in a plan: their MLP half is kept whole, and their attention half is planned as any other.
+
+    layer of experts     attention half   as the rule says            replays, windows, gathers
+                         MLP half         router, dispatch, experts   everything kept; its communication is no window
+
+What a router decides must not be decided again, and its dispatch communicates in the middle of the half: nothing in it may run
+ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_lynx.items import HALVES
+from megatron_lynx.plan.layer_range import LayerRange
+from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.schedule.windows import Collective, window_at
+
+if TYPE_CHECKING:
+    from megatron_lynx.plan.plan import Plan
+
+
+def misplaced(plan: Plan) -> Iterator[str]:
+    """`model.moe_layers` that are no layers of this model."""
+    for span in plan.model.moe_layers:
+        if span.last > plan.model.layers:
+            yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
+
+
+def problems(plan: Plan, rule: Rule) -> Iterator[str]:
+    """What a rule asks of the MLP half of layers of experts, in words, each with the layers and what to do."""
+    affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
+    replayed = rule.replays("mlp")
+    if affected and replayed:
+        found = f"{', '.join(replayed)} replayed in {_spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        yield f"found {found}, needed their MLP half kept whole: give these layers a rule that keeps all of it"
+    for name in dict.fromkeys(_places(rule)):
+        windows = ((layer, window_at(name, layer)) for layer in rule.layers)
+        inside = [layer for layer, window in windows if isinstance(window, Collective) and _lies_in_experts(plan, window)]
+        if inside:
+            found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
+            yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
+
+
+def _lies_in_experts(plan: Plan, window: Collective) -> bool:
+    return window.half == "mlp" and plan.model.has_experts(window.layer)
+
+
+def _places(rule: Rule) -> Iterator[str]:
+    """Every window and gather that a rule names."""
+    for half in HALVES:
+        window, gather = getattr(rule.windows, half), rule.gather.of(half)
+        yield from (window.steady, window.cooldown) if isinstance(window, ByPhase) else (window,) if window else ()
+        yield from (gather,) if gather else ()
+
+
+def _spans(layers: list[int]) -> str:
+    """`layers 2-4`, or as many ranges as there are."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    spans = [str(LayerRange(first=first, last=last)) for first, last in zip(starts, ends, strict=True)]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"

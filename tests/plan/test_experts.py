@@ -1,0 +1,66 @@
+"""Layers of experts: their MLP half is kept whole, and a plan that says otherwise is refused with the layers and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.plan import Plan, dump_plan
+from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
+from tests.plan.strategies import plans
+from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
+
+ATTENTION = {
+    "keep": ["core_attention", "linear_proj", *ITEMS_OF["mlp"]],
+    "replay": ["input_layernorm", "linear_qkv", "rotary", "attention_bda"],
+}
+
+
+def plan_of(moe_layers: list[int | str], **rule: Any) -> dict[str, Any]:
+    """Layers 3 and 4, those of stage 1, follow `rule`."""
+    data = small_plan()
+    data["model"]["moe_layers"] = moe_layers
+    data["stages"][1]["ahead_depth"] = 1
+    data["stages"][1]["rules"] = [{"layers": "3-4", **rule}]
+    return data
+
+
+def test_dense_plans_do_not_mention_experts() -> None:
+    plan = Plan.model_validate(small_plan())
+    assert plan.model.moe_layers == ()
+    assert "moe_layers" not in dump_plan(plan)
+
+
+def test_attention_halves_of_experts_are_replayed() -> None:
+    plan = Plan.model_validate(plan_of(["3-4"], **ATTENTION))
+    assert "moe_layers: [3-4]" in dump_plan(plan)
+    assert [plan.model.has_experts(layer) for layer in range(1, 5)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("moe_layers", "rule", "found"),
+    [
+        ([4], {"keep": KEPT, "replay": REPLAYED}, "layers 3-4: found .*linear_fc1.* replayed in layer 4, whose MLP is a mixture"),
+        (["3-4"], {**ATTENTION, "windows": {"attention": "bwd.mlp.0"}}, "found bwd.mlp.0 of layers 3-4, which lies in a mixture"),
+        ([3, 5], ATTENTION, "model.moe_layers has 5, but the model has layers 1-4"),
+    ],
+)
+def test_what_experts_refuse(moe_layers: list[int | str], rule: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        Plan.model_validate(plan_of(moe_layers, **rule))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    plans(
+        model=ModelFacts(layers=5, hidden=64, ffn=256, heads=8, kv_groups=8, seq=32, moe_layers=[2, "4-5"]),
+        parallel=ParallelFacts(tensor=2, pipeline=2, sequence_parallel=True),
+    )
+)
+def test_drawn_plans_keep_experts(plan: Plan) -> None:
+    replayed = {layer: stage.rule_for(layer).replays("mlp") for stage in plan.stages for layer in stage.layers}
+    assert not any(replayed[layer] for layer in (2, 4, 5))
+    assert Plan.model_validate(plan.model_dump()) == plan
