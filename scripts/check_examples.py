@@ -47,7 +47,13 @@ FILLED_IN = {
 LAUNCHES = re.compile(r"^(?!CMD).*pretrain_gpt\.py|/SBATCH\.sh", re.MULTILINE)
 """In a script that launches, itself or through `SBATCH.sh`."""
 
-SETS_OF_ARGUMENTS = ("post_training/modelopt/conf/*/*lama*.sh", "rl/model_configs/*lama*.sh")
+SETS_OF_ARGUMENTS = (
+    "post_training/modelopt/conf/*/*lama*.sh",
+    "post_training/modelopt/conf/Qwen/*-A*B.sh",
+    "post_training/modelopt/conf/deepseek-ai/*.sh",
+    "rl/model_configs/*lama*.sh",
+    "rl/model_configs/*_moe.sh",
+)
 """Files that only fill a variable with a model's arguments."""
 
 MISSING = {
@@ -82,6 +88,13 @@ COMPARED = {
     "sequence_parallel": "parallel.sequence_parallel",
     "use_distributed_optimizer": "parallel.distributed_optimizer",
     "gradients": "optimizer.gradients",
+    "num_experts": "model.experts.count",
+    "moe_router_topk": "model.experts.per_token",
+    "moe_ffn_hidden_size": "model.experts.ffn",
+    "moe_shared_expert_intermediate_size": "model.experts.shared_ffn",
+    "moe_layers": "model.experts.layers",
+    "expert_model_parallel_size": "parallel.expert",
+    "expert_tensor_parallel_size": "parallel.expert_tensor",
     "micro_batch_size": "batch.micro",
     "global_batch_size": "batch.global",
 }
@@ -295,6 +308,7 @@ def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if values.pop("gradients_known"):  # a validation that stopped may not have come to them
         summed = values["accumulate_allreduce_grads_in_fp32"] or not values["half"]
         values["gradients"] = "fp32" if summed else "bf16"
+    values |= of_experts(values)
     positions = {"learned_absolute": "learned"}
     words: dict[str, Callable[[Any], Any]] = {
         "swiglu": lambda value: "swiglu" if value else "gelu",
@@ -306,6 +320,18 @@ def by_our_names(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, place in COMPARED.items():
         if values.get(name) is not None:
             yield place, words[name](values[name]) if name in words else values[name]
+
+
+def of_experts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left to say of them: nothing without any, and not what follows from the rest."""
+    from megatron_lynx.config.experts import as_spans
+
+    if not values.get("num_experts"):
+        return {name: None for name, place in COMPARED.items() if "expert" in place}
+    freq, tensor = values["moe_layer_freq"], values["expert_tensor_parallel_size"]
+    layers = list(as_spans(at for at, one in enumerate(freq, start=1) if one)) if isinstance(freq, list) else freq
+    followed = values["tensor_model_parallel_size"]
+    return {"moe_layers": None if layers == 1 else layers, "expert_tensor_parallel_size": None if tensor == followed else tensor}
 
 
 if __name__ == "__main__":

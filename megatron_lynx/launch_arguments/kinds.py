@@ -2,7 +2,7 @@
 
 read           the job is made of it                      --num-layers
 priced as      counted as something else, and said so     --fp16: as bf16
-refused        what it does is not modelled               --num-experts
+refused        what it does is not modelled               --tp-comm-overlap
 no matter      neither activations nor their seconds      --lr: learning rate
 """
 
@@ -54,10 +54,12 @@ READ = names_in(
     account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
     rampup_batch_size step_batch_size_schedule recompute_activations recompute_granularity recompute_method
     recompute_num_layers recompute_modules yaml_cfg accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 main_grads_dtype
-    main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer
+    main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
+    expert_model_parallel_size expert_tensor_parallel_size
     """
 )
-"""The job is made of them: `model_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
+"""The job is made of them: `model_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -65,11 +67,11 @@ _MORE_SAVED = "what it saves for backward is not counted"
 _NO_WINDOWS = "it goes round the windows that replays run in"
 _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
+_UNBALANCED = "experts are priced for a balanced load, without dropped or padded tokens"
 _SHARDED = "sharded parameters are not modelled"
 _OPTIMIZER = "all of the optimizer's state on the device"
 
 REFUSED = {
-    "num_experts": "mixture-of-experts layers are not planned yet",
     "multi_latent_attention": "multi-latent attention is not modelled: its projections are no sites",
     "mtp_num_layers": "multi-token prediction has layers outside those that are planned",
     "experimental_attention_variant": "its projections are no sites",
@@ -113,6 +115,21 @@ REFUSED = {
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "tp_comm_overlap": "userbuffers hide what a replay would hide behind: no windows are left",
     "overlap_moe_expert_parallel_comm": _NO_WINDOWS,
+    "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
+    "moe_expert_capacity_factor": _UNBALANCED,
+    "moe_expert_rank_capacity_factor": _UNBALANCED,
+    "moe_pad_expert_input_to_capacity": _UNBALANCED,
+    "moe_router_padding_for_fp8": _UNBALANCED,
+    "moe_router_padding_for_quantization": _UNBALANCED,
+    "moe_layer_recompute": "experts are kept whole beside a plan, and stock recomputation of them alone cannot be estimated",
+    "moe_latent_size": "experts of another width than the layer's are not modelled",
+    "moe_shared_expert_gate": _MORE_SAVED,
+    "moe_input_jitter_eps": _MORE_SAVED,
+    "moe_apply_probs_on_input": _MORE_SAVED,
+    "moe_enable_routing_replay": "reinforcement learning is not modelled",
+    "moe_extended_tp": _TOO_OLD,
+    "moe_paged_stash": _OTHER_OFFLOAD,
+    "expert_tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "delay_wgrad_compute": "weight gradients would be computed after what they need is gone",
     "defer_embedding_wgrad_compute": _MORE_SAVED,
     "use_ring_exchange_p2p": _NO_WINDOWS,
@@ -147,9 +164,23 @@ REFUSED = {
 ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
 
+EXPERTS_OWN = ("moe_", "expert_")
+"""Flags that say nothing in a launch without experts begin so."""
+
+_DISPATCH = "the all-to-all dispatcher. Leave room for buffers of its own"
+
 _FUSED = "the fused kernel. Without it more is saved: leave room, or measure with megatron-lynx profile"
 
 PRICED_AS = {
+    "moe_grouped_gemm": "one expert's GEMM after another's, each as efficient as its size",
+    "moe_use_legacy_grouped_gemm": "one expert's GEMM after another's, each as efficient as its size",
+    "moe_permute_fusion": _FUSED,
+    "moe_permute_fusion_into_hybridep": _DISPATCH,
+    "moe_router_fusion": "a router without fusion, which holds more",
+    "moe_router_dtype": "a router whose probabilities are in fp32",
+    "moe_enable_deepep": _DISPATCH,
+    "moe_flex_dispatcher_backend": _DISPATCH,
+    "moe_shared_expert_overlap": "shared experts before the dispatch, not beside it",
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
     "cross_entropy_loss_fusion": "the loss without fusion, which holds more",
@@ -229,7 +260,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         """
         min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 first_last_layers_bf16
         use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert wgrad_deferral_limit high_priority_a2a_comm_stream
-        overlap_dispatch_backward_with_experts_wgrad use_mamba_mem_eff_path fp8_param_gather fp4_param_gather mrope_section
+        use_mamba_mem_eff_path fp8_param_gather fp4_param_gather mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
         overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_torch_optimizer_for_cpu_offload
@@ -242,6 +273,14 @@ NO_MATTER: dict[str, frozenset[str]] = {
         init_method_std embedding_init_method_std init_model_with_meta_device perform_initialization use_cpu_initialization
         openai_gelu onnx_safe deterministic_mode batch_invariant_mode disable_bf16_reduced_precision_matmul
         calculate_per_token_loss flash_attention_version no_persist_layer_norm
+        """
+    ),
+    "routing and balance of experts": names_in(
+        """
+        moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_router_score_function moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+        moe_router_bias_update_rate moe_router_force_load_balancing moe_router_force_biased moe_router_quantile_balancing_ema
+        moe_token_drop_policy moe_use_upcycling moe_upcycling_granularity
         """
     ),
     "pipeline's plumbing": frozenset({"pipeline_model_parallel_comm_backend", "clone_scatter_output_in_embedding"}),

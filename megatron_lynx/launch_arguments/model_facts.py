@@ -39,12 +39,9 @@ def model_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    hidden, heads, gated = given["hidden_size"], given["num_attention_heads"], given["swiglu"]
-    if given["ffn_hidden_size"] is not None:
-        yield Fact("model.ffn", given["ffn_hidden_size"], given.origin("ffn_hidden_size"))
-    elif hidden:
-        ffn, formula = (int(4 * hidden * 2 / 3 / 64) * 64, "64 floor(8/3 hidden / 64)") if gated else (4 * hidden, "4 hidden")
-        yield Fact("model.ffn", ffn, f"{formula}: no --ffn-hidden-size")
+    hidden, heads = given["hidden_size"], given["num_attention_heads"]
+    if (ffn := ffn_of(given)) is not None:
+        yield Fact("model.ffn", *ffn)
     if given["group_query_attention"]:
         yield Fact("model.kv_groups", given["num_query_groups"], given.origin("num_query_groups", "group_query_attention"))
     elif heads:
@@ -53,6 +50,18 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if size is not None and hidden and heads and size * heads != hidden:
         needed = f"hidden / heads ({hidden} / {heads})"
         problems.append(Problem(given.origin("kv_channels"), str(size), needed, "other sizes of a head are not modelled"))
+
+
+def ffn_of(given: Given) -> tuple[int, str] | None:
+    """The width of an MLP and where it comes from; None where the hidden size is missing."""
+    hidden = given["hidden_size"]
+    if given["ffn_hidden_size"] is not None:
+        return given["ffn_hidden_size"], given.origin("ffn_hidden_size")
+    if not hidden:
+        return None
+    if given["swiglu"]:
+        return int(4 * hidden * 2 / 3 / 64) * 64, "64 floor(8/3 hidden / 64): no --ffn-hidden-size"
+    return 4 * hidden, "4 hidden: no --ffn-hidden-size"
 
 
 def _vocabulary(given: Given, problems: list[Problem]) -> Iterator[Fact]:

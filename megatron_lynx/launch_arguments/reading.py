@@ -16,10 +16,11 @@ from typing import Any
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts, recomputation
 from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
+from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
-from megatron_lynx.launch_arguments.kinds import ALLOWED, Kind, kind_of
+from megatron_lynx.launch_arguments.kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
@@ -58,8 +59,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *group_facts(given), *layer_facts(given, problems, left_open=planning)]
-    facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    facts = [*model_facts(given, problems), *group_facts(given), *expert_facts(given, problems)]
+    facts += [*layer_facts(given, problems, left_open=planning), *optimizer_facts(given, problems)]
+    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
     if gpus is None:
@@ -69,12 +71,12 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         facts.insert(0, Fact("gpus", gpus, "the launcher" if command.gpus == gpus else "--gpus"))
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
-    kinds = [(value, kind_of(value.flag)) for value in effective]
+    kinds = [(value, _judged(given, value)) for value in effective]
     problems += _refused(kinds)
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as"]
-    priced += _positions(given)
+    priced += [*_positions(given), *_dispatch(given)]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
     return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))
@@ -97,6 +99,13 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
     yield Fact("policy", "planned", "a plan is asked for")
 
 
+def _judged(given: Given, value: Value) -> Kind | None:
+    """What a flag is here: those of experts are nothing in a launch without."""
+    if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
+        return Kind("no matter", "a feature that is not switched on")
+    return kind_of(value.flag)
+
+
 def _refused(kinds: Sequence[tuple[Value, Kind | None]]) -> Iterator[Problem]:
     """Every flag that switches on what is not modelled, or of which nobody has said what it is."""
     for value, kind in kinds:
@@ -110,7 +119,7 @@ def _refused(kinds: Sequence[tuple[Value, Kind | None]]) -> Iterator[Problem]:
 def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
     by_subject: dict[str, tuple[str, ...]] = {}
     for value in given.values.values():
-        kind = kind_of(value.flag)
+        kind = _judged(given, value)
         default = not value.value or value.value == given.table.default(value.flag.sets, given.release)
         if kind is not None and (kind.kind == "no matter" or (default and kind.kind == "refused")):
             subject = kind.why if kind.kind == "no matter" else "not switched on"
@@ -126,8 +135,14 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
         yield given.origin("max_position_embeddings"), f"a table of positions with {seq} rows"
 
 
+def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
+    """Fused dispatchers are not told from the one that Megatron has itself."""
+    if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
+        yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
+
+
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
     """What was read without a trace in these texts: agrees with what follows anyway, or has no effect without another flag."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
-    kinds = ((value, kind_of(value.flag)) for value in given.values.values())
+    kinds = ((value, _judged(given, value)) for value in given.values.values())
     return tuple(value.said for value, kind in kinds if kind is not None and kind.kind == "read" and value.said not in words)

@@ -140,7 +140,11 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--num-experts 8", "mixture-of-experts"),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
+        ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
+        ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
+        ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
+        ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
         ("--multi-latent-attention", "multi-latent"),
         ("--fp8-format hybrid", "FP8"),
         ("--tp-comm-overlap", "userbuffers"),
@@ -160,20 +164,33 @@ def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None
     assert named in problems(f"{SMALL} {flags}")
 
 
-@pytest.mark.parametrize("flags", ["--context-parallel-size 1", "--optimizer adam", "--fp8-margin 0", "--num-experts 0"])
+@pytest.mark.parametrize(
+    "flags", ["--context-parallel-size 1", "--optimizer adam", "--fp8-margin 0", "--num-experts 0 --moe-layer-recompute"]
+)
 def test_a_refused_flag_that_changes_nothing_is_not_refused(flags: str) -> None:
     assert problems(f"{SMALL} {flags}") == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [("", None), ("--moe-layer-freq 2", 2), ("--moe-layer-freq ([0]*2+[1]*2)*2", ["3-4", "7-8"]), ("--moe-layer-freq 1", None)],
+)
+def test_layers_of_experts(flags: str, layers: object) -> None:
+    found = facts(f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 256 {flags}")
+    experts = {place.removeprefix("model.experts."): value for place, value in found.items() if place.startswith("model.experts")}
+    assert experts == {"count": 8, "per_token": 2, "ffn": 256} | ({"layers": layers} if layers else {})
+    assert "model.experts.count" not in facts(f"{SMALL} --moe-layer-freq 2")
+
+
 def test_everything_wrong_is_said_at_once() -> None:
-    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --nonsense 3 --num-experts 8", gpus=None)
+    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --nonsense 3 --tp-comm-overlap", gpus=None)
     for part in (
         "--num-layers: found x, needed a whole number",
         "--hidden-size: found nothing",
         "--seq-length: found $SEQ, needed a whole number; let the shell fill its variables in",
         "'stray'",
         "--nonsense",
-        "--num-experts",
+        "--tp-comm-overlap",
         "--micro-batch-size",
         "--vocab-size",
         "no number of processes",
@@ -282,12 +299,14 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
     assert (found["parallel.tensor"], found["model.vocab"], found["batch.global"]) == (2, 1024, 8)
     assert problems(f"--yaml-cfg {file}") == ""
     assert "Megatron reads only the file" in problems(f"--yaml-cfg {file} --num-layers 5")
-    file.write_text(FILE.replace("num_layers: 4", "num_layers: four, num_layer: 3").replace("null", "8"))
+    file.write_text(
+        FILE.replace("num_layers: 4", "num_layers: four, num_layer: 3").replace("null", "8, moe_layer_recompute: true")
+    )
     text = problems(f"--yaml-cfg {file}")
     for part in (
         "language_model.num_layers: found 'four', needed a whole number",
         "did you mean num_layers?",
-        "mixture-of-experts",
+        "experts are kept whole",
     ):
         assert part in text
 

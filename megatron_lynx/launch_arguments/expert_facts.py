@@ -1,0 +1,132 @@
+"""The mixture of experts of a launch, and the groups that share it.
+
+--num-experts 8 --moe-router-topk 2       ──> model.experts.count, per_token
+--moe-ffn-hidden-size, or --ffn-hidden-size ──> model.experts.ffn
+--moe-layer-freq 2, or '([0]+[1]*26)'     ──> model.experts.layers      the first of every two; all but the first of 27
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_lynx.config.experts import as_spans
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.fact import Fact
+from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.model_facts import ffn_of
+
+FREQ, DISPATCHER, EXPERT, EXPERT_TENSOR = (
+    "moe_layer_freq",
+    "moe_token_dispatcher_type",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+MOST_LAYERS = 1_000
+"""A mistyped number must not fill the memory."""
+
+TOKENS = re.compile(r"\d+|[\[\]()+*,]")
+
+
+def has_experts(given: Given) -> bool:
+    return bool(given["num_experts"])
+
+
+def expert_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    """Nothing without experts. What Megatron's dispatch would do that is not modelled is added to `problems`."""
+    if not has_experts(given):
+        return
+    yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
+    yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
+    yield from _widths(given)
+    yield from _layers(given, problems)
+    yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
+    if given[EXPERT_TENSOR] is not None:
+        yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
+    tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
+    if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
+        said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
+        todo = "what every rank gathers is not priced"
+        problems.append(
+            Problem("--moe-token-dispatcher-type", said, "alltoall with experts or parts of them on other ranks", todo)
+        )
+
+
+def _widths(given: Given) -> Iterator[Fact]:
+    """Without a width of their own experts are as wide as an MLP."""
+    if given["moe_ffn_hidden_size"] is not None:
+        yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
+    elif (found := ffn_of(given)) is not None:
+        yield Fact("model.experts.ffn", found[0], f"{found[1]}: no --moe-ffn-hidden-size")
+    shared = given["moe_shared_expert_intermediate_size"]
+    if shared is not None:
+        yield Fact("model.experts.shared_ffn", shared, given.origin("moe_shared_expert_intermediate_size"))
+
+
+def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:
+    said, origin, layers = str(given[FREQ]).replace(" ", ""), given.origin(FREQ), given["num_layers"]
+    if said.isdecimal() and int(said) > 0:
+        if int(said) > 1:
+            yield Fact("model.experts.layers", int(said), f"{origin}: the first of every {said}")
+        return
+    try:
+        pattern = pattern_of(said)
+    except ValueError as error:
+        problems.append(Problem(origin, str(error), "a number, or lists of 0 and 1 such as ([0]+[1]*26)"))
+        return
+    if layers is not None and len(pattern) != layers:
+        problems.append(Problem(origin, f"a pattern of {len(pattern)} layers", f"one of --num-layers ({layers})"))
+        return
+    spans = as_spans(number for number, one in enumerate(pattern, start=1) if one)
+    yield Fact("model.experts.layers", list(spans), f"{origin} {said}")
+
+
+def pattern_of(text: str) -> list[int]:
+    """Lists of 0 and 1, added and repeated, as Megatron has them: `([0]+[1]*2)` is 0, 1, 1. Raises ValueError for others."""
+    words = TOKENS.findall(text)
+    if "".join(words) != text or not words:
+        raise ValueError(f"{text!r} is no list")
+    value = _sum(words)
+    if words or not set(value) <= {0, 1}:
+        raise ValueError(f"{text!r} is no list of 0 and 1")
+    return value
+
+
+def _sum(words: list[str]) -> list[int]:
+    value = _product(words)
+    while words[:1] == ["+"]:
+        words.pop(0)
+        value = value + _product(words)
+    return value
+
+
+def _product(words: list[str]) -> list[int]:
+    value = _list(words)
+    while words[:1] == ["*"]:
+        words.pop(0)
+        times = int(_next(words, "a number"))
+        value = value * min(times, MOST_LAYERS)
+    return value
+
+
+def _list(words: list[str]) -> list[int]:
+    opened = _next(words, "a list")
+    if opened == "(":
+        value = _sum(words)
+    elif opened == "[":
+        value = []
+        while words[:1] != ["]"] and words:
+            value.append(int(_next(words, "0 or 1")))
+            if words[:1] == [","]:
+                words.pop(0)
+    else:
+        raise ValueError(f"{opened!r} where a list was expected")
+    if _next(words, "the end of a list") != {"(": ")", "[": "]"}[opened]:
+        raise ValueError("a list without an end")
+    return value
+
+
+def _next(words: list[str], expected: str) -> str:
+    if not words:
+        raise ValueError(f"nothing where {expected} was expected")
+    return words.pop(0)
