@@ -29,8 +29,8 @@ from . import engine_on_ranks, on_ranks
 
 BUILT_WITH = "2.9"
 """What Megatron 0.16 is built with."""
-OTHERS = [("2.14", None), ("2.17", "0.19"), ("2.20", None)]
-"""Releases of Transformer Engine, each beside a release of megatron-core (None: the installed one)."""
+OTHERS = [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")]
+"""Other releases of Transformer Engine, each beside another release of megatron-core."""
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 FUSED = Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
 
@@ -115,6 +115,15 @@ def test_two_chunks_on_each_stage(pool_of):
     checked(pool_of, job, candidates)
     [first, _] = checked(pool_of, job, [offloading(plan_for(job, mixed), 20_000)], Trial(steps=1))
     assert first[0].planned.counts[-1].offloaded_bytes > 0
+
+
+def test_two_chunks_that_gather(pool_of):
+    """Tensor and sequence parallel as well, and chunks that are not all alike."""
+    job = engine_job(layers=6, partition=(1, 2, 2, 1), pipeline=2, microbatches=4, **LAYOUTS["TP2+SP"])
+    mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
+    checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))])
+    for rank in checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1)):
+        assert rank[0].planned.counts[-1].offloaded_bytes > 0
 
 
 def test_nothing_that_was_let_go_is_read(pool_of):

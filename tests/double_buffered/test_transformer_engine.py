@@ -23,9 +23,10 @@ FUSED = {"model": {"gradient_accumulation_fusion": True}, "overlap_grad_reduce":
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-@pytest.fixture(scope="module", params=["2.9", "2.17"])
+@pytest.fixture(scope="module", params=[("2.9", None), ("2.14", "0.17"), ("2.17", "0.19")], ids=str)
 def pool(request) -> Iterator[RankPool]:
-    with pool_with(request.param, 2) as pool:
+    engine, core = request.param
+    with pool_with(engine, 2, core) as pool:
         yield pool
 
 

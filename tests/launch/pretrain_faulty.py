@@ -5,6 +5,8 @@ oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
 room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
 none     nothing; weight gradients are added up where they lie, as on GPUs, by a stand-in for the extension that does it
+
+SCRIPT: another than `pretrain_tiny.py`.
 """
 
 import os
@@ -79,5 +81,5 @@ if __name__ == "__main__":
         "none": stand_in_for_fused_gradient,
     }
     faults[os.environ["FAULT"]]()
-    sys.argv[0] = str(Path(__file__).with_name("pretrain_tiny.py"))
+    sys.argv[0] = os.environ.get("SCRIPT", str(Path(__file__).with_name("pretrain_tiny.py")))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,8 @@
 """The real `pretrain_gpt.py` of a Megatron-LM checkout, 0.16 to 0.19, as it is.
 
 MEGATRON_LM_DIR names the checkout. Local layers and Transformer Engine's, mock data, dropout 0.1, five iterations: what is
-printed under a plan equals stock's, and in the first two, which are checked, so does every gradient.
+printed under a plan equals stock's, and in the first two, which are checked, so does every gradient; also behind a checkpoint
+that is resumed under another plan. A broken replay is found.
 """
 
 from __future__ import annotations
@@ -68,6 +69,33 @@ def check_every_digit(script, flags, layout, folder, *, path=(), implementation=
         assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
         assert planned.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
+
+
+def test_a_run_resumes_under_another_plan(script, tmp_path):
+    """Saved under a plan at step 3, against stock that resumes what stock saved."""
+    flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
+    once, keep = plan_of(INTERLEAVED, gather="once"), plan_of(INTERLEAVED)
+    plans = {"once": once, "keep": keep, "offload": offloading(keep, 200_000)}
+    under = {name: ["--lynx-plan", saved(plan, tmp_path / f"{name}.yaml")] for name, plan in plans.items()} | {"stock": []}
+    until_3 = ["--save-interval", "3", "--exit-interval", "3"]
+    for name in ("stock", "once"):
+        begun = launch(script, [*flags, *under[name], "--save", tmp_path / name, *until_3], ranks=4)
+        assert [number for number, _, _ in begun.iterations] == ["1", "2", "3"], begun.text
+    expected = launch(script, [*flags, "--load", tmp_path / "stock"], ranks=4).iterations
+    assert [number for number, _, _ in expected] == ["4", "5"]
+    for name in ("keep", "offload", "stock"):
+        resumed = launch(script, [*flags, *under[name], "--load", tmp_path / "once"], ranks=4)
+        assert resumed.iterations == expected, resumed.text
+
+
+def test_a_broken_replay_is_named(script, tmp_path):
+    plan = saved(plan_of(FOUR, gather="once"), tmp_path / "plan.yaml")
+    flags = [*MODEL, "--mock-data", *flags_of(FOUR), "--lynx-plan", plan, "--lynx-check", "2"]
+    faulty = Path(__file__).with_name("pretrain_faulty.py")
+    broken = launch(faulty, flags, ranks=4, path=[script.parent], env={"FAULT": "replay", "SCRIPT": str(script)})
+    assert broken.status == 1
+    assert broken.ours[-1].startswith("  - decoder.layers.2.self_attention.linear_proj.weight on stage 1 (rank "), broken.text
+    assert broken.iterations == []
 
 
 def test_without_flushes(script):
