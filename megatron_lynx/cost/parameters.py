@@ -105,8 +105,10 @@ def optimizer_bytes(job: Job, count: int) -> int:
 
 def _layer_vectors(model: Model, tensor: int) -> int:
     row_parallel, column_parallel = 2 * model.hidden, (model.qkv_width + model.fc1_width) // tensor
-    return 2 * _norm(model) + (row_parallel + column_parallel if model.bias else 0)
+    heads = 2 * _norm(model, model.head_size) if model.qk_norm else 0  # one norm for all queries, one for all keys
+    return 2 * _norm(model) + heads + (row_parallel + column_parallel if model.bias else 0)
 
 
-def _norm(model: Model) -> int:
-    return model.hidden * (2 if model.norm == "layernorm" else 1)
+def _norm(model: Model, width: int | None = None) -> int:
+    """`width`: of what is normed, else the residual stream."""
+    return (width or model.hidden) * (2 if model.norm == "layernorm" else 1)

@@ -36,7 +36,7 @@ LOSS_BYTES = (24, 12)
 
 def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
-    if unpriced := [name for name in ("fp8", "qk_norm", "experts") if getattr(job.model, name)]:
+    if unpriced := [name for name in ("fp8", "experts") if getattr(job.model, name)]:
         problems = [Problem(f"job: model.{name}", str(getattr(job.model, name)), "none", "") for name in unpriced]
         raise ConfigError("what these layers save and how long they take is not counted yet", problems)
     roof, shape = Roofline.of(job), LayerShape.of(job)
@@ -183,8 +183,10 @@ def _traffic(shape: LayerShape, item: str) -> tuple[int, int]:
             dropped + 3 * residual,
         )  # backward: through the dropout, and the sum with the residual's gradient
     if item == "rotary":
-        turned = 2 * element * shape.tokens * (shape.query_width + shape.key_width) if shape.model.position == "rope" else 0
-        return turned, turned
+        both = element * shape.tokens * (shape.query_width + shape.key_width)
+        turned = 2 * both if shape.model.position == "rope" else 0
+        copied, normed, back = (2 * both, 2 * both, 3 * both) if shape.model.qk_norm else (0, 0, 0)  # out of the projection's block
+        return turned + copied + normed, turned + copied + back
     inner, outer = element * shape.tokens * shape.fc1_width, element * shape.tokens * shape.ffn
     apart = outer if shape.model.activation == "swiglu" else 0  # SiLU is a kernel of its own
     return inner + outer + 2 * apart, 2 * inner + outer + 3 * apart

@@ -43,22 +43,41 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     model, element = shape.model, shape.model.element_bytes
     query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
     rotary = model.position == "rope"
+    changed = rotary or model.qk_norm
     repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
-    viewed = not repeated if shape.eager else not rotary
+    viewed = not repeated if shape.eager else not changed
     handed_on = {"made_by": "rotary", "saved_by": ("core_attention",)}
-    blocks = [SavedTensor(bytes=whole, made_by="linear_qkv", saved_by=("core_attention",) if viewed else (), output=True)]
-    if rotary or repeated:
+    readers = (("rotary",) if model.qk_norm and shape.eager else ()) + (("core_attention",) if viewed else ())
+    blocks = [SavedTensor(bytes=whole, made_by="linear_qkv", saved_by=readers, output=True)]
+    if model.qk_norm:
+        blocks += _query_key_norms(shape, query, key)
+    if changed or repeated:
         blocks.append(SavedTensor(bytes=query, **handed_on))
-    if rotary and not repeated:
+    if changed and not repeated:
         blocks.append(SavedTensor(bytes=key, **handed_on))
     if repeated:
         blocks += [SavedTensor(bytes=query, made_by="core_attention", saved_by=("core_attention",)) for _ in ("keys", "values")]
     if rotary and shape.eager:  # sine and cosine, for queries and for keys
         table = model.seq * model.head_size * element
         blocks += [SavedTensor(bytes=table, made_by="rotary", saved_by=("rotary",)) for _ in range(4)]
-    if rotary and not shape.eager:
+    if changed and not shape.eager:
         blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
     return blocks
+
+
+def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
+    """What the norms of queries and keys keep, of that many bytes: code between `linear_qkv` and the attention, as `rotary` is.
+
+    Fused kernels copy what they norm out of the projection's block. Eager ones read it there, but for queries that share their
+    keys, which Megatron copies to put them side by side; RMSNorm keeps its product as well.
+    """
+    model, own = shape.model, {"made_by": "rotary", "saved_by": ("rotary",)}
+    layernorm, one = model.norm == "layernorm", model.element_bytes if shape.eager else FP32_BYTES
+    heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
+    copied = [query, key] if not shape.eager else [query] if heads > groups > 1 else []
+    products = [query, key] if shape.eager and not layernorm else []
+    statistics = [shape.tokens * count * one for count in (heads, groups)] * (2 if layernorm else 1)
+    return [SavedTensor(bytes=size, **own) for size in (*copied, *products, *statistics)]
 
 
 def _core(shape: LayerShape) -> list[SavedTensor]:

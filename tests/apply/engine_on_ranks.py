@@ -100,7 +100,7 @@ def predicted_bytes(job: Job) -> dict[str, int]:
     """The same by shape, with a GPU's kernels."""
     shape = replace(LayerShape.of(job), device="cuda")
     of_core = ("core_attention", ("core_attention",))
-    return {
+    found = {
         half: sum(
             tensor.bytes
             for tensor in half_tensors(shape, half)
@@ -108,3 +108,7 @@ def predicted_bytes(job: Job) -> dict[str, int]:
         )
         for half in HALVES
     }
+    if job.model.qk_norm:  # the attention on a CPU copies values, and keys that heads share
+        copied = 2 if job.model.kv_groups < job.model.heads else 1
+        found["attention"] -= copied * shape.tokens * shape.key_width * job.model.element_bytes
+    return found

@@ -235,10 +235,20 @@ def test_a_plan_for_local_layers_is_refused(pool_of):
     assert refusal.places == ["plan: model.implementation"]
 
 
-@pytest.mark.parametrize(("norm", "tensor"), [("layernorm", 1), ("rmsnorm", 1), ("layernorm", 2)])
-def test_the_profile_counts_what_the_layer_saves(pool_of, norm, tensor):
+PROFILED = {
+    "layernorm": {"norm": "layernorm"},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "TP2+SP": {"norm": "layernorm", **LAYOUTS["TP2+SP"]},
+    "queries and keys normed": {"norm": "layernorm", "qk_norm": True},
+    "queries and keys normed, grouped, TP2": {"norm": "rmsnorm", "qk_norm": True, "kv_groups": 2, "tensor": 2},
+    "queries and keys normed, grouped, TP2+SP": {"norm": "rmsnorm", "qk_norm": True, "kv_groups": 2, **LAYOUTS["TP2+SP"]},
+}
+
+
+@pytest.mark.parametrize("profiled", PROFILED)
+def test_the_profile_counts_what_the_layer_saves(pool_of, profiled):
     """Byte for byte, without what is eager on a CPU: dropout, biases and rotary positions have kernels of their own on a GPU."""
-    shape = {"norm": norm, "position": "learned", "bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    job = engine_job(tensor=tensor, sequence_parallel=tensor > 1, dtype="bf16", **shape)
+    shape = {"position": "learned", "bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    job = engine_job(dtype="bf16", **shape, **PROFILED[profiled])
     for seen in pool_of(job.gpus).run(engine_on_ranks.saved_bytes, job):
         assert seen == engine_on_ranks.predicted_bytes(job)

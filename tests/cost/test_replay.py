@@ -45,9 +45,9 @@ def plan_of(job, layers) -> Plan:
     return Plan.model_validate({**data, "stages": (stage,)})
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
-def test_real_replays_cost_what_is_predicted(pool_of, like):
-    job = tiny_job(like, microbatches=1, layers=LAYERS, seq=64, micro=1)
+@pytest.mark.parametrize(("like", "model"), [("gpt", {}), ("llama", {"qk_norm": True})])
+def test_real_replays_cost_what_is_predicted(pool_of, like, model):
+    job = tiny_job(like, microbatches=1, layers=LAYERS, seq=64, micro=1, **model)
     shape = LayerShape(job.model, job.parallel, 1)
     stock, *planned = pool_of(1).run(count, job, [None, *(plan_of(job, layers) for layers in all_choices())])[0]
     for layers, counted in zip(all_choices(), planned, strict=True):

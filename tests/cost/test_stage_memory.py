@@ -47,6 +47,8 @@ def test_the_first_of_two_stages_by_hand() -> None:
     assert first.matrices == last.matrices == 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)
     assert first.vectors == 2 * (4 * 32 + (96 + 32) + (64 + 32))
     assert last.vectors == first.vectors + 2 * 32
+    normed = stage_parameters(tiny_job(pipeline=2, qk_norm=True), 0)
+    assert normed.vectors == first.vectors + 2 * 2 * (2 * 8), "one norm of a head's width for queries, one for keys"
     assert first.embedding == (64 + 16) * 32
     assert last.head == 64 * 32, "tied embeddings are held on both ends"
     assert stage_parameters(tiny_job(), 0).head == 0

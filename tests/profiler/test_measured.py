@@ -22,6 +22,11 @@ JOBS = {
     "llama, grouped": tiny_job("llama"),
     "llama, a head of keys each": tiny_job("llama", kv_groups=4),
     "grouped without rotary": tiny_job("gpt", kv_groups=2, bias=False),
+    "queries and keys normed": tiny_job("gpt", micro=1, qk_norm=True, **NO_DROPOUT),
+    "queries and keys normed, in bf16": tiny_job("gpt", micro=1, qk_norm=True, dtype="bf16", **NO_DROPOUT),
+    "queries and keys normed, grouped": tiny_job("llama", qk_norm=True),
+    "queries and keys normed, grouped without rotary": tiny_job("gpt", kv_groups=2, qk_norm=True, bias=False),
+    "a shard, queries and keys normed": tiny_job("llama", tensor=2, qk_norm=True, norm="layernorm"),
     "a shard": tiny_job("llama", tensor=2),
     "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True),
 }
