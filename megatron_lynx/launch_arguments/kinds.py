@@ -56,10 +56,12 @@ READ = names_in(
     recompute_num_layers recompute_modules yaml_cfg accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
-    expert_model_parallel_size expert_tensor_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
+    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
+    first_last_layers_bf16
     """
 )
-"""The job is made of them: `model_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
+"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -96,11 +98,9 @@ REFUSED = {
     "softmax_type": "only the plain softmax is modelled",
     "window_size": "sliding-window attention is not modelled",
     "window_attn_skip_freq": "sliding-window attention is not modelled",
-    "qk_layernorm": _MORE_SAVED,
     "qk_l2_norm": _MORE_SAVED,
     "fp32_residual_connection": "a residual stream in fp32 is not modelled",
     "apply_residual_connection_post_layernorm": "post-norm layers are not modelled",
-    "fp8": "FP8 is not modelled: nobody has recorded what its layers save and how long they take",
     "fp4": "FP4 is not modelled: nobody has recorded what its layers save and how long they take",
     "te_precision_config_file": "precision by layer is not modelled",
     "use_kitchen_attention": "kitchen's kernels are not modelled",
@@ -258,9 +258,9 @@ PREFIXES: dict[str, tuple[str, ...]] = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 first_last_layers_bf16
+        min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert wgrad_deferral_limit high_priority_a2a_comm_stream
-        use_mamba_mem_eff_path fp8_param_gather fp4_param_gather mrope_section
+        use_mamba_mem_eff_path fp4_param_gather mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
         overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_torch_optimizer_for_cpu_offload

@@ -100,6 +100,8 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("model.activation", "swiglu" if swiglu else "gelu", given.origin("swiglu"))
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
+    if given["qk_layernorm"]:
+        yield Fact("model.qk_norm", True, given.origin("qk_layernorm"))
     untied = given["untie_embeddings_and_output_weights"]
     yield Fact("model.tied_embeddings", not untied, given.origin("untie_embeddings_and_output_weights"))
     yield _position(given, problems)

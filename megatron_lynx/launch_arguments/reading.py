@@ -19,6 +19,7 @@ from megatron_lynx.launch_arguments.command_line import CommandLine, command_lin
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.flag_table import flag_table
+from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
 from megatron_lynx.launch_arguments.kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
@@ -59,9 +60,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if (file := given["yaml_cfg"]) is not None:
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
-    facts = [*model_facts(given, problems), *group_facts(given), *expert_facts(given, problems)]
-    facts += [*layer_facts(given, problems, left_open=planning), *optimizer_facts(given, problems)]
-    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
+    facts += [*expert_facts(given, problems), *layer_facts(given, problems, left_open=planning)]
+    facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
     if gpus is None:

@@ -185,7 +185,9 @@ def _traffic(shape: LayerShape, item: str) -> tuple[int, int]:
     if item == "rotary":
         both = element * shape.tokens * (shape.query_width + shape.key_width)
         turned = 2 * both if shape.model.position == "rope" else 0
-        copied, normed, back = (2 * both, 2 * both, 3 * both) if shape.model.qk_norm else (0, 0, 0)  # out of the projection's block
+        copied, normed, back = (
+            (2 * both, 2 * both, 3 * both) if shape.model.qk_norm else (0, 0, 0)
+        )  # out of the projection's block
         return turned + copied + normed, turned + copied + back
     inner, outer = element * shape.tokens * shape.fc1_width, element * shape.tokens * shape.ffn
     apart = outer if shape.model.activation == "swiglu" else 0  # SiLU is a kernel of its own

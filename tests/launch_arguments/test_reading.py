@@ -146,7 +146,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
         ("--multi-latent-attention", "multi-latent"),
-        ("--fp8-format hybrid", "FP8"),
+        ("--fp4-format e2m1", "FP4"),
+        ("--fp8-format hybrid", "--fp8-format: found hybrid, needed none; plans for it cannot be run yet"),
         ("--tp-comm-overlap", "userbuffers"),
         ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
         ("--recompute-activations", "drop --recompute-*"),
@@ -309,6 +310,31 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
         "experts are kept whole",
     ):
         assert part in text
+
+
+def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
+    assert "model.qk_norm" not in facts(SMALL)
+    assert facts(f"{SMALL} --qk-layernorm")["model.qk_norm"] is True
+    fp8 = "--fp8-format e4m3 --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+    job = job_of(read(f"{SMALL} {fp8}", planning=False), "h100-80g")
+    assert (job.model.fp8.format, job.model.fp8_recipe) == ("e4m3", "delayed")
+    assert facts(f"{SMALL} {fp8} --fp8-recipe tensorwise")["model.fp8.recipe"] == "tensorwise"
+    assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--fp8-param-gather", "--fp8-param-gather: found given, needed a launch without it, or without --fp8-format"),
+        ("--no-fp8-wgrad", "--no-fp8-wgrad: found given"),
+        ("--first-last-layers-bf16", "layers that differ"),
+        ("--fp8-recipe custom", "--fp8-recipe: found custom"),
+        ("--transformer-impl local", "needed --transformer-impl transformer_engine beside it"),
+    ],
+)
+def test_what_of_fp8_is_not_modelled_is_refused_where_it_is_on(flags: str, said: str) -> None:
+    assert problems(f"{SMALL} {flags}") == ""
+    assert said in problems(f"{SMALL} --fp8-format hybrid {flags}", planning=False)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "x"])
