@@ -166,7 +166,8 @@ def test_hooks_are_as_recorded() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["hooks"]
-    assert {row["hook"] for row in rows} == {"halves", "sites", "collectives", "random_state", "steps", "receives"}
+    hooks = {"halves", "sites", "collectives", "random_state", "steps", "receives", "double_buffered"}
+    assert {row["hook"] for row in rows} == hooks
     assert all(row["as_recorded"] for row in rows)
 
 

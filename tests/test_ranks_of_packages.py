@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},
-    "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.releases"},
+    "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
     "measure": set(),
     "compare": {"plan", "simulator.timeline", "measure"},
 }

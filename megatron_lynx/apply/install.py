@@ -113,7 +113,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     if run.engine and (stale := [*release.stale_beside_engine(), *present_engine().stale()]):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
     overlapping = without_flushes is not None
-    if refused := refusals(plan, run, overlapping):
+    if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run, overlapping):
         raise PlanMismatch("the plan does not fit this run", differing)

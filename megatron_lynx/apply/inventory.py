@@ -46,10 +46,13 @@ class Held:
         return self.found == self.recorded
 
 
-def inventory(release: Release) -> Iterator[Held]:
-    """A row for each function of a release's table, of megatron-core or of Transformer Engine."""
+def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
+    """A row for each function of a release's table, of megatron-core or of Transformer Engine.
+
+    `hook`: what relies on all of them; by default each module tells.
+    """
     for site, recorded in release.fingerprints.items():
-        yield Held(hook_of(site), site, release.version, recorded, _found(site))
+        yield Held(hook or hook_of(site), site, release.version, recorded, _found(site))
 
 
 def held_here() -> list[Held]:

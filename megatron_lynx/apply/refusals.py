@@ -18,10 +18,9 @@ from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.schedule.windows import RECV_BACKWARD
 
 
-def refusals(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Problem]:
-    """Every one. `overlapping`: the run does not flush."""
+def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
+    """Every one."""
     return [
-        *(_whole_micro_batches(plan, run) if overlapping else ()),
         *_stock_recomputation(run),
         *refused_features(run.config, engine=run.engine),
         *_context_parallelism(run),
@@ -68,13 +67,6 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
             todo = "seed before the model is built, or without force_reset_rng"
             yield Problem(f"layer {number}.core_attention", "a random-number tracker of its own", "Megatron's present one", todo)
             break
-
-
-def _whole_micro_batches(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """They are counted in each step, and steps overlap."""
-    for entry in plan.chunks_of(run.stage):
-        if entry.whole:
-            yield Problem(f"plan: {plan.place_of(entry)}.whole", str(entry.whole), "none without flushes", "plan without them")
 
 
 def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:

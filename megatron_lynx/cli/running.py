@@ -86,14 +86,15 @@ def hooks(as_json: AsJson = False) -> None:
         quieten_megatron()
         from megatron_lynx.apply.inventory import held_here
         from megatron_lynx.apply.releases import installed_version
+        from megatron_lynx.double_buffered.releases import held_here as held_without_flushes
 
-        held = held_here()
-    stale = sum(not each.as_recorded for each in held)
+        held = [*held_here(), *held_without_flushes()]
+    sites, stale = {each.site for each in held}, {each.site for each in held if not each.as_recorded}
     if as_json:
         rows = [{"hook": each.hook, "site": each.site, "release": each.release, "as_recorded": each.as_recorded} for each in held]
         show_json({"megatron_core": installed_version(), "hooks": rows})
     else:
-        show_held(held, f"megatron-core {installed_version()}: {len(held)} functions relied on, {stale} not as recorded")
+        show_held(held, f"megatron-core {installed_version()}: {len(sites)} functions relied on, {len(stale)} not as recorded")
     if stale:
         raise typer.Exit(1)
 

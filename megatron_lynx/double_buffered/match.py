@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
@@ -40,7 +39,7 @@ def check(
         raise ConfigError("only plain 1F1B can run without flushes", [problem])
     problems = list(_refusals(model[0], optimizer))
     if defer_updates:
-        problems += _refusals_of_deferral(model[0], optimizer)
+        problems += _refusals_of_deferral(model[0])
     if problems:
         raise HookRefused("this run cannot keep two versions of its weights", problems)
 
@@ -72,14 +71,10 @@ def _of_a_plan() -> Iterator[Problem]:
         yield Problem("schedules.forward_step", found, "none", todo)
 
 
-def _refusals_of_deferral(chunk: torch.nn.Module, optimizer: Any) -> Iterator[Problem]:
+def _refusals_of_deferral(chunk: torch.nn.Module) -> Iterator[Problem]:
     if not hasattr(chunk, "ddp_config"):
         yield Problem("model", type(chunk).__name__, "Megatron's DistributedDataParallel", "wrap it, or do not defer updates")
     yield from _unproven("DDP config", getattr(chunk, "ddp_config", None), DDP_WITH_DEFERRAL)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(getattr(part, "grad_scaler", None), DynamicGradScaler):
-            found = "dynamic, and the next batch has begun with the scale of this one"
-            yield Problem("loss scale", found, "a constant one, or none", "do not defer updates")
 
 
 def _unproven(where: str, config: Any, needed: Needed) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
+from megatron_lynx.double_buffered.scales import TwoScales
 from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
@@ -78,15 +79,19 @@ class DoubleBuffered:
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._deferral = deferral(self._stage) if defer_updates else 0
         self.gradients = TwoGradients(model[0]) if self._deferral else None
+        self._scales = TwoScales(optimizer if defer_updates else None)
         self._batch = 0
         self._drains = True
         self._engine: Engine | None = None
 
     def _show(self, action: Action) -> None:
-        """The weights that this micro-batch sees, and the gradient that it adds to."""
-        self.versions.show(version_of(action.micro_batch, self._microbatches))
-        if self.gradients is not None and action.kind == "B":
-            self.gradients.show(action.micro_batch // self._microbatches)
+        """The weights that this micro-batch sees, the scale of its loss, and the gradient that it adds to."""
+        version = version_of(action.micro_batch, self._microbatches)
+        self.versions.show(version)
+        if action.kind == "B":
+            self._scales.show(version)
+            if self.gradients is not None:
+                self.gradients.show(action.micro_batch // self._microbatches)
 
     @property
     def drained(self) -> bool:
@@ -117,9 +122,14 @@ class DoubleBuffered:
         actions = [step for step in steps if isinstance(step, Action)]
         then = None if drains else self._next_forward()
         losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then)
-        self.versions.show(self.versions.newest)
+        self._show_newest()
         self._drains = drains
         return losses
+
+    def _show_newest(self) -> None:
+        """What is read, logged and saved between batches."""
+        self.versions.show(self.versions.newest)
+        self._scales.show(self.versions.newest)
 
     def _announce(self, drains: bool) -> None:
         if self._engine is None:
@@ -135,7 +145,8 @@ class DoubleBuffered:
         Args:
             step: what to call; by default the optimizer's own.
         """
-        with self.versions.update():
+        version = version_of(self._batch * self._microbatches, self._microbatches)
+        with self.versions.update(), self._scales.update(version):
             result = (step or self.optimizer.step)()
         self._batch += 1
         if self._drains:
@@ -168,6 +179,7 @@ class DoubleBuffered:
         self.versions.start_anew()
         if self.gradients is not None:
             self.gradients.start_anew()
+        self._scales.start_anew()
 
     def _next_forward(self) -> Action:
         """The first one that this batch leaves to the next."""

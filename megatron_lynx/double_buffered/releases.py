@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.apply.inventory import Held, inventory
 from megatron_lynx.apply.releases import Release, installed_version, minor_of
 from megatron_lynx.errors import Problem
 
@@ -26,6 +27,10 @@ CORE_0_16 = Release(  # recorded from 0.16.1
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "f5d5b254272e5447",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": "1e751a925a09d60c",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer": "e665ecce97d7e1e6",
+        "megatron.core.optimizer.grad_scaler:MegatronGradScaler": "bc02d83783646a54",
+        "megatron.core.optimizer.grad_scaler:DynamicGradScaler": "2ed3cdbcab8cb79f",
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.get_loss_scale": "a6a7df2ad3f05621",
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": "0cb7a5fb6d0d59d6",
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.prepare_grads": "458b98bd66138d0d",
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads": "f337fd56940ad515",
         "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step": "f6cdf8b33dd27176",
@@ -63,6 +68,8 @@ CORE_0_18 = Release(  # recorded from 0.18.2
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "fc1074dee2ce1b01",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": "32dcdc0f04706be7",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer": "fad57ad379194001",
+        "megatron.core.optimizer.grad_scaler:MegatronGradScaler": "ca16b70adb375dce",
+        "megatron.core.optimizer.grad_scaler:DynamicGradScaler": "fcb3a2d6fbdbb762",
         "megatron.core.optimizer.optimizer:ChainedOptimizer.step": "75c16d1537843e62",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": "891e288eda547357",
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads": "b14b52f057fb4a96",
@@ -99,3 +106,9 @@ def stale() -> Iterator[Problem]:
         yield Problem("megatron.core", version, needed, "install one of these to train without flushes")
     else:
         yield from release.stale()
+
+
+def held_here() -> list[Held]:
+    """What `megatron-lynx hooks` shows of them: nothing where this release cannot train without flushes."""
+    release = KNOWN.get(minor_of(installed_version()))
+    return [] if release is None else list(inventory(release, "double_buffered"))

@@ -2,6 +2,8 @@
 
 batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, and with another version of the weights:
 batch j + 1       F   F   F ...    its collectives hide no replay, those of backwards and receives do
+
+Micro-batches that keep everything are told by their number in a step; here a step has those of two batches in flight.
 """
 
 from __future__ import annotations
@@ -29,5 +31,10 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
     if layout.chunks > 1:
         yield f"schedule is double_buffered, but parallel.chunks is {layout.chunks}: it needs 1, as it cannot be interleaved"
+    for entry in plan.stages:
+        if entry.whole is not None:
+            found_whole = f"{entry.whole.first} of every {entry.whole.of_every} micro-batches"
+            why = "it needs none, as they are counted in each step, and steps overlap"
+            yield f"schedule is double_buffered, but {plan.place_of(entry)}.whole is {found_whole}: {why}"
     if found < layout.pipeline:
         yield f"schedule is double_buffered, but batch.microbatches is {found}: it needs at least pipeline ({layout.pipeline})"

@@ -122,7 +122,7 @@ def _build_chunk(
     if like is None:
         draw_weights(chunk, seed)
     chunk.cuda(torch.cuda.current_device())
-    whole = Float16Module(config, chunk) if config.bf16 else chunk
+    whole = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
     if like is not None:
         share_weights(whole, like)
     return whole

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,15 +74,16 @@ def weights(training: Any) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Trained(Run):
-    """A run, and what the optimizer's step returned."""
+    """A run, what the optimizer's step returned, and the loss scale behind it."""
 
     steps: list[Any] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
 
 
 def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> tuple[Trained, Trained]:
     """Some batches under the independent reference, and without flushes.
 
-    `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: a batch whose loss is infinite;
+    `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: batches whose loss is infinite;
     `defer_updates`: with a second gradient buffer; `model`: fields of TransformerConfig.
     """
     from megatron_lynx.testbed.training import initialise, seed_random_numbers
@@ -112,20 +114,51 @@ def differing(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> lis
 
 
 def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained) -> None:
-    """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j)."""
+    """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j).
+
+    Where updates are deferred, on the loss scale of W(j-1), too; what it is now, Megatron divides by.
+    """
     from megatron_lynx.testbed.training import run_schedule, synthetic_batches
 
-    versions = [weights(training)]
+    versions, scales = [weights(training)], [loss_scale(training)]
     for index, batch in enumerate(batches):
-        load(training, versions[max(index - 1, 0)])
+        older = max(index - 1, 0)
+        load(training, versions[older])
         clear_gradients(training)
         text = synthetic_batches(job, batch)
-        run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
-        run.gradients.append(training.gradients())
+        with scaled_by(training, scales[older if how.get("defer_updates") else index]):
+            run.losses += run_schedule(training.chunks, job, text, forward_step_func=forward_step_of(how, job))
+            run.gradients.append(training.gradients())
         load(training, versions[index])
         run.steps.append(training.optimizer.step())
         versions.append(weights(training))
+        scales.append(loss_scale(training))
     run.parameters += versions[1:]
+    run.scales += scales[1:]
+
+
+@contextmanager
+def scaled_by(training: Any, scale: float) -> Iterator[None]:
+    """Losses are multiplied by `scale` inside; gradients are as if by Megatron's own scale afterwards. Both are powers of two."""
+    from megatron.core.utils import get_model_config
+
+    config, current = get_model_config(training.chunks[0]), loss_scale(training)
+    if scale == current:
+        yield
+        return
+    assert math.frexp(scale)[0] == math.frexp(current)[0] == 0.5
+    stock, config.grad_scale_func = config.grad_scale_func, lambda loss: loss * torch.tensor([scale])
+    yield
+    config.grad_scale_func = stock
+    for buffer in training.chunks[0].buffers:
+        assert buffer.grad_data.dtype == torch.float32
+        buffer.grad_data.mul_(current / scale)
+
+
+def loss_scale(training: Any) -> float:
+    if not hasattr(training.optimizer, "get_loss_scale"):
+        return 1.0
+    return float(training.optimizer.get_loss_scale())
 
 
 def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
@@ -138,6 +171,7 @@ def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range
         run.losses += pipeline.forward_backward(forward_step_of(how, job), text, drains=batch == batches[-1])
         run.gradients.append(training.gradients())
         run.steps.append(pipeline.update())
+        run.scales.append(loss_scale(training))
         run.parameters.append(weights(training))
         for buffer in getattr(training.chunks[0], "bucket_groups", []) and training.chunks[0].buffers:
             buffer.grad_data.fill_(float("nan"))  # an update leaves nothing there that is still needed
@@ -163,12 +197,12 @@ def build(job: Job, how: dict[str, Any]) -> Any:
 
 
 def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
-    """Megatron's `forward_step_func`; the losses of the spoilt batch are infinite."""
+    """Megatron's `forward_step_func`; the losses of the spoilt batches are infinite."""
     from megatron_lynx.testbed.training import forward_step, mean_loss, synthetic_batches
 
     if "spoilt" not in how:
         return forward_step
-    spoilt = [batch.tokens for batch in synthetic_batches(job, how["spoilt"])]
+    spoilt = [micro_batch.tokens for batch in how["spoilt"] for micro_batch in synthetic_batches(job, batch)]
 
     def spoiling(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -406,7 +440,7 @@ def spoil_retired(versions: Any) -> None:
 
 
 def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[str, str]:
-    """How plans are refused: of another schedule, on either; while micro-batches are in flight; with whole micro-batches."""
+    """How plans are refused: of another schedule, on either; while micro-batches are in flight."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import LynxError
     from megatron_lynx.testbed.training import forward_step, initialise, synthetic_batches
@@ -424,7 +458,6 @@ def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[st
     attempt("its plan, flushing", "ours", None)
     pipeline = without_flushes(job, training, {})
     attempt("stock's plan", "stock's", pipeline)
-    attempt("whole", "whole", pipeline)
     text = (micro_batch for batch in range(2) for micro_batch in synthetic_batches(job, batch))
     for batch in range(2):
         clear_gradients(training)
@@ -464,11 +497,3 @@ def plan_comes_later(rank: int, job: Job) -> str:
 
 def nothing(training: Any) -> None:
     pass
-
-
-def dynamic_loss_scale(training: Any) -> None:
-    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-
-    scales = {"initial_scale": 2.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-    part = training.optimizer.chained_optimizers[0]
-    part.grad_scaler = DynamicGradScaler(**scales, growth_interval=2, hysteresis=1)

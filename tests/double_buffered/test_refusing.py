@@ -10,14 +10,12 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from . import on_ranks
 
 DDP = {"ddp": True, "optimizer": "megatron"}
-DEFERRED = {**DDP, "defer_updates": True}
 CASES = [
     (on_ranks.second_chunk, {}, ConfigError, ["found 2, needed 1", "without interleaving"]),
     (on_ranks.overlapped_gather, DDP, HookRefused, ["DDP config: overlap_param_gather: found True, needed False"]),
     (on_ranks.experts_and_fp8, DDP, HookRefused, ["num_moe_experts: found 4", "fp8: found hybrid, needed None"]),
     (on_ranks.unknown_optimizer, {}, HookRefused, ["optimizer: found object", "DistributedOptimizer"]),
     (on_ranks.nothing, {"defer_updates": True}, HookRefused, ["needed Megatron's DistributedDataParallel"]),
-    (on_ranks.dynamic_loss_scale, DEFERRED, HookRefused, ["loss scale: found dynamic", "do not defer updates"]),
     (on_ranks.plan_installed, {}, HookRefused, ["a plan that is installed"]),
 ]
 

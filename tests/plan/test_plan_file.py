@@ -214,6 +214,13 @@ def test_two_versions_have_their_limits(tmp_path: Path, changes: dict[str, Any],
     assert any(found in problem for problem in problems_of(tmp_path, write_yaml(plan)))
 
 
+def test_no_micro_batch_is_whole_where_steps_overlap(tmp_path: Path) -> None:
+    plan = {**small_plan(), "schedule": "double_buffered"}
+    plan["stages"][1]["whole"] = {"of_every": 2, "first": 1}
+    [found] = problems_of(tmp_path, write_yaml(plan))
+    assert "stages.1.whole is 1 of every 2 micro-batches: it needs none, as they are counted in each step" in found
+
+
 def test_forward_windows_are_another_versions(tmp_path: Path) -> None:
     plan = small_plan()
     plan["stages"][0]["ahead_depth"] = 2

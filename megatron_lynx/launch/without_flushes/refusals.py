@@ -45,10 +45,6 @@ def problems(args: Any) -> Iterator[Problem]:
     yield from _layout(args)
     for name, found, needed, why in otherwise(args, NEEDED):
         yield Problem(f"--{name.replace('_', '-')}", str(found), f"{needed} with {FLAG}", why)
-    if getattr(args, "fp16", False) and not getattr(args, "loss_scale", None):
-        yield Problem(
-            "--loss-scale", "none: a dynamic one", f"a constant one with {FLAG}", "batches overlap: two scales would mix"
-        )
 
 
 def _layout(args: Any) -> Iterator[Problem]:
