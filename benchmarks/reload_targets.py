@@ -7,9 +7,10 @@
 
 What one layer of a Llama-like model keeps of one micro-batch goes back and forth (the sizes that the planner lets go), by the
 runtime's own copiers. After each tensor that is read, a gradient as large is made and dropped, as backward does: what is
-reserved beyond what is held shows how the allocator fares. Every mode runs in a process of its own. On a CPU bytes held are
-the allocator's own count and bytes reserved what the process grew by; seconds there say something about page faults, and
-nothing about a link.
+reserved beyond what is held shows how the allocator fares. Bytes are counted in a process for every mode; seconds are taken in
+one more, where the modes take turns: the median over all micro-batches but the first of each turn, whose reload nothing hides.
+On a CPU bytes held are the allocator's own count and bytes reserved what the process grew by; seconds there say something about
+page faults (the allocator gives large tensors back to the system, and fetches them anew), and nothing about a link.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,12 +33,14 @@ from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.items import HALVES
 from megatron_lynx.measure.memory import count_step
 from megatron_lynx.measure.process_peak import ENVIRONMENT, ProcessPeak
+from megatron_lynx.measure.steps import Summary, summarise
 from megatron_lynx.runtime.copiers import copiers_for
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.transfer import Copy, Owner
 from megatron_lynx.units import MIB
 
 OWNER = Owner("a benchmark", 0)
+Result = TypeVar("Result")
 Target = Callable[[int, int], Tensor]
 """From the micro-batch and the tensor's number to where its bytes come back to."""
 
@@ -53,10 +55,8 @@ class Row:
     """At most, of tensors alive."""
     reserved_bytes: int
     """At most, of the device (by the caching allocator) or of the process."""
-    allocations: int | None
+    allocations: int | None = None
     """Of the caching allocator; unknown on a CPU."""
-    seconds: float
-    """For one micro-batch there and read, median."""
 
 
 def fresh(sizes: Sequence[int], device: torch.device) -> Target:
@@ -101,13 +101,13 @@ def come_and_go(target: Target, sizes: Sequence[int], device: torch.device, micr
 
 
 def measured(mode: str, sizes: Sequence[int], device: torch.device, microbatches: int) -> Row:
-    """Twice: what is counted is not timed."""
+    """What a mode holds."""
 
-    def run() -> list[float]:
-        return come_and_go(MODES[mode](sizes, device), sizes, device, microbatches)
+    def run() -> None:
+        come_and_go(MODES[mode](sizes, device), sizes, device, microbatches)
 
+    run()
     host_bytes = sum(sizes)
-    row = Row(mode, sum(sizes), 0, 0, None, statistics.median(run()))
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -115,11 +115,22 @@ def measured(mode: str, sizes: Sequence[int], device: torch.device, microbatches
         run()
         counted = torch.cuda.memory_stats()["allocation.all.allocated"] - before
         held, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return replace(row, held_bytes=held, reserved_bytes=reserved, allocations=counted)
+        return Row(mode, sum(sizes), held, reserved, counted)
     with ProcessPeak() as grown:
         run()
     held_bytes = count_step(lambda meter: run(), "cpu", []).peak_bytes
-    return replace(row, held_bytes=held_bytes - host_bytes, reserved_bytes=grown.bytes - host_bytes)
+    return Row(mode, sum(sizes), held_bytes - host_bytes, grown.bytes - host_bytes)
+
+
+def timed(sizes: Sequence[int], device: torch.device, microbatches: int, rounds: int) -> dict[str, Summary]:
+    """Seconds of a micro-batch there and read, by mode."""
+    targets = {mode: made(sizes, device) for mode, made in MODES.items()}
+    samples: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(1 + rounds):
+        for mode, target in targets.items():
+            seconds = come_and_go(target, sizes, device, microbatches)[1:]
+            samples[mode] += seconds if number else []
+    return {mode: summarise(seconds) for mode, seconds in samples.items()}
 
 
 def sizes_of(job_name: str, layers: int, seq: int) -> list[int]:
@@ -131,13 +142,13 @@ def sizes_of(job_name: str, layers: int, seq: int) -> list[int]:
     return layers * [size for half in halves for size in half if size >= smallest]
 
 
-def _in_a_process(mode: str, sizes: Sequence[int], device: str, microbatches: int) -> Row:
-    with _started_with(ENVIRONMENT), multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, (mode, sizes, torch.device(device), microbatches))
+def in_a_process(environment: Mapping[str, str], function: Callable[..., Result], *args: Any) -> Result:
+    with _started_with(environment), multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
 
 
 @contextmanager
-def _started_with(environment: dict[str, str]) -> Iterator[None]:
+def _started_with(environment: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -157,17 +168,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--seq", type=int, help="default: 4096 on CUDA, 256 on a CPU")
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = sizes_of(asked.job, asked.layers, asked.seq or (4096 if device == "cuda" else 256))
-    print(f"{device}: {len(sizes)} tensors of {asked.layers} layer(s), {sum(sizes) / MIB:.1f} MiB a micro-batch")
-    print(line(("reloads go into", "held MiB", "of a micro-batch", "reserved MiB", "allocations", "s a micro-batch")))
-    print("|---|--:|--:|--:|--:|--:|")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = sizes_of(asked.job, asked.layers, asked.seq or (4096 if device.type == "cuda" else 256))
+    print(f"{device}: {len(sizes)} tensors of {asked.layers} layer(s), {sum(sizes) / MIB:.1f} MiB a micro-batch", flush=True)
+    seconds = in_a_process({}, timed, sizes, device, asked.micro_batches, asked.rounds)
+    print(
+        line(("reloads go into", "held MiB", "of a micro-batch", "reserved MiB", "allocations", "s a micro-batch", "quartiles"))
+    )
+    print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for mode in MODES:
-        row = _in_a_process(mode, sizes, device, asked.micro_batches)
+        row = in_a_process(ENVIRONMENT, measured, mode, sizes, device, asked.micro_batches)
         share, allocations = row.held_bytes / row.micro_batch_bytes, "-" if row.allocations is None else row.allocations
         bytes_ = f"{row.held_bytes / MIB:.1f}", f"{share:.2f}", f"{row.reserved_bytes / MIB:.1f}"
-        print(line((mode, *bytes_, allocations, f"{row.seconds:.4f}")), flush=True)
+        took = seconds[mode]
+        spread = f"{took.lower_s:.4f} to {took.upper_s:.4f}"
+        print(line((mode, *bytes_, allocations, f"{took.median_s:.4f}", spread)), flush=True)
 
 
 if __name__ == "__main__":
