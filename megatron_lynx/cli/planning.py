@@ -31,7 +31,7 @@ from megatron_lynx.cli.options import (
     PlanFile,
     finite,
 )
-from megatron_lynx.cli.terminal import check_writable, show, show_json
+from megatron_lynx.cli.terminal import awaited, check_writable, show, show_json
 
 
 @app.command()
@@ -74,7 +74,8 @@ def plan(
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
     check_writable(output)
     costs = costs_of(job, profile_file)
-    decision = decide(job, costs)
+    with awaited("making the plan"):
+        decision = decide(job, costs)
     save_plan(decision.plan, output)
     if as_json:
         show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
@@ -125,8 +126,9 @@ def simulate(
     from megatron_lynx.simulator import figures
 
     check_writable(plot, trace)
-    simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
-    written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
+    with awaited("simulating a step"):
+        simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
+        written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))
     else:

@@ -29,7 +29,7 @@ PATIENCE_S = 2.0
 """Before a progress bar."""
 
 SECONDS_OF_A_LINE = 10.0
-"""Between lines about progress, where there is no terminal for a bar."""
+"""Between lines about progress, and before the first, where there is no terminal for a bar."""
 
 
 def show_json(answer: Any) -> None:
@@ -73,6 +73,33 @@ def announced(what: str) -> Iterator[None]:
         task = progress.add_task(what, total=None)
         yield
         progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def awaited(what: str) -> Iterator[None]:
+    """The same of what is over at once, as a rule: only when people have waited for a while; in a log, after a longer one."""
+    from threading import Timer
+
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    progress.add_task(what, total=None)
+    if console.is_terminal:
+        timer = Timer(PATIENCE_S, progress.start)
+    else:
+        timer = Timer(SECONDS_OF_A_LINE, typer.echo, (f"{what} ...",), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if progress.live.is_started:
+            progress.stop()
 
 
 @contextmanager

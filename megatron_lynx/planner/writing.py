@@ -49,12 +49,13 @@ def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: s
 
 def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
     """The plan with what a rehearsal says of its step, its copies, and its memory."""
+    waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
         memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
         found = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
-            "exposed_copy_s": round(simulation.exposed_copy_s(entry.stage), SECOND_DIGITS),
+            "exposed_copy_s": waits_s[entry.stage],
             "memory_bytes": memory.total,
         }
         if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["F", "R", "B"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One forward, replay or backward. Its text parses back: `read_action(str(action)) == action`."""
 
     micro_batch: int

@@ -28,15 +28,19 @@ def sets_on_host(
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
     away: set[Action] = set()
-    most, begun = [0] * chunks, 0
+    counts, most, begun = [0] * chunks, [0] * chunks, 0
     for action, phase in order:
         own = Action(action.micro_batch, "B", action.chunk)
         at_once = behind.get(action) == own
         begun += action.kind == "B"
-        away.discard(action)
+        back = {action}
         if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
-            away.difference_update(backwards[begun : begun + prefetch])
+            back.update(backwards[begun : begun + prefetch])
+        for one in back & away:
+            counts[one.chunk] -= 1
+        away -= back
         if action.kind == "F" and not at_once:
             away.add(own)
-            most[action.chunk] = max(most[action.chunk], sum(one.chunk == action.chunk for one in away))
+            counts[action.chunk] += 1
+            most[action.chunk] = max(most[action.chunk], counts[action.chunk])
     return tuple(most)

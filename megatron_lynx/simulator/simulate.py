@@ -53,34 +53,27 @@ class RunningStage:
 
     number: int
     passes: Sequence[ChunkPasses]
-    behind: Mapping[Action, Action]
-    """The backward that follows a forward at once."""
+    behind: Sequence[Action | None]
+    """For every action of its order: the backward that follows it at once, if it is a forward."""
     asked_by: Mapping[Action, Action] = field(default_factory=dict)
     """Where copies avoid messages: the backward whose reload is asked for when a pass begins. Empty where they need not."""
+    copying: bool = False
+    """Whether any of its chunks offloads."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
-    def goes_back_at_once(self, forward: Action) -> bool:
-        return self.behind.get(forward) == Action(forward.micro_batch, "B", forward.chunk)
-
-    def forward(self, action: Action, phase: Phase) -> Pass:
+    def forward(self, action: Action, phase: Phase, behind: Action | None) -> Pass:
         """What a forward is, with the replays that it hides."""
-        behind = self.behind.get(action)
-        hides = (
-            behind is not None
-            and not self.goes_back_at_once(action)
-            and behind.micro_batch not in self.passes[behind.chunk].whole
-        )
+        hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
         chunk = behind.chunk if behind is not None and hides else None
         return self.passes[action.chunk].of(action.micro_batch).forward_before(phase, chunk)
 
     @property
     def copies_may_return_s(self) -> float:
         """The beginning of the last backward, or before the first one that of the last forward."""
-        last = self.executed[-1:]
-        return next(
-            (each.start_s for each in reversed(self.executed) if each.action.kind == "B"), last[0].start_s if last else 0.0
-        )
+        backwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "B")
+        forwards = (each.start_s for each in reversed(self.executed) if each.action.kind == "F")
+        return next(backwards, next(forwards, 0.0))
 
 
 class Run:
@@ -89,12 +82,20 @@ class Run:
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
         self._stages = [
-            RunningStage(number, passes, _behind(order), _asked_by(order) if _avoids_messages(passes) else {})
+            RunningStage(
+                number,
+                passes,
+                _behind(order),
+                _asked_by(order) if _avoids_messages(passes) else {},
+                any(chunk.copy is not None for chunk in passes),
+            )
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
         self._p2p_s = p2p_s
         self._interference = interference
-        self._virtual_stages = schedule.pipeline * schedule.chunks
+        self._pipeline = schedule.pipeline
+        self._last = schedule.pipeline * schedule.chunks - 1
+        """Of the virtual stages."""
         self._posted: dict[Message, float] = {}
         self._arrivals: dict[Message, float] = {}
         self._links: dict[tuple[int, str], float] = {}
@@ -132,14 +133,14 @@ class Run:
         free = 0.0
         before: Action | None = None
         replay: Pass = NOTHING
-        for action, phase in self._schedule.phases(stage.number):
-            passes = stage.passes[action.chunk].of(action.micro_batch)
+        for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
             if action.kind == "R":
-                replay = passes.received[phase]
+                replay = stage.passes[action.chunk].of(action.micro_batch).received[phase]
                 continue
-            over = self._behind_copies(stage, before, action, free)
-            behind, arrived = yield from self._exchange(stage, before, action, over)
-            free = self._execute(stage, action, phase, replay, behind, arrived, over - free)
+            over = self._behind_copies(stage, before, action, free) if stage.asked_by else free
+            ready, arrived = yield from self._exchange(stage, before, action, over)
+            begin = self._replayed(stage, action, phase, replay, ready, arrived) if replay.seconds else arrived
+            free = self._execute(stage, action, phase, behind, (arrived, begin, over - free))
             before, replay = action, NOTHING
         yield from self._end(stage, before, free)
 
@@ -148,17 +149,18 @@ class Run:
     ) -> Generator[Message, float, tuple[float, float]]:
         """What one pass hands on and the next one needs; when the stage is free to wait for that, and when all is there."""
         sent, received = self._sent(stage, before), self._received(stage, action)
+        blocking, known = self._schedule.blocking, self._arrivals
         if sent is not None and before is not None:
             self._post(sent, free)
-            if self._schedule.blocking and before.kind == action.kind:  # [2]
-                free = max(free, (yield sent))
+            if blocking and before.kind == action.kind:  # [2]
+                free = max(free, known[sent] if sent in known else (yield sent))
         arrived = free
         if received is not None:
-            if self._schedule.blocking:
+            if blocking:
                 self._post(received, free)
-            arrived = max(arrived, (yield received))
-        if sent is not None and self._schedule.blocking:
-            arrived = max(arrived, (yield sent))  # [1]
+            arrived = max(arrived, known[received] if received in known else (yield received))
+        if sent is not None and blocking:
+            arrived = max(arrived, known[sent] if sent in known else (yield sent))  # [1]
         return free, arrived
 
     def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
@@ -168,37 +170,45 @@ class Run:
         yield from ()
 
     def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
-        """When an exchange can begin, if copies avoid messages (a blocking schedule's; else there is always one under way)."""
+        """When an exchange can begin where copies avoid messages (a blocking schedule's; else there is always one under way)."""
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
-        return max(free, stage.copies.free_s) if stage.asked_by and self._schedule.blocking and exchanges else free
+        return max(free, stage.copies.free_s) if self._schedule.blocking and exchanges else free
+
+    def _replayed(self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
+        """Note the replays of a receive; when the backward that they are for can begin."""  # [3]
+        exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
+        begin = arrived + exposed_s
+        end = begin if exposed_s else free + replay.seconds * self._interference
+        shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
+        stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
+        return begin
 
     def _execute(
-        self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float, held_up_s: float
+        self, stage: RunningStage, action: Action, phase: Phase, behind: Action | None, times: tuple[float, float, float]
     ) -> float:
-        """Note what runs; the time at which it is over. `held_up_s`: for which its exchange waited for copies."""
-        passes, begin = stage.passes[action.chunk].of(action.micro_batch), arrived
-        comes_back = action.kind == "B" and passes.copy is not None
-        may_return = stage.copies_may_return_s if comes_back else 0.0  # looks back through a whole warm-up
-        if replay.seconds:  # [3]
-            exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
-            begin = arrived + exposed_s
-            end = begin if exposed_s else free + replay.seconds * self._interference
-            shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
-            stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
-        stage.copies.pass_begins(begin)
-        if (coming := stage.asked_by.get(action)) is not None:
-            stage.copies.reload(coming, begin, stage.passes[coming.chunk].of(coming.micro_batch).copy)
-        waited = 0.0
-        if comes_back:
-            stage.copies.reload(action, may_return, passes.copy)
-            waited = max(0.0, stage.copies.back_s(action) - begin)
-        chosen = stage.forward(action, phase) if action.kind == "F" else passes.backward[phase]
+        """Note what runs; the time at which it is over. `times`: when all had arrived, when it begins, and the seconds for which
+        its exchange waited for copies."""
+        (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
+        waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
+        chosen = stage.forward(action, phase, behind) if action.kind == "F" else passes.backward[phase]
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
-        if action.kind == "F" and passes.copy is not None and not stage.goes_back_at_once(action):
+        if passes.copy is not None and action.kind == "F" and not _own(action, behind):
             leave = stage.copies.offload_later if stage.asked_by else partial(stage.copies.offload, time_s=end)
             leave(action, copy=passes.copy)
         return end
+
+    def _copies_back(self, stage: RunningStage, action: Action, passes: ChunkPasses, begin: float) -> float:
+        """A pass begins: copies that waited for that leave, and those of a backward come back; for how long it waits."""
+        comes_back = action.kind == "B" and passes.copy is not None
+        may_return = stage.copies_may_return_s if comes_back else 0.0  # looks back through a whole warm-up
+        stage.copies.pass_begins(begin)
+        if (coming := stage.asked_by.get(action)) is not None:
+            stage.copies.reload(coming, begin, stage.passes[coming.chunk].of(coming.micro_batch).copy)
+        if not comes_back:
+            return 0.0
+        stage.copies.reload(action, may_return, passes.copy)
+        return max(0.0, stage.copies.back_s(action) - begin)
 
     def _post(self, message: Message, time_s: float) -> None:
         """One side is there. A blocking message waits for the other side, the others for their link."""
@@ -209,34 +219,43 @@ class Run:
                 return
             arrival = max(other, time_s) + self._p2p_s
         else:
-            link = (message.virtual_stage % self._schedule.pipeline, message.kind)
+            link = (message.virtual_stage % self._pipeline, message.kind)
             arrival = max(time_s, self._links.get(link, 0.0)) + self._p2p_s
             self._links[link] = arrival
         self._arrivals[message] = arrival
-        self._ready.extend(self._waiting.pop(message, ()))
+        if message in self._waiting:
+            self._ready.extend(self._waiting.pop(message))
 
     def _sent(self, stage: RunningStage, action: Action | None) -> Message | None:
         """What the pass hands on to the next virtual stage (forward) or to the one before (backward)."""
         if action is None:
             return None
-        place = self._virtual_stage(stage, action)
-        end = self._virtual_stages - 1 if action.kind == "F" else 0
-        return None if place == end else Message(_direction(action), action.micro_batch, place)
+        place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
+        if place == (self._last if forward else 0):
+            return None
+        return Message("F" if forward else "B", action.micro_batch, place)
 
     def _received(self, stage: RunningStage, action: Action) -> Message | None:
         """What the pass needs of a neighbour."""
-        place = self._virtual_stage(stage, action)
-        begin = 0 if action.kind == "F" else self._virtual_stages - 1
-        source = place - 1 if action.kind == "F" else place + 1
-        return None if place == begin else Message(_direction(action), action.micro_batch, source)
-
-    def _virtual_stage(self, stage: RunningStage, action: Action) -> int:
-        return action.chunk * self._schedule.pipeline + stage.number
+        place, forward = action.chunk * self._pipeline + stage.number, action.kind == "F"
+        if place == (0 if forward else self._last):
+            return None
+        return Message("F", action.micro_batch, place - 1) if forward else Message("B", action.micro_batch, place + 1)
 
 
-def _behind(order: Sequence[Action]) -> dict[Action, Action]:
-    passes = [action for action in order if action.kind != "R"]
-    return {one: after for one, after in pairwise(passes) if (one.kind, after.kind) == ("F", "B")}
+def _own(forward: Action, behind: Action | None) -> bool:
+    """Whether the backward that follows a forward at once is its own."""
+    return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
+
+
+def _behind(order: Sequence[Action]) -> list[Action | None]:
+    behind: list[Action | None] = []
+    after: Action | None = None
+    for action in reversed(order):
+        behind.append(after if action.kind == "F" and after is not None and after.kind == "B" else None)
+        after = after if action.kind == "R" else action
+    behind.reverse()
+    return behind
 
 
 def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
@@ -249,10 +268,6 @@ def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
     backwards = [action for action in passes if action.kind == "B"]
     before_first = passes[max(0, passes.index(backwards[0]) - 1)]
     return {before_first: backwards[0], **dict(pairwise(backwards))}
-
-
-def _direction(action: Action) -> Literal["F", "B"]:
-    return "F" if action.kind == "F" else "B"
 
 
 def _after(walk: Generator[Message, float, None], arrival_s: float) -> Message | None:

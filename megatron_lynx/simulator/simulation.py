@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
@@ -19,8 +18,7 @@ from megatron_lynx.simulator.passes import Pass
 from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
 
-@dataclass(frozen=True)
-class Executed:
+class Executed(NamedTuple):
     """One action in its place. Seconds from the beginning of the step."""
 
     action: Action
@@ -52,26 +50,28 @@ class Simulation:
 
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, their tensor-parallel waits included, and of replays that delay a pass."""
-        return sum(each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.counted(stage))
+        return sum([each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
 
     def bubble_s(self, stage: int) -> float:
         """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
-        return sum(each.copy_wait_s for each in self.counted(stage))
+        return sum([each.copy_wait_s for each in self.counted(stage)])
 
     def exposed_replay_s(self, stage: int) -> float:
-        return sum(each.content.exposed_s for each in self.counted(stage))
+        return sum([each.content.exposed_s for each in self.counted(stage)])
 
     def hidden_replay_s(self, stage: int) -> float:
-        return sum(each.content.hidden_s for each in self.counted(stage))
+        return sum([each.content.hidden_s for each in self.counted(stage)])
 
     def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of one chunk's replays: hidden, exposed. Those that a forward hides are the next backward's."""
-        executed = self.executed[stage]
-        own = [each.content for each, served in zip(executed, _served(executed), strict=True) if served.chunk == chunk]
-        return sum(content.hidden_s for content in own), sum(content.exposed_s for content in own)
+        if stage not in self._served:
+            self._served[stage] = _served(self.executed[stage])
+        both = zip(self.executed[stage], self._served[stage], strict=True)
+        own = [each.content for each, served in both if served.chunk == chunk]
+        return sum([content.hidden_s for content in own]), sum([content.exposed_s for content in own])
 
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
@@ -83,8 +83,12 @@ class Simulation:
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}
 
+    @cached_property
+    def _served(self) -> dict[int, list[Action]]:
+        return {}
+
     def _curve(self, stage: int) -> MemoryCurve:
-        passes = ((each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory)
+        passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
 
     def timeline(self) -> Timeline:
@@ -133,7 +137,7 @@ def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
 
 def _served(executed: Sequence[Executed]) -> list[Action]:
     """Whose replays an action runs: its own, or for a forward those of the backward behind it."""
-    following = [*(after.action for _, after in pairwise(executed)), None]
+    following = [*[after.action for after in executed[1:]], None]
     return [
         after if after is not None and each.action.kind == "F" else each.action
         for each, after in zip(executed, following, strict=True)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
@@ -88,11 +90,9 @@ def memory_curve(changes: Iterable[tuple[float, int]]) -> MemoryCurve:
 
     What is taken and given back at one moment is in the order of `changes`, so that a peak of no duration is seen.
     """
-    times_s, held = [0.0], [0]
-    for time_s, change in sorted(changes, key=lambda change: change[0]):
-        times_s.append(time_s)
-        held.append(held[-1] + change)
-    return MemoryCurve(tuple(times_s), tuple(held))
+    ordered = sorted(changes, key=itemgetter(0))
+    held = accumulate([change for _, change in ordered], initial=0)
+    return MemoryCurve((0.0, *[time_s for time_s, _ in ordered]), tuple(held))
 
 
 def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
