@@ -52,7 +52,7 @@ class Course:
 
 def learned(rank: int, job: Job, course: Course, seeds: int) -> dict[str, list[list[float]]]:
     """Validation losses before the first batch and at each evaluation, by setting and seed. On the last stage."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     settings = {"flush": False, "without flushes": True}
@@ -62,8 +62,10 @@ def learned(rank: int, job: Job, course: Course, seeds: int) -> dict[str, list[l
 def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterator[float]:
     """The same weights, text and learning rates with either. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, seed_random_numbers
+    from megatron_lynx.testbed.training import Training
 
     training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=course.rate)
     sizes: dict[str, Any] = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
@@ -97,7 +99,7 @@ def windows(job: Job, seed: int, validation: bool) -> Iterator[Any]:
     """Micro-batches of random windows of the text, one character a token."""
     import torch
 
-    from megatron_lynx.testbed.training import MicroBatch
+    from megatron_lynx.testbed.batches import MicroBatch
 
     texts = [(Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_bytes() for name in SOURCES]
     parts = [text[len(text) * 9 // 10 :] if validation else text[: len(text) * 9 // 10] for text in texts]

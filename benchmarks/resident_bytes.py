@@ -9,7 +9,7 @@ from megatron_lynx.testbed.subject import Subject
 
 def count(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:
     """Bytes that each setting holds at the end of the forward pass, beyond the level at its start. Runs on a rank."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     first = Subject(job, NONE)

@@ -98,8 +98,10 @@ def _exactness(job: Job) -> dict[str, bool]:
 
 
 def _trained(job: Job, plan: Plan | None) -> dict[str, torch.Tensor]:
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, initialise, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     initialise(job)
     training = Training(job, build_model(job))
@@ -142,7 +144,7 @@ def compared(check: Check, job: Job, plan: Plan, links: Links) -> Measurement:
 
 def memory(check: Check) -> Measurement:
     """Without collectives there are no windows: both settings of ours replay on demand."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     job = check.job("memory")
     initialise(job)
@@ -152,7 +154,7 @@ def memory(check: Check) -> Measurement:
 def emulated_interconnect(check: Check) -> Measurement:
     from megatron.core import parallel_state
 
-    from megatron_lynx.testbed.training import initialise, shut_down
+    from megatron_lynx.testbed.groups import initialise, shut_down
 
     shut_down()
     job = check.job("emulated", tensor=8)
@@ -178,8 +180,9 @@ def offload(check: Check) -> dict[str, Any]:
 
 
 def _training(job: Job) -> Any:
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, initialise
+    from megatron_lynx.testbed.training import Training
 
     initialise(job)
     return Training(job, build_model(job), optimizer=None)

@@ -27,7 +27,8 @@ from megatron_lynx.items import HALVES
 from megatron_lynx.runtime.copiers import copiers_for
 from megatron_lynx.runtime.host_pool import HostPool
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.testbed.training import Training, synthetic_batches
+from megatron_lynx.testbed.batches import synthetic_batches
+from megatron_lynx.testbed.training import Training
 
 ROUNDS = 5
 TESTS = "tests/runtime/test_offload.py"

@@ -69,7 +69,7 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
     Stock's module sets are first tried on each rank alone, which makes Megatron's groups anew: not for ranks whose other ranks
     do not exist.
     """
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     failing = _failing(job) if module_sets_too else []
     initialise(job)
@@ -128,7 +128,7 @@ def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> N
 
 def _failing(job: Job) -> list[Skipped]:
     """The module sets that stock Megatron cannot train with, and why."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     alone = _alone(job)
     initialise(alone)

@@ -78,8 +78,8 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import initialise
 
     alone = _alone(job)
     initialise(alone)
@@ -130,7 +130,7 @@ def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], count
 
 
 def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
-    from megatron_lynx.testbed.training import synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
 
     batch = synthetic_batches(job)[0]
     return lambda: chunk.embedding(input_ids=batch.tokens, position_ids=batch.position_ids)
@@ -138,7 +138,7 @@ def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:
 
 def _head(job: Job, chunk: Any, hidden: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Final norm, output projection and loss, of what `hidden` makes."""
-    from megatron_lynx.testbed.training import synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
 
     labels = synthetic_batches(job)[0].labels
 

@@ -54,8 +54,9 @@ class Subject:
 
     def __init__(self, job: Job, way: Way, learning_rate: float = 1e-4) -> None:
         from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+        from megatron_lynx.testbed.groups import seed_random_numbers
         from megatron_lynx.testbed.tiny_models import build_model
-        from megatron_lynx.testbed.training import Training, seed_random_numbers
+        from megatron_lynx.testbed.training import Training
 
         seed_random_numbers(1234)
         self.job, self.way = job, way
@@ -67,7 +68,7 @@ class Subject:
 
     def run(self, batches: int) -> list[float]:
         """Train so many batches, from an empty pipeline to an empty one; when each update was over."""
-        from megatron_lynx.testbed.training import synthetic_batches
+        from megatron_lynx.testbed.batches import synthetic_batches
 
         text = (micro_batch for batch in range(batches) for micro_batch in synthetic_batches(self.job, batch))
         ends = []
@@ -115,7 +116,7 @@ class Subject:
         return install(self.training.chunks, self.way.plan, **without_flushes)
 
     def _forward_backward(self, text: Iterator[Any], drains: bool) -> None:
-        from megatron_lynx.testbed.training import forward_step, run_schedule
+        from megatron_lynx.testbed.step import forward_step, run_schedule
 
         if self.pipeline is None:
             run_schedule(self.training.chunks, self.job, islice(text, self.job.microbatches))
@@ -130,7 +131,7 @@ def race(rank: int, job: Job, ways: list[Way], rounds: int, batches: int) -> dic
     """Runs inside `RankPool`. All ways, round by round; a first run of each is not timed. At least four batches have a middle."""
     import torch.distributed as dist
 
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     subjects = {way.name: Subject(job, way) for way in ways}
@@ -149,7 +150,9 @@ def differing(rank: int, job: Job, way: Way, batches: int) -> list[str]:
     """Runs inside `RankPool`. The parameters that are not what the rule makes of them, to the bit, after so many batches."""
     import torch
 
-    from megatron_lynx.testbed.training import initialise, run_schedule, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.step import run_schedule
 
     initialise(job)
     ours, rule = Subject(job, way, learning_rate=0.01), Subject(job, Way("the rule"), learning_rate=0.01)

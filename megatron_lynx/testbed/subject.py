@@ -18,7 +18,7 @@ from megatron_lynx.measure.memory import ActivationMeter, MemoryUse, count_step,
 from megatron_lynx.testbed.candidates import Candidate
 
 if TYPE_CHECKING:
-    from megatron_lynx.testbed.training import ForwardStep, Training
+    from megatron_lynx.testbed.step import ForwardStep
 
 SEED = 7
 """Of the random numbers drawn in a step whose gradients are compared: every setting must draw the same dropout masks."""
@@ -28,16 +28,17 @@ class Subject:
     """`weights_of` is the subject whose weights it shares; the first one draws them."""
 
     def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
-        from megatron_lynx.testbed import training
+        from megatron_lynx.testbed.batches import synthetic_batches
         from megatron_lynx.testbed.tiny_models import build_model
+        from megatron_lynx.testbed.training import Training
 
         chunks = None if weights_of is None else weights_of.training.chunks
         # Weights are drawn, or shared, once the model stands: Megatron need not draw its own.
         model = build_model(job, weights_of=chunks, perform_initialization=False, **candidate.fields)
         self.job = job
         self.candidate = candidate
-        self.training: Training = training.Training(job, model, optimizer=None)
-        self.batches = training.synthetic_batches(job)
+        self.training: Training = Training(job, model, optimizer=None)
+        self.batches = synthetic_batches(job)
 
     @property
     def device(self) -> torch.device:
@@ -60,13 +61,13 @@ class Subject:
 
     def uncleared_step(self, forward_step: ForwardStep | None = None) -> None:
         """Forward and backward only; gradients are added to those that are there, so none is allocated or freed."""
-        from megatron_lynx.testbed.training import run_schedule
+        from megatron_lynx.testbed.step import run_schedule
 
         run_schedule(self.training.chunks, self.job, self.batches, forward_step_func=forward_step)
 
     def repeatable_step(self) -> dict[str, torch.Tensor]:
         """One step with the random numbers of `SEED`: copies of its losses and gradients, by name."""
-        from megatron_lynx.testbed.training import seed_random_numbers
+        from megatron_lynx.testbed.groups import seed_random_numbers
 
         seed_random_numbers(SEED)
         losses = self.step()
@@ -74,7 +75,7 @@ class Subject:
 
     def counted_step(self) -> MemoryUse:
         """What a step holds and needs; marked at the end of every forward pass. Warm up before."""
-        from megatron_lynx.testbed.training import forward_step
+        from megatron_lynx.testbed.step import forward_step
 
         def step(meter: ActivationMeter) -> None:
             self.uncleared_step(marked(forward_step, meter, "forward"))

@@ -1,111 +1,27 @@
-"""What a launch script does around megatron-core, and no more: start the ranks' groups, make batches, run steps.
+"""A model being trained: what a launch script does around megatron-core, and no more.
 
-    initialise(job)                      torch.distributed, parallel_state, random-number seeds
+    initialise(job)                      the ranks' groups and seeds (groups)
     chunks = build_model(job)            (tiny_models)
     training = Training(job, chunks)     Megatron DDP or none; plain SGD, or Megatron's optimizer
-    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back
+    training.step(batches)               Megatron's own schedule for this layout, reductions, optimizer; losses back (step)
 
 It knows nothing of plans: stock runs and planned runs go through the same lines.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
 from megatron_lynx.config.job import Job
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Integer tensors of shape (b, s): batch by sequence."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-
-
-ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, Any]]
-"""What Megatron calls its `forward_step_func`."""
-
-
-def initialise(job: Job, seed: int = 1234) -> None:
-    """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
-
-    May be called again in the same process, for another job of as many ranks.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if not _has_layout_of(job):
-        _drop_groups()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
-        )
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
-    seed_random_numbers(seed)
-
-
-def _has_layout_of(job: Job) -> bool:
-    if not parallel_state.is_initialized():
-        return False
-    sizes = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
-    return sizes == (job.parallel.tensor, job.parallel.pipeline)
-
-
-def _drop_groups() -> None:
-    """Destroy every group but the world. Megatron makes some forty of them, each with threads of its own, and forgets them."""
-    parallel_state.destroy_model_parallel()
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-
-
-def shut_down() -> None:
-    """Leave the job: Megatron's groups and torch.distributed are gone afterwards."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def seed_random_numbers(seed: int) -> None:
-    """Seed every generator as Megatron's training does. After it, two equal models draw equal dropout masks.
-
-    Megatron's tracker stays the same object: attention of Transformer Engine holds on to the one it was built with.
-    """
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-
-
-def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBatch]:
-    """This replica's micro-batches of one step: random tokens that depend on seed, step and place in the global batch."""
-    shape = (job.batch.micro, job.model.seq + 1)
-    replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
-    positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
-    batches = []
-    for index in range(job.microbatches):
-        place = index * job.replicas + replica
-        generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
-        text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
-        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions))
-    return batches
+from megatron_lynx.testbed.batches import MicroBatch
+from megatron_lynx.testbed.gradients import finalize_without_ddp, gradients, named_parameters
+from megatron_lynx.testbed.step import run_schedule, train_step
 
 
 class Training:
@@ -172,54 +88,6 @@ class Training:
         return gradients(self.chunks)
 
 
-def train_step(chunks: Sequence[torch.nn.Module], optimizer: Any, job: Job, batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
-    """Clear gradients, run the schedule, step. Gradients stay readable until the next step."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.zero_grad_buffer()
-        chunk.zero_grad(set_to_none=True)
-    losses = run_schedule(chunks, job, batches)
-    if optimizer is not None:
-        optimizer.step()
-    return losses
-
-
-def run_schedule(
-    chunks: Sequence[torch.nn.Module],
-    job: Job,
-    batches: Iterable[MicroBatch],
-    forward_only: bool = False,
-    forward_step_func: ForwardStep | None = None,
-) -> list[torch.Tensor]:
-    """All micro-batches of one step through Megatron's own schedule for this layout; `forward_step` runs each of them.
-
-    Every chunk of an interleaved schedule reads the same batches.
-    """
-    batches = list(batches)
-    results: list[torch.Tensor] = get_forward_backward_func()(
-        forward_step_func=forward_step_func or forward_step,
-        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=list(chunks),
-        num_microbatches=job.microbatches,
-        seq_length=job.model.seq,
-        micro_batch_size=job.batch.micro,
-        forward_only=forward_only,
-    )
-    return results
-
-
-def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one chunk, as `pretrain_gpt.py` does it."""
-    batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return output, mean_loss
-
-
-def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = losses_BS.float().mean()
-    return loss, loss.detach().clone()
-
-
 def with_ddp(
     job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool, overlap_param_gather: bool
 ) -> list[torch.nn.Module]:
@@ -251,40 +119,3 @@ def megatron_optimizer(
         overlap_param_gather=overlap_param_gather,
     )
     return get_megatron_optimizer(config, list(chunks))
-
-
-def finalize_without_ddp(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-    """The reductions of Megatron's `finalize_model_grads`, which refuses chunks without DDP, on plain `.grad`.
-
-    Adds up norms' gradients over tensor-parallel ranks (each saw a slice of the sequence) and tied embeddings' over the
-    first and last stage.
-    """
-    config = get_model_config(chunks[0])
-    for name, parameter in named_parameters(chunks).items():
-        if parameter.grad is None:
-            continue
-        per_head = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-        if per_head or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
-            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-        if getattr(parameter, "shared_embedding", False) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            dist.all_reduce(parameter.grad, group=parallel_state.get_embedding_group())
-
-
-def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Parameters of all chunks by name, without the `module.` of wrappers; a chunk's number comes first if there are several."""
-    prefix = "" if len(chunks) == 1 else "{}."
-    return {
-        prefix.format(index) + name.replace("module.", ""): parameter
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-    }
-
-
-def gradients(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Copies of all gradients by name: DDP's `main_grad` where there is one, else `grad`."""
-    found = {}
-    for name, parameter in named_parameters(chunks).items():
-        gradient = getattr(parameter, "main_grad", parameter.grad)
-        if gradient is not None:
-            found[name] = gradient.detach().clone()
-    return found

@@ -24,7 +24,7 @@ class Counted:
 
 def count(rank: int, job: Job, plans: list[Plan | None]) -> list[Counted]:
     """One counted step under each plan, after a warm-up (None: stock)."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     return [_count(job, plan) for plan in plans]
@@ -37,12 +37,14 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step, marked
     from megatron_lynx.runtime.counts import Counts
-    from megatron_lynx.testbed import training as testbed
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
 
-    training = testbed.Training(job, build_model(job), optimizer=None)
+    training = Training(job, build_model(job), optimizer=None)
     installation = install(training.chunks, plan) if plan is not None else None
-    batches, plain = testbed.synthetic_batches(job), testbed.forward_step
+    batches = synthetic_batches(job)
     training.step(batches)
     if installation is not None:
         installation.engine.take_counts()
@@ -51,11 +53,7 @@ def _count(job: Job, plan: Plan | None) -> Counted:
     counts = installation.engine.take_counts() if installation is not None else Counts()
 
     def step(meter):
-        testbed.forward_step = marked(plain, meter, "forward")  # which run_schedule looks up
-        try:
-            testbed.run_schedule(training.chunks, job, batches)
-        finally:
-            testbed.forward_step = plain
+        run_schedule(training.chunks, job, batches, forward_step_func=marked(forward_step, meter, "forward"))
 
     resident = count_step(step, "cpu", training.parameters().values()).resident_bytes
     if installation is not None:

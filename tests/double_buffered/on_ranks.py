@@ -22,7 +22,7 @@ def stock_and_interpreted(rank: int, job: Job, how: dict[str, Any], setting: dic
 
     `how`: arguments of Training, and `align`: only the first stage starts reducing gradients during backward.
     """
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     return one_f_one_b(job, how, setting, interpreted=False), one_f_one_b(job, how, setting, interpreted=True)
@@ -34,8 +34,11 @@ def one_f_one_b(job: Job, how: dict[str, Any], setting: dict[str, Any], interpre
 
     from megatron_lynx.double_buffered.interpreter import Interpreter
     from megatron_lynx.schedule.one_f_one_b import order
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.step import forward_step
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     training = Training(job, build_model(job, **setting), **{key: value for key, value in how.items() if key != "align"})
     if how.get("align"):
@@ -86,7 +89,7 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
     `how`: arguments of Training; `optimizer_config`: fields of Megatron's; `spoilt`: batches whose loss is infinite;
     `defer_updates`: with a second gradient buffer; `model`: fields of TransformerConfig.
     """
-    from megatron_lynx.testbed.training import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
     runs = Trained(), Trained()
@@ -118,7 +121,8 @@ def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run:
 
     Where updates are deferred, on the loss scale of W(j-1), too; what it is now, Megatron divides by.
     """
-    from megatron_lynx.testbed.training import run_schedule, synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import run_schedule
 
     versions, scales = [weights(training)], [loss_scale(training)]
     for index, batch in enumerate(batches):
@@ -162,7 +166,7 @@ def loss_scale(training: Any) -> float:
 
 
 def double_buffered(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained, pipeline: Any = None) -> None:
-    from megatron_lynx.testbed.training import synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
 
     pipeline = pipeline or without_flushes(job, training, how)
     text = (micro_batch for batch in batches for micro_batch in synthetic_batches(job, batch))
@@ -198,7 +202,8 @@ def build(job: Job, how: dict[str, Any]) -> Any:
 
 def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
     """Megatron's `forward_step_func`; the losses of the spoilt batches are infinite."""
-    from megatron_lynx.testbed.training import forward_step, mean_loss, synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import forward_step, mean_loss
 
     if "spoilt" not in how:
         return forward_step
@@ -233,7 +238,8 @@ def load(training: Any, weights: dict[str, torch.Tensor]) -> None:
 
 def stopped_and_resumed(rank: int, job: Job, how: dict[str, Any]) -> list[Trained]:
     """Twice three batches with an evaluation between: the reference, without flushes, and the second half from what was saved."""
-    from megatron_lynx.testbed.training import initialise, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
     runs = [Trained() for _ in range(3)]
@@ -259,8 +265,9 @@ def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, 
     from megatron_lynx.apply.hook import give_back, put_in_place
     from megatron_lynx.double_buffered.hooks import claims
     from megatron_lynx.errors import HookRefused
-    from megatron_lynx.testbed import training as loop
-    from megatron_lynx.testbed.training import initialise, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed import step as loop
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
     expected, run, refused = Trained(), Trained(), []
@@ -302,7 +309,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = Fa
     """
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_lynx.testbed.training import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
     run = Trained()
@@ -359,7 +366,7 @@ def looking_into(buffer: list[torch.Tensor]) -> int:
 def refused(rank: int, job: Job, how: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[type, str]:
     """How a run that `spoil` was let at is answered; it is not changed."""
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     training = build(job, how)
@@ -405,7 +412,7 @@ class Planned:
 def planned(rank: int, job: Job, how: dict[str, Any], plans: list[Any], batches: int = 4) -> list[Planned]:
     """The reference, without a plan, and each plan. The retired buffer is NaN before it is filled again: replays read neither."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed.training import initialise, seed_random_numbers
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
 
     initialise(job)
     expected, outcomes = Trained(), []
@@ -443,7 +450,9 @@ def installed_differently(rank: int, job: Job, plans: dict[str, Any]) -> dict[st
     """How plans are refused: of another schedule, on either; while micro-batches are in flight."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import LynxError
-    from megatron_lynx.testbed.training import forward_step, initialise, synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.step import forward_step
 
     initialise(job)
     said = {}
@@ -480,7 +489,7 @@ def plan_installed(training: Any) -> Callable[[], None]:
 def plan_comes_later(rank: int, job: Job) -> str:
     """How the next batch is answered."""
     from megatron_lynx.errors import HookRefused
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     training = build(job, {})

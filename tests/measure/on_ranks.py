@@ -10,25 +10,23 @@ from megatron_lynx.measure.memory import MemoryUse, count_step, marked
 
 def count(rank: int, trials: list[tuple[Job, dict[str, Any]]]) -> list[MemoryUse]:
     """One counted step of each job under its setting, after a warm-up."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(trials[0][0])
     return [_count_one(job, setting) for job, setting in trials]
 
 
 def _count_one(job: Job, setting: dict[str, Any]) -> MemoryUse:
-    from megatron_lynx.testbed import training as testbed
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
 
-    training = testbed.Training(job, build_model(job, **setting), optimizer=None)
-    training.step(testbed.synthetic_batches(job))
-    batches, plain = testbed.synthetic_batches(job), testbed.forward_step
+    training = Training(job, build_model(job, **setting), optimizer=None)
+    batches = synthetic_batches(job)
+    training.step(batches)
 
     def step(meter):
-        testbed.forward_step = marked(plain, meter, "forward")  # which run_schedule looks up
-        try:
-            testbed.run_schedule(training.chunks, job, batches)
-        finally:
-            testbed.forward_step = plain
+        run_schedule(training.chunks, job, batches, forward_step_func=marked(forward_step, meter, "forward"))
 
     return count_step(step, "cpu", training.parameters().values())

@@ -15,8 +15,8 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import initialise
 
     model, shards = job.model, job.parallel.tensor
     alone = job.model_copy(update={"gpus": 1, "parallel": type(job.parallel)(), "model": model.model_copy(update={"layers": 1})})
@@ -52,8 +52,8 @@ def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int])
     import torch.distributed as dist
 
     from megatron_lynx.profiler.links import measure_links
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_jobs import tiny_job
-    from megatron_lynx.testbed.training import initialise
 
     initialise(tiny_job(tensor=2))
     return measure_links(kinds, sizes, dist.group.WORLD, torch.device("cpu"), repetitions=2)
@@ -69,8 +69,8 @@ def measure_sleeping(rank: int, longer: float) -> float:
 
     from megatron_lynx.profiler.interference import measure_interference
     from megatron_lynx.profiler.links import WARMUP
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_jobs import tiny_job
-    from megatron_lynx.testbed.training import initialise
 
     initialise(tiny_job(tensor=2))
     seconds = chain(repeat(0.004, WARMUP + 3), cycle((0.004, 0.004 * longer)))

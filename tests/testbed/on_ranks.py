@@ -38,16 +38,18 @@ def same(a: Any, b: Any) -> bool:
 
 def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> list[Run]:
     """Two steps and an evaluation under each of several settings of TransformerConfig, everything else equal."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     return [train_once(job, setting, **how) for setting in settings]
 
 
 def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
+    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
         training = Training(job, build_model(job, **setting), **how)
@@ -112,7 +114,7 @@ def apex_against_torch(rank: int, job: Job, setting: dict[str, Any]) -> tuple[bo
 
 def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Run]:
     """Each case: settings of TransformerConfig and arguments of Training besides `ddp`."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     return [train_once(job, setting, ddp=True, **how) for setting, how in cases]
@@ -120,7 +122,7 @@ def train_with_ddp(rank: int, job: Job, cases: list[tuple[dict[str, Any], dict[s
 
 def train_in_thread(rank: int, job: Job) -> list[Run]:
     """The same run twice, the second one in another thread."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     runs = [train_once(job, {})]
@@ -131,8 +133,10 @@ def train_in_thread(rank: int, job: Job) -> list[Run]:
 
 
 def first_losses(rank: int, job: Job) -> list[torch.Tensor]:
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, initialise, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     initialise(job)
     return Training(job, build_model(job)).step(synthetic_batches(job))

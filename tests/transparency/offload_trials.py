@@ -36,8 +36,10 @@ def fail_and_recover(rank: int, job: Job, plan: Plan, direction: Literal["offloa
     """The first stage's last copies fail, in its last backward: nobody waits for what it would have sent."""
     from megatron_lynx.apply import install
     from megatron_lynx.errors import OffloadError
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, initialise, seed_random_numbers, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
@@ -92,18 +94,21 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     """The first stage fails in the middle of a step, with messages under way; the other waits for what never comes. The groups
     are of no use afterwards."""
     from megatron_lynx.apply import install
-    from megatron_lynx.testbed import training as lines
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, shut_down
+    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
 
     with _groups_that_do_not_wait_long():
-        lines.shut_down()
+        shut_down()
         dist.init_process_group("gloo", timeout=SHORT)
-        lines.initialise(job)
-    training, result = lines.Training(job, build_model(job), optimizer=None), Failed()
+        initialise(job)
+    training, result = Training(job, build_model(job), optimizer=None), Failed()
     with install(training.chunks, plan) as installation:
-        with _failing(installation.engine.offloader, where) if rank == 0 else nullcontext(lines.forward_step) as forward_step:
+        with _failing(installation.engine.offloader, where) if rank == 0 else nullcontext(forward_step) as function:
             try:
-                lines.run_schedule(training.chunks, job, lines.synthetic_batches(job), forward_step_func=forward_step)
+                run_schedule(training.chunks, job, synthetic_batches(job), forward_step_func=function)
             except Exception as error:  # noqa: BLE001 (on the other stage it is gloo's)
                 result.error = f"{type(error).__name__}: {error}"
         gc.collect()
@@ -126,7 +131,7 @@ def _groups_that_do_not_wait_long() -> Iterator[None]:
 @contextmanager
 def _failing(offloader: Any, where: Literal["backward", "offload"]) -> Iterator[Any]:
     """Megatron's `forward_step_func` to run with, while the second micro-batch fails where it is said."""
-    from megatron_lynx.testbed.training import forward_step
+    from megatron_lynx.testbed.step import forward_step
 
     calls = Counter[str]()
 
@@ -161,8 +166,11 @@ class Reshaped:
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
     """One step of each job, with the model of the first: stock, then all of them under the plan."""
     from megatron_lynx.apply import install
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.gradients import gradients
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.step import train_step
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import gradients, initialise, seed_random_numbers, synthetic_batches, train_step
 
     initialise(jobs[0])
     chunks = build_model(jobs[0])
@@ -204,7 +212,7 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
     Copies to the host are waited for before each mark, so that what is counted does not depend on how fast they are.
     """
     from megatron_lynx.measure.cpu_memory import remember_blocks
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     remember_blocks()
@@ -214,8 +222,10 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 def _bytes_at_marks(job: Job, plan: Plan) -> list[int]:
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import forward_step, run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, forward_step, run_schedule, synthetic_batches
+    from megatron_lynx.testbed.training import Training
 
     training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
     with install(training.chunks, plan) as installation:

@@ -72,7 +72,7 @@ class Outcome:
 
 def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> list[Outcome]:
     """One outcome per plan."""
-    from megatron_lynx.testbed.training import initialise
+    from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     stock = train(job, None, trial)
@@ -83,8 +83,9 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     """A training from the same weights and seeds, under a plan or without."""
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training, seed_random_numbers
+    from megatron_lynx.testbed.training import Training
 
     seen = Seen()
     with ExitStack() as stack:
@@ -111,7 +112,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
 
 
 def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, seen: Seen, last: bool) -> None:
-    from megatron_lynx.testbed.training import synthetic_batches
+    from megatron_lynx.testbed.batches import synthetic_batches
 
     if installation is not None and trial.traced and last:
         installation.engine.trace.start()

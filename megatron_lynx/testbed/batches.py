@@ -1,0 +1,33 @@
+"""Micro-batches of random tokens, which depend on the seed, the step and the place in the global batch, not on the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_lynx.config.job import Job
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Integer tensors of shape (b, s): batch by sequence."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+
+
+def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBatch]:
+    """This replica's micro-batches of one step: random tokens that depend on seed, step and place in the global batch."""
+    shape = (job.batch.micro, job.model.seq + 1)
+    replica, device = parallel_state.get_data_parallel_rank(), torch.cuda.current_device()
+    positions = torch.arange(job.model.seq, device=device).expand(job.batch.micro, -1)
+    batches = []
+    for index in range(job.microbatches):
+        place = index * job.replicas + replica
+        generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
+        text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
+        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions))
+    return batches

@@ -1,0 +1,72 @@
+"""The ranks' groups, as a launch script makes them: torch.distributed, Megatron's parallel_state, random numbers of every rank.
+
+    initialise(job)      torch.distributed (once), the groups of this job's layout (anew if it is another), seeds
+    shut_down()          all of them gone
+
+The same processes may go from job to job, as long as each has as many ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_lynx.config.job import Job
+
+
+def initialise(job: Job, seed: int = 1234) -> None:
+    """Join the job (environment as torchrun sets it), make Megatron's groups anew for its layout, and seed.
+
+    May be called again in the same process, for another job of as many ranks.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not _has_layout_of(job):
+        _drop_groups()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
+        )
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
+    seed_random_numbers(seed)
+
+
+def _has_layout_of(job: Job) -> bool:
+    if not parallel_state.is_initialized():
+        return False
+    sizes = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
+    return sizes == (job.parallel.tensor, job.parallel.pipeline)
+
+
+def _drop_groups() -> None:
+    """Destroy every group but the world. Megatron makes some forty of them, each with threads of its own, and forgets them."""
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def shut_down() -> None:
+    """Leave the job: Megatron's groups and torch.distributed are gone afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed every generator as Megatron's training does. After it, two equal models draw equal dropout masks.
+
+    Megatron's tracker stays the same object: attention of Transformer Engine holds on to the one it was built with.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
