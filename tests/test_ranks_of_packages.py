@@ -18,7 +18,7 @@ FOUNDATION = {"errors", "units", "items", "nest", "validation", "yaml_file", "ve
 PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
-    "config": set(),
+    "config": {"schedule.groups"},
     "schedule": set(),
     "plan": {"schedule"},
     "profiler": {"config"},

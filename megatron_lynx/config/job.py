@@ -13,6 +13,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.schedule.groups import groups_needed
 from megatron_lynx.units import GIB
 
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
@@ -115,9 +116,8 @@ class Job(BaseModel):
         elif self.microbatches > MOST_MICROBATCHES:
             todo = "enlarge batch.micro, or use more gpus"
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be no more than {MOST_MICROBATCHES}: {todo}")
-        elif self.chunks > 1 and (groups := _groups_needed(self.microbatches, self.microbatch_group, parallel.pipeline)):
-            needed = f"{groups} with several chunks on each stage"
-            problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be {needed}")
+        elif self.chunks > 1:
+            problems += self._interleaving_problems()
         problems += expert_layout.problems(model, parallel, self.gpus)
         if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
@@ -128,6 +128,11 @@ class Job(BaseModel):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _interleaving_problems(self) -> list[str]:
+        needed = groups_needed(self.microbatches, self.microbatch_group, self.parallel.pipeline, "parallel.")
+        found = f"micro-batches of a pipeline ({self.microbatches})"
+        return [] if needed is None else [f"{found} must be {needed} with several chunks on each stage"]
 
     def _flushless_problems(self) -> list[str]:
         """Two versions of the weights are enough where a batch has a micro-batch for every stage, and stages have one chunk."""
@@ -215,15 +220,6 @@ class Job(BaseModel):
             for part, names in LATER.items()
         }
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
-
-
-def _groups_needed(microbatches: int, group: int, pipeline: int) -> str | None:
-    """What Megatron asks for: full groups, and a last one that is no smaller than the pipeline. None where it is so."""
-    if microbatches >= group and not 0 < microbatches % group < pipeline:
-        return None
-    if group == pipeline:
-        return f"a multiple of parallel.pipeline ({pipeline})"
-    return f"in groups of parallel.microbatch_group ({group}), the last of at least parallel.pipeline ({pipeline}),"
 
 
 def _nearest(number: int, step: int) -> str:

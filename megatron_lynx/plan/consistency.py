@@ -14,6 +14,7 @@ from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
 from megatron_lynx.plan import double_buffered, experts, order
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
+from megatron_lynx.schedule.groups import groups_needed
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, window_at
 
 if TYPE_CHECKING:
@@ -47,12 +48,8 @@ def _impossible_chunks(plan: Plan) -> list[str]:
         return [f"parallel.chunks is {layout.chunks}, but one stage has nothing to take turns with (pipeline 1)"]
     if layout.group < layout.pipeline:
         return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
-    if found >= layout.group and not 0 < found % layout.group < layout.pipeline:
-        return []
-    needed = f"a multiple of pipeline ({layout.pipeline})"
-    if layout.group != layout.pipeline:
-        needed = f"in groups of microbatch_group ({layout.group}), the last of at least pipeline ({layout.pipeline}),"
-    return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"]
+    needed = groups_needed(found, layout.group, layout.pipeline)
+    return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
 
 
 def _missing_stages(plan: Plan) -> list[str]:

@@ -24,6 +24,7 @@ from itertools import chain, repeat
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.groups import come_in_groups
 from megatron_lynx.schedule.schedule import Schedule
 
 
@@ -94,6 +95,7 @@ def _problems(pipeline: int, microbatches: int, chunks: int, group: int) -> Iter
         yield Problem("chunks of a stage", str(chunks), "at least 2", "use plain 1F1B for one")
     if not pipeline <= group <= microbatches:
         yield Problem("microbatch_group_size_per_vp_stage", str(group), f"{pipeline} (stages) to {microbatches} (micro-batches)")
-    elif 0 < (left := microbatches % group) < pipeline:
+    elif not come_in_groups(microbatches, group, pipeline):
+        left = microbatches % group
         needed = f"none, or at least {pipeline}, one for each stage"
         yield Problem("micro-batches of the last group", f"{left} ({microbatches} in groups of {group})", needed)
