@@ -1,9 +1,7 @@
-"""YAML files, read strictly and written whole.
+"""YAML files, read strictly.
 
     read_yaml(path)           text ─> a mapping, or every problem with its line
-    validated(model, data)    a mapping ─> a frozen object, or every problem with its path in the file
     write_yaml(data)          a mapping ─> text that read_yaml gives back unchanged
-    write_atomically(path)    the old file or the new one, never half of one
 
 YAML 1.1, which PyYAML speaks, surprises people. What is read here is the core of YAML 1.2, and less where that surprises too:
 
@@ -20,7 +18,6 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,6 @@ from typing import Any
 import yaml
 
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.validation import validated
-
-__all__ = ["FlowMapping", "FlowSequence", "read_yaml", "validated", "write_atomically", "write_yaml"]
 
 LINE_WIDTH = 120
 """Characters after which a written line is broken."""
@@ -184,32 +178,3 @@ _Dumper.add_representer(FlowSequence, lambda dumper, data: dumper.represent_sequ
 def write_yaml(data: Mapping[str, Any]) -> str:
     """YAML text of plain data, keys in the order given. `read_yaml` gives back an equal mapping."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=LINE_WIDTH, default_flow_style=False)
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file's content at once: whoever reads, at any moment, finds the old text or the new.
-
-    Raises `ConfigError` where the path cannot be written. Devices and pipes (`/dev/stdout`) are written through, not replaced.
-    """
-    try:
-        if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
-            Path(path).write_text(text, encoding="utf-8")
-        else:
-            _replace(Path(path).resolve(), text)
-    except OSError as error:
-        problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
-        raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
-
-
-def _replace(target: Path, text: str) -> None:
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with fresh.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            fresh.chmod(target.stat().st_mode)
-        os.replace(fresh, target)
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_lynx.plan import plan_schema
-from megatron_lynx.yaml_file import write_atomically
+from megatron_lynx.whole_file import write_whole
 
 SCHEMA = Path(__file__).parents[1] / "configs" / "plan.schema.json"
 
@@ -16,5 +16,5 @@ def schema_text() -> str:
 
 
 if __name__ == "__main__":
-    write_atomically(SCHEMA, schema_text())
+    write_whole(SCHEMA, schema_text())
     print(f"wrote {SCHEMA}")

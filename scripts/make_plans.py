@@ -17,7 +17,7 @@ from megatron_lynx.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.yaml_file import write_atomically
+from megatron_lynx.whole_file import write_whole
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -68,5 +68,5 @@ def plan_text(job: Job, note: str) -> str:
 if __name__ == "__main__":
     for path, job, note in jobs():
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, plan_text(job, note))
+        write_whole(path, plan_text(job, note))
         print(f"wrote {path}")

@@ -22,16 +22,9 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.config.jobs import catalogued_job
 from tests.cost.on_ranks import count
+from tests.layouts import LAYOUTS
 from tests.profiler.made_up import made_up_profile
 
-LAYOUTS = {
-    "one rank": {},
-    "tp": {"tensor": 2},
-    "tp+sp": {"tensor": 2, "sequence_parallel": True},
-    "pp": {"pipeline": 2, "microbatches": 4},
-    "tp x pp": {"tensor": 2, "pipeline": 2, "microbatches": 4},
-    "tp x pp+sp": {"tensor": 2, "pipeline": 2, "microbatches": 4, "sequence_parallel": True},
-}
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
 

@@ -17,15 +17,11 @@ from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
+from tests import layouts
 from tests.profiler.made_up import made_up_profile
 
 LAYOUTS = {
-    "one rank": {},
-    "tp": {"tensor": 2},
-    "tp+sp": {"tensor": 2, "sequence_parallel": True},
-    "pp": {"pipeline": 2, "microbatches": 4},
-    "tp x pp": {"tensor": 2, "pipeline": 2, "microbatches": 4},
-    "tp x pp+sp": {"tensor": 2, "pipeline": 2, "microbatches": 4, "sequence_parallel": True},
+    **layouts.LAYOUTS,
     "few micro-batches": {"tensor": 2, "pipeline": 4, "microbatches": 2},
 }
 CHUNKED = {

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, write_yaml
+from megatron_lynx.validation import validated
+from megatron_lynx.whole_file import write_whole
+from megatron_lynx.yaml_file import read_yaml, write_yaml
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 DATA = st.recursive(
@@ -109,7 +111,7 @@ def test_unreadable(tmp_path: Path) -> None:
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> None:
     """Whatever looks like a number, a boolean or a date to some YAML comes back as the text it was."""
     path = tmp_path_factory.mktemp("yaml") / "file.yaml"
-    write_atomically(path, write_yaml(data))
+    write_whole(path, write_yaml(data))
     assert read_yaml(path) == data
 
 
@@ -147,7 +149,7 @@ def test_writing_keeps_permissions_and_follows_links(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
-    write_atomically(link, "new")
+    write_whole(link, "new")
     assert link.is_symlink()
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -156,7 +158,7 @@ def test_writing_keeps_permissions_and_follows_links(tmp_path: Path) -> None:
 def test_devices_are_written_through(tmp_path: Path) -> None:
     """`-o /dev/null` as root once would have replaced the device by a file."""
     read_end, write_end = os.pipe()
-    write_atomically(f"/dev/fd/{write_end}", "text")
+    write_whole(f"/dev/fd/{write_end}", "text")
     assert os.read(read_end, 10) == b"text"
     os.close(read_end), os.close(write_end)
 
@@ -164,5 +166,5 @@ def test_devices_are_written_through(tmp_path: Path) -> None:
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "file", tmp_path):
         with pytest.raises(ConfigError, match="cannot be written"):
-            write_atomically(path, "text")
+            write_whole(path, "text")
     assert list(tmp_path.iterdir()) == []

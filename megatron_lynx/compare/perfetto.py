@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
-from megatron_lynx.yaml_file import write_atomically
+from megatron_lynx.whole_file import write_whole
 
 THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5}
 COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
@@ -37,7 +37,7 @@ def write_trace(
 ) -> None:
     """Raises ConfigError where the file cannot be written."""
     events = trace_events(timeline, row_name, memory)
-    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def thread_of(span: Span) -> str:

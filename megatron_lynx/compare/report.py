@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron_lynx.compare.table import Row, as_json, rows_of, verdict
 from megatron_lynx.measure.measurement import Measurement, save_measurement
 from megatron_lynx.units import format_bytes, format_seconds
-from megatron_lynx.yaml_file import write_atomically
+from megatron_lynx.whole_file import write_whole
 
 COLUMNS = (
     "setting",
@@ -68,8 +68,8 @@ def write_report(measurement: Measurement, directory: str | os.PathLike[str], ti
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     document, table, source = folder / "compare.md", folder / "compare.json", folder / "measurement.json"
-    write_atomically(document, markdown(measurement, timeline))
-    write_atomically(table, json.dumps(as_json(rows_of(measurement)), indent=2) + "\n")
+    write_whole(document, markdown(measurement, timeline))
+    write_whole(table, json.dumps(as_json(rows_of(measurement)), indent=2) + "\n")
     save_measurement(measurement, source)
     return document, table, source
 

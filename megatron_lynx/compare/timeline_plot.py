@@ -3,25 +3,23 @@
     rank 0  compute        | A1 | M1 |▒▒| ... | M4 |██░| A4 |██░| ...     █ replay in a window   ░ still waiting
             communication       ▬▬     ▬▬           ▬▬▬      ▬▬▬          ▬ window
 
-A half's bar spans the waits inside it. The picture takes the waits out of the compute lane again (grey), and draws over them
-the replays that ran there: what is left grey is time in which the rank did nothing.
+What each bar stands for: `bars`. What is left grey is time in which the rank did nothing.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.compare.bars import BACKWARD, FORWARD, HIDDEN, ON_DEMAND, STYLES, WAITING, Bar, Style, bars_of
 from megatron_lynx.simulator.timeline import Span, Timeline
+from megatron_lynx.whole_file import write_whole
 
 DPI = 160
 WIDTH_INCHES = 16.0
@@ -34,60 +32,6 @@ the micro-batch alone)."""
 HOW_TO_READ = (
     "A3, M3: attention, MLP half of layer 3. Wide lane: compute; narrow lane: awaited communication; white: outside layers."
 )
-
-
-@dataclass(frozen=True)
-class Style:
-    """How one kind of bar looks; `order` says what lies over what."""
-
-    label: str
-    face: str
-    order: int
-
-
-FORWARD = Style("forward half", "#bcd7f0", 2)
-BACKWARD = Style("backward half", "#7fabd3", 2)
-HIDDEN = Style("replay in a window", "#2e9e5b", 4)
-ON_DEMAND = Style("replay on demand (exposed)", "#d6301d", 4)
-WAITING = Style("waiting", "#e3e3e3", 3)
-WINDOW = Style("window: tensor-parallel communication", "#a98bc9", 2)
-RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
-GATHER = Style("gathered input", "#5c3d8a", 3)
-OFFLOAD = Style("copy to the host", "#8c8c46", 3)
-RELOAD = Style("copy back from the host", "#c9c25b", 3)
-UPDATE = Style("update, with the wait for the other stages", "#4a4a4a", 3)
-STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD, UPDATE)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A span as drawn: in which lane and how."""
-
-    lane: str
-    style: Style
-    span: Span
-
-
-def bars_of(spans: Iterable[Span]) -> list[Bar]:
-    """The bars of one rank. A wait has two: the window in the communication lane, its hole in the compute lane."""
-    return [bar for span in spans for bar in _bars(span)]
-
-
-def _bars(span: Span) -> tuple[Bar, ...]:
-    if span.kind == "forward":
-        return (Bar("compute", FORWARD, span),)
-    if span.kind == "backward":
-        return (Bar("compute", BACKWARD, span),)
-    if span.kind == "update":
-        return (Bar("compute", UPDATE, span),)
-    if span.kind == "replay":
-        return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
-    if span.kind in ("gather", "offload", "reload"):
-        return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
-    if span.kind == "copy_wait":
-        return (Bar("compute", WAITING, span),)
-    receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
-    return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))
 
 
 def timeline_figure(timeline: Timeline, title: str) -> Figure:
@@ -129,11 +73,7 @@ def write_png(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Raises ConfigError where the file cannot be written."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor="white")
-    try:
-        Path(path).write_bytes(picture.getvalue())
-    except OSError as error:
-        problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
-        raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
+    write_whole(path, picture.getvalue())
 
 
 LANES = {"compute": (0.27, 0.40), "communication": (0.07, 0.15)}

@@ -22,7 +22,8 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.yaml_file import read_yaml, validated
+from megatron_lynx.validation import validated
+from megatron_lynx.yaml_file import read_yaml
 
 PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
 """The keys of a job that may name a file instead of holding a mapping."""

@@ -21,7 +21,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.measure.machine import Machine
 from megatron_lynx.measure.steps import Summary, summarise
 from megatron_lynx.validation import validated
-from megatron_lynx.yaml_file import write_atomically
+from megatron_lynx.whole_file import write_whole
 
 
 class _Part(BaseModel):
@@ -197,7 +197,7 @@ class Measurement(_Part):
 
 def save_measurement(measurement: Measurement, path: str | os.PathLike[str]) -> None:
     """Write the file whole or not at all. Raises ConfigError where it cannot be written."""
-    write_atomically(path, measurement.model_dump_json(indent=2) + "\n")
+    write_whole(path, measurement.model_dump_json(indent=2) + "\n")
 
 
 def load_measurement(path: str | os.PathLike[str]) -> Measurement:

@@ -15,8 +15,10 @@ from typing import Any
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import ITEMS_OF
 from megatron_lynx.plan.plan import PLAN_VERSION, Plan
+from megatron_lynx.validation import validated
 from megatron_lynx.version import __version__
-from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, validated, write_atomically, write_yaml
+from megatron_lynx.whole_file import write_whole
+from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_yaml
 
 HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
@@ -55,7 +57,7 @@ def dump_plan(plan: Plan) -> str:
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file; an interrupted write leaves the old one. Raises `ConfigError` where the path cannot be written."""
-    write_atomically(path, dump_plan(plan))
+    write_whole(path, dump_plan(plan))
 
 
 def plan_schema() -> dict[str, Any]:

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF, Half
-from megatron_lynx.yaml_file import read_yaml, validated, write_atomically, write_yaml
+from megatron_lynx.validation import validated
+from megatron_lynx.whole_file import write_whole
+from megatron_lynx.yaml_file import read_yaml, write_yaml
 
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
@@ -213,4 +215,4 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write it as YAML, whole or not at all. Raises `ConfigError` where the path cannot be written."""
-    write_atomically(path, write_yaml(profile.model_dump(mode="json")))
+    write_whole(path, write_yaml(profile.model_dump(mode="json")))

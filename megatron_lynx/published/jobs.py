@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs
-from megatron_lynx.yaml_file import read_yaml, validated
+from megatron_lynx.validation import validated
+from megatron_lynx.yaml_file import read_yaml
 
 
 def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields: Any) -> Job:

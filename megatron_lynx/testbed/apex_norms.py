@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import StandIn
+from megatron_lynx.testbed.stand_in import StandIn
 from megatron_lynx.testbed.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
 
 Norm = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -21,52 +21,21 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch._dynamo  # Megatron's import loads it; its tables must be made of torch's own functions, before they are replaced
 
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
 CPU = torch.device("cpu")
-ABSENT = object()
 
 FACTORIES = (
-    *(
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "tensor",
-        "as_tensor",
-        "arange",
-        "linspace",
-        "eye",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-    ),
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye"),
+    *("rand", "randn", "randint", "randperm"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
 )
-
-
-class StandIn:
-    """The active stand-in. `remove()` (or leaving the `with` block) restores every replaced object, newest first."""
-
-    def __init__(self, undo: ExitStack) -> None:
-        self._undo = undo
-
-    def remove(self) -> None:
-        """Restore the identical objects. A second call does nothing."""
-        self._undo.close()
-
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.remove()
 
 
 def stand_in_for_cuda() -> StandIn:
@@ -210,17 +179,3 @@ def is_not_about_cpu_state(record: logging.LogRecord) -> bool:
 def stay(holder: Any, *args: Any, **kwargs: Any) -> Any:
     """`.cuda()` of a tensor or module that is where it should be."""
     return holder
-
-
-def ignore(*args: Any, **kwargs: Any) -> None:
-    """A request that a CPU has nothing to do for."""
-
-
-def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Set `owner.name` and remember how to put back what its own `__dict__` held, which may be nothing."""
-    own = vars(owner).get(name, ABSENT)
-    setattr(owner, name, new)
-    if own is ABSENT:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, own)

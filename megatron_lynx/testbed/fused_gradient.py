@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import StandIn, replace
+from megatron_lynx.testbed.stand_in import StandIn, replace
 
 NAME = "fused_weight_gradient_mlp_cuda"
 

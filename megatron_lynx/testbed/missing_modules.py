@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.testbed.apex_norms import stand_in_for_apex_norms
-from megatron_lynx.testbed.cpu_device import StandIn, ignore, replace
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 from megatron_lynx.testbed.transformer_engine import stand_in_for_transformer_engine
 
 APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")

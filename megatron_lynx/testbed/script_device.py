@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from megatron_lynx.testbed.cpu_device import StandIn, ignore, replace, stand_in_for_cuda, stay
+from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stay
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
+from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
 CAPABILITY = (8, 0)
 """Of the card that the CPU plays: new enough for everything that Megatron insists on, too old for what is optional."""

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_lynx.config import Cluster, Model
 from megatron_lynx.config.loader import bundled_configs
-from megatron_lynx.yaml_file import read_yaml, validated
+from megatron_lynx.validation import validated
+from megatron_lynx.yaml_file import read_yaml
 
 MODELS = sorted((bundled_configs() / "models").glob("*.yaml"))
 CLUSTERS = sorted((bundled_configs() / "clusters").glob("*.yaml"))

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.cpu_device import replace, with_device_on_cpu
+from megatron_lynx.testbed.cpu_device import with_device_on_cpu
+from megatron_lynx.testbed.stand_in import replace
 
 CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(

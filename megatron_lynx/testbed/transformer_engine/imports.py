@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lynx.testbed.cpu_device import StandIn
+from megatron_lynx.testbed.stand_in import StandIn
 from megatron_lynx.testbed.transformer_engine.device import answer_transformer_engine
 from megatron_lynx.testbed.transformer_engine.unanswered import UnansweredModule
 

@@ -1,0 +1,69 @@
+"""What a span of a timeline looks like: in which lane, in which colour, over or under which others.
+
+    span        waiting in a window           compute lane: a hole (grey)    communication lane: the window (its colour)
+                everything else               one bar, in its lane
+
+A half's bar spans the waits inside it. Their holes take them out of the compute lane again, and the replays that ran there are
+drawn over the holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_lynx.simulator.timeline import Span
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one kind of bar looks; `order` says what lies over what."""
+
+    label: str
+    face: str
+    order: int
+
+
+FORWARD = Style("forward half", "#bcd7f0", 2)
+BACKWARD = Style("backward half", "#7fabd3", 2)
+HIDDEN = Style("replay in a window", "#2e9e5b", 4)
+ON_DEMAND = Style("replay on demand (exposed)", "#d6301d", 4)
+WAITING = Style("waiting", "#e3e3e3", 3)
+WINDOW = Style("window: tensor-parallel communication", "#a98bc9", 2)
+RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
+GATHER = Style("gathered input", "#5c3d8a", 3)
+OFFLOAD = Style("copy to the host", "#8c8c46", 3)
+RELOAD = Style("copy back from the host", "#c9c25b", 3)
+UPDATE = Style("update, with the wait for the other stages", "#4a4a4a", 3)
+STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD, UPDATE)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span as drawn: in which lane and how."""
+
+    lane: str
+    style: Style
+    span: Span
+
+
+def bars_of(spans: Iterable[Span]) -> list[Bar]:
+    """The bars of one rank. A wait has two: the window in the communication lane, its hole in the compute lane."""
+    return [bar for span in spans for bar in _bars(span)]
+
+
+def _bars(span: Span) -> tuple[Bar, ...]:
+    if span.kind == "forward":
+        return (Bar("compute", FORWARD, span),)
+    if span.kind == "backward":
+        return (Bar("compute", BACKWARD, span),)
+    if span.kind == "update":
+        return (Bar("compute", UPDATE, span),)
+    if span.kind == "replay":
+        return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
+    if span.kind in ("gather", "offload", "reload"):
+        return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
+    if span.kind == "copy_wait":
+        return (Bar("compute", WAITING, span),)
+    receive = span.kind == "recv" or (span.window or "").startswith("pipe.")
+    return (Bar("compute", WAITING, span), Bar("communication", RECEIVE if receive else WINDOW, span))
