@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_lynx.plan.plan import Plan
 
 from ..engines import folder_of
 from .launched import ENGINE, MODEL, flags_of, launch, offloading, plan_of, saved
+from .test_patches import apply
 
 VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
 MODULES_OF_0_16 = ("six", "regex")
@@ -71,6 +73,7 @@ def check_every_digit(script, flags, layout, folder, *, path=(), implementation=
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
 
 
+@pytest.mark.timeout(900)
 def test_a_run_resumes_under_another_plan(script, tmp_path):
     """Saved under a plan at step 3, against stock that resumes what stock saved."""
     flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
@@ -96,6 +99,35 @@ def test_a_broken_replay_is_named(script, tmp_path):
     assert broken.status == 1
     assert broken.ours[-1].startswith("  - decoder.layers.2.self_attention.linear_proj.weight on stage 1 (rank "), broken.text
     assert broken.iterations == []
+
+
+def test_patched_and_without_the_launcher(script, tmp_path):
+    """Applied and taken back, twice; in between it trains, under a plan and without."""
+    twin = twin_of(script.parent, tmp_path / "twin")
+    published = script.read_text()
+    run = partial(launch, twin, module="tests.launch.without_launcher")
+    flags = [*MODEL, "--mock-data"]
+    stock = run(flags)
+    assert len(stock.iterations) == 5, stock.text
+    plan = saved(plan_of("1"), tmp_path / "plan.yaml")
+    for ours in (["--lynx-plan", plan], []):
+        assert apply(twin.parent)[0] == 0
+        patched = run([*flags, *ours])
+        assert patched.iterations == stock.iterations, patched.text
+        assert [line.split(":")[0] for line in patched.ours[-1:]] == ["megatron-lynx"] * bool(ours)
+        assert apply("--reverse", twin.parent)[0] == 0
+        assert twin.read_text() == published
+
+
+def twin_of(checkout: Path, folder: Path) -> Path:
+    """The script of a checkout that looks the same, and may be patched."""
+    folder.mkdir()
+    for entry in checkout.iterdir():
+        (folder / entry.name).symlink_to(entry)
+    script = folder / "pretrain_gpt.py"
+    script.unlink()
+    script.write_text((checkout / script.name).read_text())
+    return script
 
 
 def test_without_flushes(script):
