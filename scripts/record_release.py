@@ -26,7 +26,12 @@ RELIED_ON = (
     f"{CORE}.transformer.transformer_layer:TransformerLayer.forward",
     f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_attention",
     f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_mlp",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_post_mlp",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_post_mlp",  # until 0.19; then those of 0.20
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._run_input_layernorm",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._apply_self_attn_bda_step",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._pre_mlp_layernorm_and_residual",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._run_mlp",
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._apply_mlp_bda_step",
     f"{CORE}.transformer.transformer_block:TransformerBlock.forward",
     f"{CORE}.transformer.attention:Attention.forward",
     f"{CORE}.transformer.attention:SelfAttention.get_query_key_value_tensors",
@@ -35,6 +40,7 @@ RELIED_ON = (
     f"{CORE}.fusions.fused_bias_dropout:_bias_dropout_add_func",
     f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward",
     f"{CORE}.tensor_parallel.layers:RowParallelLinear.forward",
+    f"{CORE}.tensor_parallel.layers:_linear_forward",  # since 0.20
     f"{CORE}.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward",
     f"{CORE}.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
     f"{CORE}.tensor_parallel.mappings:_reduce",
