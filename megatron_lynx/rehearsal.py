@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of
+from megatron_lynx.cost.communication import embedding_of, gather_once_s, gathered_input_bytes, head_of
 from megatron_lynx.cost.memory import half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
@@ -158,8 +158,9 @@ def _treated_half(stage: Stage, layer: int, half: Half, profile: Profile) -> Tre
     gathered_bytes, gather_s = 0, 0.0
     if gather is not None:
         behind = gather.half if isinstance(gather, Collective) else None
-        gathered_bytes = message_bytes_of(profile)
-        gather_s = gather_once_s(profile, half, behind, gathered_bytes)
+        message_bytes = message_bytes_of(profile)
+        gathered_bytes = gathered_input_bytes(profile, message_bytes)
+        gather_s = gather_once_s(profile, half, behind, message_bytes)
     return Treated(
         layer,
         half,

@@ -16,6 +16,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config.fp8 import Recipe
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -48,6 +50,17 @@ class Matmul(_Part):
     def attention_s(self, flops: float, dtype: Literal["fp32", "bf16"]) -> float:
         """Seconds of fused attention, as far as computing goes."""
         return flops / (self.attention_efficiency * self.peak_flop_per_s(dtype))
+
+
+class Fp8Units(_Part):
+    """Matrix units in FP8. Their achieved share of the peak is taken to be that in bf16."""
+
+    tflop_per_s: float = Field(gt=0)
+    """Dense peak with fp32 accumulation."""
+    recipes: tuple[Recipe, ...] = Field(min_length=1)
+    """Those that these GPUs take."""
+    transposes: bool
+    """Whether both operands are read by rows alone, so that what is read by columns has a transposed copy (Hopper)."""
 
 
 class Link(_Part):
@@ -106,6 +119,8 @@ class Cluster(_Part):
     link_mbit_per_s: float | None = Field(default=None, gt=0)
     """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
     matmul: Matmul | None = None
+    fp8: Fp8Units | None = None
+    """None: these GPUs have no FP8, or nobody said."""
     hbm: Link | None = None
     """The device's own memory."""
     nvlink: Link | None = None

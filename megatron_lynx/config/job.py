@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lynx.config import expert_layout
 from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.fp8_fit import fp8_problems
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
@@ -123,6 +124,7 @@ class Job(BaseModel):
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:
             problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
+        problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
@@ -219,6 +221,8 @@ class Job(BaseModel):
             part: {name for name, value in names.items() if getattr(getattr(self, part), name) == value}
             for part, names in LATER.items()
         }
+        if self.model.fp8 is None:
+            off["cluster"] = {"fp8"}
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 

@@ -7,6 +7,8 @@
                                                         bwd.X.1   all-gather of the input, less the dgrad GEMM
                                                         bwd.X.2   reduce-scatter, less the wgrad GEMM
 
+In FP8 bytes are gathered, after their cast; of a gradient with block scales those by rows and by columns: as much as in bf16.
+
 Stock Megatron hides the last ones behind the GEMMs of the column-parallel linear; what is longer than its GEMM is a window.
 """
 
@@ -16,6 +18,7 @@ from typing import Literal
 
 from megatron_lynx.items import COLUMN_PARALLEL, Half
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
+from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
@@ -31,10 +34,17 @@ def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Hal
     if not profile.shape.sequence_parallel:
         reduce = profile.link_s("all_reduce", message_bytes)
         return (reduce,) if passing == "fwd" else (max(0.0, reduce - linear.wgrad_s),)
-    gather, scatter = profile.link_s("all_gather", message_bytes), profile.link_s("reduce_scatter", message_bytes)
+    gather = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
+    scatter = profile.link_s("reduce_scatter", message_bytes)
     if passing == "fwd":
         return gather, scatter
-    return gather, max(0.0, gather - linear.dgrad_s), max(0.0, scatter - linear.wgrad_s)
+    gradient = gather if profile.shape.fp8 in (None, *PER_TENSOR) else profile.link_s("all_gather", message_bytes)
+    return gradient, max(0.0, gather - linear.dgrad_s), max(0.0, scatter - linear.wgrad_s)
+
+
+def gathered_input_bytes(profile: Profile, message_bytes: int) -> int:
+    """What the gather of a column-parallel linear's input moves."""
+    return message_bytes if profile.shape.fp8 is None else message_bytes * FP8_BYTES // BF16_BYTES
 
 
 def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
@@ -72,7 +82,7 @@ def gather_once_s(profile: Profile, half: Half, behind: Half | None, message_byt
     it run before the replay needs it. None: on demand, nothing runs. In exchange the half's own backward gathers nothing,
     which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
-    gather = profile.link_s("all_gather", message_bytes)
+    gather = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
     saved = max(0.0, gather - profile.half(half).items[COLUMN_PARALLEL[half]].dgrad_s)
     return max(0.0, gather - _compute_after_first_s(profile, behind) - saved)
 

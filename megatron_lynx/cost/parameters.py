@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
+from megatron_lynx.profiler.quantized import weight_bytes
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
 
@@ -87,6 +88,21 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
 def layer_matrices(model: Model) -> int:
     """Weights of one layer's four linears over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with SwiGLU, else 2hH."""
     return model.hidden * (model.qkv_width + model.hidden + model.fc1_width + model.ffn)
+
+
+def fp8_copies_bytes(job: Job, stage: int) -> int:
+    """Copies in FP8 that the linears of a stage's layers hold of their weights, made anew in each step's first micro-batch."""
+    model, tensor, recipe = job.model, job.parallel.tensor, job.model.fp8_recipe
+    if recipe is None:
+        return 0
+    transposes = job.cluster.fp8 is None or job.cluster.fp8.transposes  # the testbed plays a Hopper
+    rows_and_columns = (
+        (model.qkv_width // tensor, model.hidden),
+        (model.hidden, model.hidden // tensor),
+        (model.fc1_width // tensor, model.hidden),
+        (model.hidden, model.ffn // tensor),
+    )
+    return job.layers_on(stage) * sum(weight_bytes(recipe, *size, transposes=transposes) for size in rows_and_columns)
 
 
 def parameter_bytes(job: Job, count: int) -> int:

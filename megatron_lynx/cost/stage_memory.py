@@ -7,6 +7,7 @@
     head  logits                           last stage: what final norm and output projection read; the logits in fp32
     recomputed                             what one whole layer makes again, under `full`; the scores of one, under `selective`
     rest                                   workspaces, communication buffers, what one layer makes again under `balanced`
+    fp8_weights                            with FP8: copies of the linears' weights
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
 
@@ -26,7 +27,7 @@ from dataclasses import asdict, dataclass
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.layer import kept_bytes
-from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.cost.parameters import fp8_copies_bytes, gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
@@ -52,6 +53,7 @@ class StageMemory:
     logits: int
     recomputed: int
     rest: int
+    fp8_weights: int = 0
     second_weights: int = 0
     second_gradients: int = 0
 
@@ -59,7 +61,7 @@ class StageMemory:
     def always(self) -> int:
         """Before there is any activation."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.second_weights + self.second_gradients + self.rest
+        return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
 
     @property
     def total(self) -> int:
@@ -98,6 +100,7 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
         logits=logits_bytes(shape) if last else 0,
         recomputed=_recomputed(shape, job.policy),
         rest=REST_BYTES[job.cluster.device],
+        fp8_weights=fp8_copies_bytes(job, stage),
         second_weights=parameters if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )

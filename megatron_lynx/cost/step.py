@@ -25,6 +25,7 @@ from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, 
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
 
 
@@ -127,12 +128,22 @@ def update_s(job: Job) -> float:
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
+    streamed += _cast_bytes(job)
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
     adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
     moved = (sharers - 1) / sharers * count
     gathered = each.weight if job.parallel.distributed_optimizer else each.gradient
     return adam_s + moved * (each.gradient + gathered) / _replica_byte_per_s(job, sharers)
+
+
+def _cast_bytes(job: Job) -> int:
+    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step."""
+    if job.model.fp8_recipe is None:
+        return 0
+    matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
+    casts = Casts(job.model.fp8_recipe, transposes=job.cluster.fp8 is None or job.cluster.fp8.transposes)
+    return casts.of(matrices, both=True)[0]
 
 
 def _stepped_bytes(job: Job) -> int:

@@ -23,6 +23,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF, Half
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.quantized import FP8_BYTES, Casts
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
@@ -36,7 +37,7 @@ LOSS_BYTES = (24, 12)
 
 def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
-    if unpriced := [name for name in ("fp8", "experts") if getattr(job.model, name)]:
+    if unpriced := [name for name in ("experts",) if getattr(job.model, name)]:
         problems = [Problem(f"job: model.{name}", str(getattr(job.model, name)), "none", "") for name in unpriced]
         raise ConfigError("what these layers save and how long they take is not counted yet", problems)
     roof, shape = Roofline.of(job), LayerShape.of(job)
@@ -68,6 +69,10 @@ class Roofline:
     dtype: Literal["fp32", "bf16"]
     ring: Link
     """Between context-parallel ranks."""
+    casts: Casts | None
+    """Of linears in FP8."""
+    fp8_speed: float
+    """How many times faster their GEMMs are."""
     beside_s: tuple[float, float]
     """Collectives that stock Megatron runs beside the dgrad, and beside the wgrad of a column-parallel linear."""
 
@@ -79,10 +84,23 @@ class Roofline:
             problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
             raise ConfigError("seconds cannot be estimated for this cluster", problems)
         ring = link_among(job.cluster, job.parallel.tensor * job.parallel.context)
-        return cls(matmul, hbm, job.model.dtype, ring, _beside_s(job))
+        units, recipe = job.cluster.fp8, job.model.fp8_recipe
+        casts, speed = None, 1.0
+        if recipe is not None and units is not None:
+            casts, speed = Casts(recipe, units.transposes), 1e12 * units.tflop_per_s / matmul.peak_flop_per_s("bf16")
+        return cls(matmul, hbm, job.model.dtype, ring, casts, speed, _beside_s(job))
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
+
+    def linear_s(self, flops: float, moved_bytes: float) -> float:
+        """A GEMM of a layer's linear, in FP8 where that is asked for."""
+        return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
+
+    def cast_s(self, cast: tuple[int, int]) -> float:
+        """`cast`: bytes moved, kernels, as `Casts` has them."""
+        moved, kernels = cast
+        return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
 
     def attention_s(self, flops: float, moved_bytes: float) -> float:
         """In fused kernels."""
@@ -115,32 +133,68 @@ def _item(shape: LayerShape, item: str, roof: Roofline) -> ItemProfile:
             forward_s=forward_s, backward_s=backward_s, saved_bytes=0, output_bytes=_output(shape, item), flops=flops
         )
     forward, backward = (roof.seconds(0, moved) if moved else 0.0 for moved in _traffic(shape, item))
+    if roof.casts is not None and item.endswith("layernorm"):
+        both = not shape.parallel.sequence_parallel
+        forward += roof.cast_s(roof.casts.of_norm(shape.own_tokens * shape.model.hidden, both=both))
     return ItemProfile(forward_s=forward, backward_s=backward, saved_bytes=0, output_bytes=_output(shape, item), flops=0)
 
 
 def _linear(shape: LayerShape, item: str, flops: int, roof: Roofline) -> ItemProfile:
     """The weight's gradient is added to an fp32 buffer: read and written."""
-    element, hidden = shape.model.element_bytes, shape.model.hidden
-    width = {
-        "linear_qkv": shape.qkv_width,
-        "linear_proj": shape.query_width,
-        "linear_fc1": shape.fc1_width,
-        "linear_fc2": shape.ffn,
-    }
-    tensors, weight = shape.tokens * (hidden + width[item]), hidden * width[item]
-    once_s = roof.seconds(flops, element * (tensors + weight))
-    dgrad_s, wgrad_s = once_s, roof.seconds(flops, element * tensors + 2 * FP32_BYTES * weight)
+    size = LinearShape.of(shape, item)
+    element, read, weight = shape.model.element_bytes, size.read_bytes, size.inside * size.outside
+    taken, made = shape.tokens * size.inside, shape.tokens * size.outside
+    forward_s = roof.linear_s(flops, read * (taken + weight) + element * made)
+    dgrad_s = roof.linear_s(flops, read * (made + weight) + element * taken)
+    wgrad_s = roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
     if item in COLUMN_PARALLEL.values():
         dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
+    cast_forward_s, cast_backward_s = _casts_s(shape, item, size, roof)
     return ItemProfile(
-        forward_s=once_s,
-        backward_s=dgrad_s + wgrad_s,
+        forward_s=forward_s + cast_forward_s,
+        backward_s=dgrad_s + wgrad_s + cast_backward_s,
         saved_bytes=0,
         output_bytes=_output(shape, item),
         flops=flops,
         dgrad_s=dgrad_s,
         wgrad_s=wgrad_s,
     )
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear of one rank: columns of what it takes and of what it makes, and in how many bytes its GEMMs read."""
+
+    inside: int
+    outside: int
+    read_bytes: int
+
+    @classmethod
+    def of(cls, shape: LayerShape, item: str) -> LinearShape:
+        hidden = shape.model.hidden
+        inside, outside = {
+            "linear_qkv": (hidden, shape.qkv_width),
+            "linear_proj": (shape.query_width, hidden),
+            "linear_fc1": (hidden, shape.fc1_width),
+            "linear_fc2": (shape.ffn, hidden),
+        }[item]
+        return cls(inside, outside, shape.model.element_bytes if shape.model.fp8 is None else FP8_BYTES)
+
+
+def _casts_s(shape: LayerShape, item: str, size: LinearShape, roof: Roofline) -> tuple[float, float]:
+    """Forward and backward seconds of a linear's casts: of its input, where no norm makes it, and of its output's gradient.
+
+    Under sequence parallelism what is gathered is gathered in FP8, and by columns only afterwards.
+    """
+    casts, sliced = roof.casts, shape.parallel.sequence_parallel
+    if casts is None:
+        return 0.0, 0.0
+    taken, made = shape.tokens * size.inside, shape.tokens * size.outside
+    if item in COLUMN_PARALLEL.values():
+        gathered_s = roof.cast_s(casts.transposed(taken)) if sliced else 0.0
+        return 0.0, roof.cast_s(casts.of(made, both=True)) + gathered_s
+    gradient_s = roof.cast_s(casts.of(shape.own_tokens * size.outside, both=not sliced))
+    return roof.cast_s(casts.of(taken, both=True)), gradient_s + (roof.cast_s(casts.transposed(made)) if sliced else 0.0)
 
 
 def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> tuple[float, float]:
@@ -244,8 +298,11 @@ def _beside_s(job: Job) -> tuple[float, float]:
     tensor = job.parallel.tensor
     if tensor == 1:
         return 0.0, 0.0
-    link, sent = link_among(job.cluster, tensor), (tensor - 1) / tensor * LayerShape.of(job).gathered_bytes
-    return (link.seconds(sent), link.seconds(sent)) if job.parallel.sequence_parallel else (0.0, link.seconds(2 * sent))
+    link, share, shape = link_among(job.cluster, tensor), (tensor - 1) / tensor, LayerShape.of(job)
+    sent = share * shape.gathered_bytes
+    if not job.parallel.sequence_parallel:
+        return 0.0, link.seconds(2 * sent)
+    return link.seconds(share * shape.gathered_input_bytes), link.seconds(sent)
 
 
 def link_among(cluster: Cluster, ranks: int) -> Link:

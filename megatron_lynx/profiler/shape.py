@@ -13,6 +13,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.items import ITEMS
+from megatron_lynx.profiler.quantized import FP8_BYTES
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,13 @@ class LayerShape:
 
     @property
     def gathered_bytes(self) -> int:
-        """The input of a column-parallel linear on all rows: what a tensor-parallel collective moves."""
+        """The residual stream on all rows: what a tensor-parallel collective moves."""
         return self.tokens * self.model.hidden * self.model.element_bytes
+
+    @property
+    def gathered_input_bytes(self) -> int:
+        """The input of a column-parallel linear on all rows, as it is gathered: with FP8 after its cast."""
+        return self.tokens * self.model.hidden * (self.model.element_bytes if self.model.fp8 is None else FP8_BYTES)
 
 
 def item_flops(shape: LayerShape) -> dict[str, int]:

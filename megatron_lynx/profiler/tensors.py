@@ -7,6 +7,7 @@ Three implementations, as `model.attention` and the device say:
                     product; SwiGLU three blocks; grouped keys and values are repeated for each head.
     flash           fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
                     MLP 19, norms 4 per sbh at two bytes an element; SwiGLU after Yuan et al. (ATC '24): 8H/h, SiLU apart.
+                    In FP8, linears keep bytes of their inputs instead, which they made themselves (`profiler.quantized`).
     unfused, cuda   the same kernels but for the attention, with its 5as/h: softmax's result 2, its dropout's mask 1 and result 2.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from megatron_lynx.items import Half
 from megatron_lynx.profiler.profile import SavedTensor
+from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
 FP32_BYTES = 4
@@ -28,13 +30,27 @@ def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
 
 
 def _attention(shape: LayerShape) -> list[SavedTensor]:
-    query = shape.tokens * shape.model.element_bytes * shape.query_width
     return [
         *_norm(shape, "input_layernorm", "linear_qkv"),
         *_queries_keys_values(shape),
         *_core(shape),
-        SavedTensor(bytes=query, made_by="core_attention", saved_by=("linear_proj",), output=True),
+        *_context(shape),
         _dropout(shape, "attention_bda"),
+    ]
+
+
+def _context(shape: LayerShape) -> list[SavedTensor]:
+    """What the attention hands on. Fused kernels read it in backward as well, so with current scales `linear_proj` keeps it as it
+    is, instead of its bytes in FP8 (Megatron's `set_save_original_input`); with delayed ones it cannot."""
+    model = shape.model
+    query = shape.tokens * model.element_bytes * shape.query_width
+    if model.fp8_recipe != "delayed":
+        return [SavedTensor(bytes=query, made_by="core_attention", saved_by=("linear_proj",), output=True)]
+    readers = ("core_attention",) if model.attention == "flash" else ()
+    size = saved_bytes("delayed", shape.tokens, shape.query_width)
+    return [
+        SavedTensor(bytes=query, made_by="core_attention", saved_by=readers, output=True),
+        SavedTensor(bytes=size, made_by="linear_proj", saved_by=("linear_proj",)),
     ]
 
 
@@ -111,7 +127,11 @@ def _mlp(shape: LayerShape) -> list[SavedTensor]:
     if model.activation == "swiglu":
         blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
         blocks.append(SavedTensor(bytes=ffn if shape.eager else 0, **own))  # the other half, plus Megatron's offset of 0
-    blocks.append(SavedTensor(bytes=ffn, made_by="activation", saved_by=("linear_fc2",)))
+    if model.fp8_recipe is None:
+        blocks.append(SavedTensor(bytes=ffn, made_by="activation", saved_by=("linear_fc2",)))
+    else:
+        size = saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn)
+        blocks.append(SavedTensor(bytes=size, made_by="linear_fc2", saved_by=("linear_fc2",)))
     return [*blocks, _dropout(shape, "mlp_bda")]
 
 
@@ -122,6 +142,7 @@ def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
     layernorm = model.norm == "layernorm"
     if model.engine:
         statistics = [SavedTensor(bytes=rows * FP32_BYTES, made_by=norm, saved_by=(norm,)) for _ in range(1 + layernorm)]
+        out = out if model.fp8_recipe is None else saved_bytes(model.fp8_recipe, rows, model.hidden)
         return [*statistics, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,))]
     blocks = [SavedTensor(bytes=rows * model.element_bytes, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
     if shape.eager and not layernorm:

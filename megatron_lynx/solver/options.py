@@ -143,7 +143,7 @@ class StageProblems:
         flops = item_flops(shape)
         for items in sensible_choices(half, costs.tensors):
             replayed = replay_of(half, costs.tensors, items)
-            gathered_bytes = shape.gathered_bytes if self._seats.gathers(half, items) else 0
+            gathered_bytes = shape.gathered_input_bytes if self._seats.gathers(half, items) else 0
             yield Subset(
                 place,
                 items,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameters import fp8_copies_bytes
 from megatron_lynx.items import HALVES
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
@@ -81,15 +82,40 @@ def saved_bytes(rank: int, job: Job) -> dict[str, int]:
         blocks: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: torch.Tensor, blocks: dict[int, torch.UntypedStorage] = blocks) -> torch.Tensor:
+            if not has_memory(tensor):
+                return tensor
             if not within or address(tensor) in within[-1]:
                 blocks[address(tensor)] = tensor.untyped_storage()  # held: an address means one block
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with in_fp8(job, layer), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run(hidden, **({"attention_mask": None} if half == "attention" else {}))
-        own = {address(tensor) for tensor in (hidden, *layer.parameters())}
+        own = {address(tensor) for tensor in (hidden, *layer.parameters(), *copies_of_weights(layer))}
         found[half] = sum(block.nbytes() for at, block in blocks.items() if at not in own)
-    return found
+    copies = {address(part): part.untyped_storage().nbytes() for part in copies_of_weights(layer)}
+    return found | {"copies": sum(copies.values())}
+
+
+def in_fp8(job: Job, layer: Any) -> Any:
+    """As Megatron's block runs its layers."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return nullcontext() if job.model.fp8 is None else get_fp8_context(layer.config)
+
+
+def copies_of_weights(layer: Any) -> list[torch.Tensor]:
+    """The memory of the copies in FP8 that its linears keep."""
+    copies = [copy for module in layer.modules() for copy in getattr(module, "_fp8_workspaces", {}).values()]
+    return [part for copy in copies for part in copy.get_metadata().values() if isinstance(part, torch.Tensor)]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is more than a wrapper around a weight's copy."""
+    try:
+        address(tensor)
+    except RuntimeError:
+        return False
+    return True
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -111,4 +137,4 @@ def predicted_bytes(job: Job) -> dict[str, int]:
     if job.model.qk_norm:  # the attention on a CPU copies values, and keys that heads share
         copied = 2 if job.model.kv_groups < job.model.heads else 1
         found["attention"] -= copied * shape.tokens * shape.key_width * job.model.element_bytes
-    return found
+    return found | {"copies": fp8_copies_bytes(job, 0) // job.model.layers}

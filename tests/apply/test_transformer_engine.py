@@ -240,8 +240,10 @@ PROFILED = {
     "rmsnorm": {"norm": "rmsnorm"},
     "TP2+SP": {"norm": "layernorm", **LAYOUTS["TP2+SP"]},
     "queries and keys normed": {"norm": "layernorm", "qk_norm": True},
-    "queries and keys normed, grouped, TP2": {"norm": "rmsnorm", "qk_norm": True, "kv_groups": 2, "tensor": 2},
     "queries and keys normed, grouped, TP2+SP": {"norm": "rmsnorm", "qk_norm": True, "kv_groups": 2, **LAYOUTS["TP2+SP"]},
+    "FP8, delayed": {"norm": "layernorm", "fp8": {"recipe": "delayed"}},
+    "FP8, delayed, TP2+SP": {"norm": "rmsnorm", "fp8": {"recipe": "delayed"}, **LAYOUTS["TP2+SP"]},
+    "FP8, current scales, TP2": {"norm": "rmsnorm", "fp8": {"recipe": "tensorwise"}, **LAYOUTS["TP2"]},
 }
 
 

@@ -18,14 +18,16 @@ def catalogued_job(
     batch: int = 256,
     policy: str = "balanced",
     seq: int | None = None,
+    fp8: str | None = None,
     parallel: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Job:
-    """Yuan et al.'s job of figure 7, but for what is given."""
+    """Yuan et al.'s job of figure 7, but for what is given. `fp8`: a recipe."""
     shape = read_yaml(bundled_configs() / "models" / f"{model}.yaml")
     layout = {"tensor": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    recipe = {"fp8": {"recipe": fp8}, "implementation": "transformer_engine"} if fp8 else {}
     data = {
-        "model": shape | ({"seq": seq} if seq else {}),
+        "model": shape | recipe | ({"seq": seq} if seq else {}),
         "cluster": read_yaml(bundled_configs() / "clusters" / f"{cluster}.yaml"),
         "gpus": gpus,
         "parallel": layout if parallel is None else parallel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from .jobs import catalogued_job
 
 JOB = """\
 model: models/tiny-llama
@@ -243,8 +246,10 @@ def test_fp8_needs_an_engine_two_bytes_and_one_version_of_the_weights(tmp_path: 
 def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
     """Of the job as it was written before there were `fp8`, `qk_norm` and experts."""
     job = load_job("jobs/llama-7b-h800-80g")
+    written = job.model_dump_json(by_alias=True)
+    units = job.cluster.fp8.model_dump_json()
     old = (
-        job.model_dump_json(by_alias=True)
+        written.replace(f'"fp8":{units},', "")
         .replace(',"fp8":null', "")
         .replace(',"experts":null', "")
         .replace('"expert":1,"expert_tensor":null,', "")
@@ -281,3 +286,21 @@ def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
     ]
     assert refusals(tmp_path, JOB, **{"parallel.expert": 2}) == ["job.yaml: parallel.expert (2) needs model.experts, found none"]
     assert "layers has 'x', needed a layer" in refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "layers": ["x"]}})[0]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "recipe", "said"),
+    [
+        ("a100-80g", "delayed", "model.fp8 is delayed, but the GPUs of cluster a100-80g have no FP8"),
+        ("h800-80g", "mxfp8", "model.fp8.recipe is mxfp8, but the GPUs of cluster h800-80g take delayed, tensorwise, blockwise"),
+    ],
+)
+def test_gpus_without_fp8_are_refused_with_both_facts(cluster: str, recipe: str, said: str) -> None:
+    catalogued_job("llama-65b", "h800-80g", fp8="blockwise")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        catalogued_job("llama-65b", cluster, fp8=recipe)
+
+
+def test_sizes_that_fp8_matrices_cannot_have() -> None:
+    with pytest.raises(ValueError, match=re.escape("model.ffn / parallel.tensor (24) must be a multiple of 16 with model.fp8")):
+        tiny_job(implementation="transformer_engine", dtype="bf16", fp8={}, ffn=24)

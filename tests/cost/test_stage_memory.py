@@ -86,6 +86,19 @@ def test_bytes_of_gradients_and_optimizer_by_their_types(optimizer: dict, gradie
     assert memory.optimizer == -(-state * count // job.replicas)
 
 
+def test_copies_of_weights_in_fp8() -> None:
+    """Two bytes a weight of a linear on a Hopper, whose GEMMs read rows; one where they read columns as well."""
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True}
+    job = catalogued_job(parallel=layout, fp8="delayed")
+    memory, matrices = stage_memory(job, 0), stage_parameters(job, 0).matrices
+    scales = 10 * 4 * 4
+    assert memory.fp8_weights == 2 * matrices + scales
+    assert memory.always == stage_memory(catalogued_job(parallel=layout), 0).always + memory.fp8_weights
+    units = job.cluster.fp8.model_copy(update={"transposes": False})
+    other = job.model_copy(update={"cluster": job.cluster.model_copy(update={"fp8": units})})
+    assert stage_memory(other, 0).fp8_weights == matrices + scales
+
+
 def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
     updates = [update_s(catalogued_job(parallel=layout, optimizer={"gradients": held})) for held in ("bf16", "fp32")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import Roofline, analytic_profile
@@ -56,6 +57,31 @@ def test_a_norm_takes_its_bytes_over_the_achieved_bandwidth():
     assert analytic_profile(job).attention.items["input_layernorm"].forward_s == pytest.approx(
         moved / (2039e9 * hbm.efficiency) + hbm.latency_us * 1e-6
     )
+
+
+def test_a_linear_in_fp8_is_twice_as_fast_and_pays_for_its_casts():
+    """Of its input, and in backward of its gradient; with current scales each is read once more, for its largest."""
+    layout = {"gpus": 8, "batch": 8, "parallel": {"tensor": 1}, "policy": "none"}
+    job = catalogued_job("gpt-6.7b", "h800-80g", fp8="delayed", **layout)
+    delayed, current = analytic_profile(job), analytic_profile(catalogued_job("gpt-6.7b", "h800-80g", fp8="tensorwise", **layout))
+    hbm, gemm_s = job.cluster.hbm, 2 * 2048 * 4096 * 16384 / (job.cluster.matmul.efficiency * 1979e12)
+    start_s, taken, made = hbm.latency_us * 1e-6, 2048 * 16384, 2048 * 4096
+    fc2 = delayed.mlp.items["linear_fc2"]
+    assert fc2.forward_s == pytest.approx(gemm_s + 2 * start_s + (2 + 1 + 1) * taken / hbm.byte_per_s)
+    assert fc2.backward_s - fc2.dgrad_s - fc2.wgrad_s == pytest.approx(start_s + (2 + 1 + 1) * made / hbm.byte_per_s)
+    searched_s = current.mlp.items["linear_fc2"].forward_s - fc2.forward_s
+    assert searched_s == pytest.approx(start_s + 2 * taken / hbm.byte_per_s)
+    assert delayed.attention.items["core_attention"].forward_s == current.attention.items["core_attention"].forward_s
+
+
+def test_what_is_gathered_in_fp8_is_half_of_it():
+    job = catalogued_job("llama-65b", "h800-80g", fp8="delayed")
+    profile, size = analytic_profile(job), LayerShape.of(job).gathered_bytes
+    half_s, whole_s = profile.link_s("all_gather", size // 2), profile.link_s("all_gather", size)
+    assert window_lengths_s(profile, "fwd", "mlp", size) == (half_s, profile.link_s("reduce_scatter", size))
+    assert window_lengths_s(profile, "bwd", "mlp", size)[0] == half_s < whole_s
+    blockwise = analytic_profile(catalogued_job("llama-65b", "h800-80g", fp8="blockwise"))
+    assert window_lengths_s(blockwise, "bwd", "mlp", size)[0] == whole_s, "bytes by rows and by columns"
 
 
 def test_bytes_and_flops_are_those_of_the_shape():

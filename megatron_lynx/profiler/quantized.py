@@ -1,0 +1,78 @@
+"""FP8 by sizes: what of a linear's input stays for backward, copies of its weight, and bytes that casts move.
+
+    bf16 ──cast──┬─> a byte each, by rows ──> forward's GEMM, then dropped; or gathered again, and kept for that
+                 └─> a byte each, by columns ──> kept for the GEMM of the weight's gradient
+
+    scales    delayed, tensorwise    one number a tensor
+              blockwise              fp32, for 128 numbers of an activation, for 128 x 128 of a weight
+              mxfp8                  a byte for 32 numbers
+A Hopper's GEMMs read both operands by rows, so what is read by columns is a transposed copy: made by the cast, or of gathered
+bytes by a kernel of its own. Block scales differ by rows and by columns, so there both are made from the numbers, on any GPU.
+
+Where it is from: Transformer Engine's `Linear`, `LayerNormLinear`, `get_weight_workspace` and quantizers, 2.9 to 2.20. Block
+scales and a Blackwell's layout were read, not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.fp8 import Recipe
+
+BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
+BLOCK, MX_BLOCK = 128, 32
+PER_TENSOR = ("delayed", "tensorwise")
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def saved_bytes(recipe: Recipe, rows: int, columns: int) -> int:
+    """Of one linear's input, with its scales: one byte each, by rows or by columns."""
+    if recipe in PER_TENSOR:
+        scales = SCALE_BYTES
+    elif recipe == "mxfp8":
+        scales = up(-(-rows // MX_BLOCK), 4) * up(columns, 128)
+    else:
+        scales = SCALE_BYTES * -(-rows // BLOCK) * up(columns, 4)
+    return FP8_BYTES * rows * columns + scales
+
+
+def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool) -> int:
+    """Of the copies of one weight, which the linear keeps. `transposes`: see `config.cluster.Fp8Units`."""
+    count = rows * columns
+    if recipe in PER_TENSOR:
+        return (2 if transposes else 1) * FP8_BYTES * count + SCALE_BYTES
+    if recipe == "mxfp8":
+        by_rows = up(rows, 128) * up(-(-columns // MX_BLOCK), 4)
+        by_columns = up(-(-rows // MX_BLOCK), 4) * up(columns, 128)
+        return 2 * FP8_BYTES * count + by_rows + by_columns
+    across, down = -(-columns // BLOCK), -(-rows // BLOCK)
+    return 2 * FP8_BYTES * count + SCALE_BYTES * (down * up(across, 4) + across * up(down, 4))
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What casts move, and in how many kernels: (bytes, kernels)."""
+
+    recipe: Recipe
+    transposes: bool
+
+    def of(self, count: int, *, both: bool) -> tuple[int, int]:
+        """bf16 numbers to FP8. `both`: by columns as well."""
+        searched = BF16_BYTES * count if self.recipe == "tensorwise" else 0  # for the largest, in a kernel of its own
+        copies = 2 if both and (self.transposes or self.recipe not in PER_TENSOR) else 1
+        return searched + (BF16_BYTES + copies * FP8_BYTES) * count, 2 if searched else 1
+
+    def transposed(self, count: int) -> tuple[int, int]:
+        """Bytes in FP8 that were gathered by rows, by columns."""
+        needed = self.transposes and self.recipe in PER_TENSOR
+        return (2 * FP8_BYTES * count, 1) if needed else (0, 0)
+
+    def of_norm(self, count: int, *, both: bool) -> tuple[int, int]:
+        """What a norm makes, beyond writing it in bf16: with delayed scaling its own kernel writes bytes, and less is moved."""
+        if self.recipe != "delayed":
+            return self.of(count, both=both)
+        moved, kernels = self.transposed(count) if both else (0, 0)
+        return moved - (BF16_BYTES - FP8_BYTES) * count, kernels
