@@ -25,6 +25,7 @@ from megatron_lynx.cost.layer import LayerShape, half_tensors
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.items import HALVES
 from megatron_lynx.runtime.copiers import copiers_for
+from megatron_lynx.runtime.host_memory import HostLimit
 from megatron_lynx.runtime.host_pool import HostPool
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.testbed.batches import synthetic_batches
@@ -41,7 +42,7 @@ class Copies:
         self.bytes = sum(sizes)
         self._out, self._back = copiers_for(device, Trace(device))
         self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._there = HostPool("a check", device, 4 * self.bytes + 2**20, sets=1).lend(sizes)
+        self._there = HostPool("a check", device, HostLimit(4 * self.bytes + 2**20), sets=1).lend(sizes)
 
     def start(self, *, out: bool = True, back: bool = True) -> None:
         for tensor, block in zip(self._here, self._there, strict=True):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.host_pool import available_bytes
+from megatron_lynx.runtime.host_memory import available_bytes
 from megatron_lynx.runtime.ledger import Order
 from megatron_lynx.runtime.offload import Offloader, sets_on_host
 from megatron_lynx.runtime.shipment import OffloadPolicy

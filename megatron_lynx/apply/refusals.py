@@ -87,7 +87,8 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """A copy that waited for messages which are issued ahead of time could wait for one that needs what this stage sends next."""
+    """With overlapped exchanges there is no time between messages, and a copy that waited for one could not be taken back when a
+    step fails (docs/offloading.md)."""
     if not run.overlaps_exchanges:
         return
     for entry in plan.chunks_of(run.stage):

@@ -118,6 +118,7 @@ class Engine:
         with self._progress.aborting():
             self._shipping.backward_begins(micro_batch)
             yield
+            self._shipping.backward_ends()
         self._close_backward_span()
         self._ledger.end_backward(micro_batch)
 

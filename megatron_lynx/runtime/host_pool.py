@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import OffloadError, Problem
+from megatron_lynx.runtime.host_memory import HostLimit, too_little
 from megatron_lynx.runtime.transfer import Copy
 from megatron_lynx.units import format_bytes
 
@@ -76,12 +76,12 @@ class Block:
 class HostPool:
     """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before."""
 
-    def __init__(self, where: str, device: torch.device, limit_bytes: int, sets: int) -> None:
+    def __init__(self, where: str, device: torch.device, limit: HostLimit, sets: int) -> None:
         self.where = where
         self.bytes = 0
         """Of all slabs in use. Not of one that was replaced and whose last block is still lent."""
         self._device = device
-        self._limit_bytes = limit_bytes
+        self._limit = limit
         self._sets = max(1, sets)
         self._sizes: list[int] = []
         self._shelf: deque[_Shelved] = deque()
@@ -97,6 +97,7 @@ class HostPool:
 
     def clear(self) -> None:
         """Give everything back that is not lent."""
+        self._limit.held_bytes -= self.bytes
         self._shelf, self._sizes, self.bytes = deque(), [], 0
 
     def _fitting(self, sizes: Sequence[int]) -> list[_Shelved] | None:
@@ -122,7 +123,8 @@ class HostPool:
             self._add(1)
             log.warning("%s: one more micro-batch on the host than before; %s", self.where, self._change(before))
             return
-        self._shelf, self.bytes, self._sizes = deque(), 0, ordered
+        self.clear()
+        self._sizes = ordered
         self._add(self._sets)
         if before:
             log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
@@ -135,41 +137,19 @@ class HostPool:
     def _add(self, sets: int) -> None:
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes]
         size_bytes = sets * sum(padded)
-        if self.bytes + size_bytes > self._limit_bytes:
-            raise too_little(self.where, self.bytes + size_bytes, self._limit_bytes)
+        needed_bytes, most_bytes = self._limit.held_bytes + size_bytes, self._limit.most_bytes
+        if needed_bytes > most_bytes:
+            raise too_little(self.where, needed_bytes, most_bytes)
         try:
             slab = Slab(size_bytes, self._device)
         except (OSError, MemoryError, RuntimeError) as error:
-            raise too_little(self.where, self.bytes + size_bytes, self._limit_bytes) from error
+            raise too_little(self.where, needed_bytes, most_bytes) from error
         self.bytes += size_bytes
+        self._limit.held_bytes += size_bytes
         start = 0
         for size, room in [*zip(self._sizes, padded, strict=True)] * sets:
             self._shelf.append(_Shelved(slab.tensor[start : start + size], slab, None))
             start += room
-
-
-def too_little(where: str, needed_bytes: int, found_bytes: int) -> OffloadError:
-    """The host has too little memory for what a plan offloads."""
-    problem = Problem(
-        f"{where}: host memory for offloaded activations",
-        f"{found_bytes} bytes ({format_bytes(found_bytes)}) available to this rank",
-        f"{needed_bytes} bytes ({format_bytes(needed_bytes)})",
-        "lower offload.bytes in the plan, or start fewer ranks on a host",
-    )
-    return OffloadError("the host has too little memory", [problem])
-
-
-def available_bytes(ranks_on_host: int = 1) -> int:
-    """This rank's equal share of the memory that the operating system can still give, within the limit of a container."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        found = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
-        found = min(found, int(most) - int(used.read_text()))
-    return max(0, found) // ranks_on_host
 
 
 def _check_cuda(status: object) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.copiers import copiers_for
-from megatron_lynx.runtime.host_pool import HostPool, too_little
+from megatron_lynx.runtime.host_memory import HostLimit, too_little
+from megatron_lynx.runtime.host_pool import HostPool
 from megatron_lynx.runtime.parcel import Parcel
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
@@ -61,9 +62,8 @@ class Offloader:
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
-        self._pools = {
-            chunk: HostPool(self._where[chunk], device, limit_bytes, policy.sets) for chunk, policy in policies.items()
-        }
+        limit = HostLimit(limit_bytes)
+        self._pools = {chunk: HostPool(self._where[chunk], device, limit, policy.sets) for chunk, policy in policies.items()}
         self._device = device
         self._lasting = lasting
         self.avoids_messages = any(policy.avoids_messages for policy in policies.values())
@@ -87,9 +87,10 @@ class Offloader:
         return Shipment(owner, self.policies[chunk], self._pools[chunk], self._device, self.back, lasting)
 
     def settle(self) -> None:
-        """Let go of originals whose copies are over."""
+        """Let go of what was copied, where the copies are over."""
         for parcel in self._still_leaving():
             parcel.settle(self.out)
+        self.back.settle()
 
     def depart(self, shipment: Shipment, outputs: Any) -> None:
         """Its forward is over. Originals of the shipment before are let go now at the latest: there are never those of three."""

@@ -89,6 +89,8 @@ class Parcel:
 
     def _let_go(self) -> None:
         """Its copy to the host is over, on the device's timeline too."""
+        if self._out is not None:
+            self._out.let_go()
         self._original = None
 
     def _fresh(self, sent: int) -> Tensor:

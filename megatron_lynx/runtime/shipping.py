@@ -5,7 +5,8 @@
     forward_ends      its shipment departs
     exchange_begins   where copies avoid messages: those under way come first
     gradient_awaited  reloads for the backwards that come next
-    backward_begins   its own reloads, if nobody asked yet, and those for the backwards behind it
+    backward_begins   its own reloads, if nobody asked yet, and those for the backwards behind it; what left is let go
+    backward_ends     what left is let go
 
 Without an offloader nothing happens.
 """
@@ -52,10 +53,16 @@ class Shipping:
 
     def backward_begins(self, micro_batch: MicroBatch | None) -> None:
         if self._offloader is not None:
+            self._offloader.settle()
             self._offloader.pass_begins()
             if micro_batch is not None:
                 self._offloader.fetch(micro_batch.shipment)
             self._fetch_coming(self._offloader)
+
+    def backward_ends(self) -> None:
+        """In cool-down no forward comes that would let originals go whose copies are over."""
+        if self._offloader is not None:
+            self._offloader.settle()
 
     def shipment_of(self, micro_batch: MicroBatch, arguments: Any) -> Shipment | None:
         """What may go to the host of a half that is called with these; None where nothing goes."""

@@ -1,14 +1,18 @@
 """Copies on CUDA: a copier is a stream, a copy an event on it.
 
     compute   ──a──┬────────────────b────────────┬─ wait(copy) ── c
-    copier         └─ [1] behind a [2] behind others: memcpy, event ─┘
+    copier         └─ [1] behind a [2] behind others: memcpy, event ─┘ [3]
 
-It holds no tensor. Device memory is recorded with the caching allocator, so that what is dropped early is not used again
-before the copy is over; a slab of host memory goes only when the device is idle.
+ [3] a copy holds its tensors until compute comes behind it or its event is over: what the caller drops early is not used again
+     before, and what it lets go behind a wait can be used again at once. Recorded with the caching allocator instead
+     (`record_stream`), memory would come back only when the host finds the event over, far behind what the host has issued.
+
+A slab of host memory goes only when the device is idle.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -24,13 +28,24 @@ MOST_WAITS = 256
 
 @final
 class _StreamCopy(Copy):
-    def __init__(self, direction: Direction, owner: Owner, size_bytes: int) -> None:
-        super().__init__(direction, owner, size_bytes)
+    def __init__(self, direction: Direction, owner: Owner, tensors: tuple[Tensor, Tensor]) -> None:
+        super().__init__(direction, owner, tensors[0].nbytes)
         self.event = torch.cuda.Event()
+        self._tensors: tuple[Tensor, Tensor] | None = tensors
 
     @property
     def done(self) -> bool:
-        return bool(self.event.query())
+        over = bool(self.event.query())
+        if over:
+            self.let_go()
+        return over
+
+    def let_go(self) -> None:
+        self._tensors = None  # [3]
+
+    @property
+    def holds(self) -> bool:
+        return self._tensors is not None
 
 
 @final
@@ -41,11 +56,14 @@ class StreamCopier(Copier):
         super().__init__(direction, trace)
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._holding: deque[_StreamCopy] = deque()
+        """Copies, first one first."""
         self._waits: list[tuple[Any, Any]] = []
         self._waited_s = 0.0
 
     def _started(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None]) -> Copy:
-        copy = _StreamCopy(self.direction, owner, target.nbytes)
+        self.settle()
+        copy = _StreamCopy(self.direction, owner, (target, source))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # [1]
         for before in after:
             if isinstance(before, _StreamCopy):
@@ -55,10 +73,9 @@ class StreamCopier(Copier):
                 target.copy_(source, non_blocking=True)
         except Exception as error:
             raise failed(self.direction, owner, copy.bytes, error) from error
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
-        copy.event.record(self._stream)
+        finally:
+            copy.event.record(self._stream)
+            self._holding.append(copy)
         return copy
 
     def wait(self, copy: Copy) -> None:
@@ -74,9 +91,15 @@ class StreamCopier(Copier):
         self._waits.append((begin, end))
         if len(self._waits) >= MOST_WAITS:
             self._add_up()
+        copy.let_go()
+
+    def settle(self) -> None:
+        while self._holding and (not self._holding[0].holds or self._holding[0].done):
+            self._holding.popleft()
 
     def drain(self) -> None:
         self._stream.synchronize()
+        self.settle()
 
     def cancel(self) -> None:
         self._newest = None

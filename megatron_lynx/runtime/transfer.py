@@ -56,6 +56,9 @@ class Copy(ABC):
     def done(self) -> bool:
         """Whether it is over by now, well or not. Never decides what runs (rule R1), only when memory is given back."""
 
+    def let_go(self) -> None:  # noqa: B027 (a thread's copy holds its tensors until it has run, and no longer)
+        """Compute comes behind it, so it need not keep its tensors from being used again."""
+
 
 class Copier(ABC):
     """One direction."""
@@ -81,6 +84,9 @@ class Copier(ABC):
     @abstractmethod
     def wait(self, copy: Copy) -> None:
         """What is computed from now on comes behind this copy. Raises `OffloadError` where the copy is known to have failed."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Let go of the tensors of copies that are over."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.host_pool import ALIGNMENT, HostPool, available_bytes
+from megatron_lynx.runtime.host_memory import HostLimit, available_bytes
+from megatron_lynx.runtime.host_pool import ALIGNMENT, HostPool
 from megatron_lynx.runtime.thread_copier import ThreadCopier
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.transfer import Owner
@@ -18,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def pool(*, limit_bytes: int = 10**6, sets: int = 1) -> HostPool:
-    return HostPool("stage 1", CPU, limit_bytes, sets)
+    return HostPool("stage 1", CPU, HostLimit(limit_bytes), sets)
 
 
 def test_blocks_have_the_sizes_asked_for_and_do_not_overlap() -> None:
@@ -97,3 +99,38 @@ def test_the_operating_system_says_what_is_available() -> None:
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_bytes() <= physical_bytes
     assert available_bytes(ranks_on_host=1000) <= physical_bytes // 1000
+
+
+def test_chunks_share_what_their_rank_may_hold() -> None:
+    """Each within the limit, all of them were not: host memory ran out in the middle of training."""
+    limit = HostLimit(5000)
+    pools = [HostPool(f"stage 1, chunk {chunk}", CPU, limit, sets=1) for chunk in range(2)]
+    pools[0].lend([3072])
+    with pytest.raises(OffloadError, match=r"5000 bytes .* available to this rank, needed 6144 bytes"):
+        pools[1].lend([3072])
+    pools[0].lend([4096])
+    assert limit.held_bytes == pools[0].bytes == 4096, "what was replaced is not counted twice"
+    pools[0].clear()
+    assert limit.held_bytes == 0
+    pools[1].lend([3072])
+
+
+def test_the_limit_of_a_container_counts_without_what_it_has_read_from_files(tmp_path: Path) -> None:
+    """Page cache goes when memory is asked for: a container that has read its data set is not full."""
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 100 kB\nMemAvailable: 90 kB\n")
+    assert available_bytes(root=tmp_path) == 90 * 1024
+    write("proc/self/cgroup", "0::/jobs/7\n")
+    write("sys/fs/cgroup/jobs/7/memory.max", "50000\n")
+    write("sys/fs/cgroup/jobs/7/memory.current", "49000\n")
+    assert available_bytes(root=tmp_path) == 1000
+    write("sys/fs/cgroup/jobs/7/memory.stat", "anon 9000\ninactive_file 30000\n")
+    assert available_bytes(root=tmp_path) == 31000
+    assert available_bytes(ranks_on_host=2, root=tmp_path) == 15500
+    write("sys/fs/cgroup/jobs/memory.max", "max\n")
+    write("sys/fs/cgroup/jobs/memory.current", "60000\n")
+    assert available_bytes(root=tmp_path) == 31000

@@ -19,6 +19,8 @@ from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.host_pool import ALIGNMENT
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -63,9 +65,19 @@ def test_every_ratio_alone_and_with_replay(pool_of: Pools, layout: str, like: An
     candidates += [offloading(mixed, size), offloading(replaying, int(0.1 * size), prefetch=2)]
     for outcomes in checked(pool_of, job, candidates, Trial(steps=2 if layout == "PP2" else 1)):
         for plan, outcome in zip(candidates, outcomes, strict=True):
-            last = outcome.planned.counts[-1]
-            assert last.offloaded_bytes == last.reloaded_bytes
-            assert plan.stages[0].offload is not None or last.offloaded_bytes == 0
+            assert_adds_up(plan, outcome.planned.counts[-1])
+
+
+def assert_adds_up(plan: Plan, counts: Counts) -> None:
+    """What one step's figures say, in traces, `compare` and logs alike."""
+    assert counts.offloaded_bytes == counts.reloaded_bytes
+    assert counts.exposed_copy_s >= 0
+    offloaded = [entry.offload.bytes for entry in plan.stages if entry.offload is not None]
+    if not offloaded:
+        assert (counts.offloaded_bytes, counts.host_bytes, counts.exposed_copy_s) == (0, 0, 0)
+    else:
+        assert counts.offloaded_bytes <= plan.batch.microbatches * plan.parallel.chunks * max(offloaded)
+        assert counts.host_bytes <= counts.offloaded_bytes + 10_000 * ALIGNMENT, "no more on the host than goes there in a step"
 
 
 @every_model
@@ -249,14 +261,14 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_is_left(pool_of: Pools, di
         assert (rank.left, rank.busy, rank.threads, rank.equal_afterwards) == ([], False, [], True)
 
 
-@pytest.mark.parametrize("where", ["backward", "offload"])
-def test_an_interleaved_step_that_fails_in_the_middle(where: Any) -> None:
-    """The other stage waits for a message that never comes, no longer than its group does. Nothing of the step is held anywhere,
-    and the plan can be removed. That the next step is right: `tests/runtime/test_offloading_engine.py`."""
-    job = tiny_job("llama", **LAYOUTS["PP2xVPP2"])
+@pytest.mark.parametrize(("where", "layout"), [("backward", "PP2xVPP2"), ("offload", "TP2xPP2xVPP2+SP")])
+def test_an_interleaved_step_that_fails_in_the_middle(where: Any, layout: str) -> None:
+    """The others, its tensor-parallel peer too, wait for messages that never come, no longer than their groups do. Nothing of the
+    step is held anywhere, and the plan can be removed. That the next step is right: `tests/runtime/test_offloading_engine.py`."""
+    job = tiny_job("llama", **LAYOUTS[layout])
     plan = offloading(plan_for(job, lambda layer: ["activation"], windows=False), chunk_bytes(job))
-    with RankPool(2) as pool:  # of its own: its groups are gone afterwards
-        first, other = pool.run(fail_mid_step, job, plan, where)
+    with RankPool(job.gpus) as pool:  # of its own: its groups are gone afterwards
+        first, *others = pool.run(fail_mid_step, job, plan, where)
     if where == "backward":
         assert first.error == "ValueError: a backward in the middle"
     else:
@@ -265,9 +277,10 @@ def test_an_interleaved_step_that_fails_in_the_middle(where: Any) -> None:
             first.error,
         )
         assert "OSError: the link is down" in first.error
-    assert other.error, "it was told by its group"
-    assert "OffloadError" not in other.error
-    for rank in (first, other):
+    for other in others:
+        assert other.error, "it was told by its group"
+        assert "OffloadError" not in other.error
+    for rank in (first, *others):
         assert (rank.left, rank.busy, rank.threads) == ([], False, [])
 
 
