@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lynx.schedule.interleaved import warmup
 from megatron_lynx.testbed.ranks import RankPool
-from tests.schedule.exchanges import Event, noted, run_through
+from tests.schedule.exchanges import Event, Operation, noted, run_through
 
 Pools = Callable[[int], RankPool]
 SHAPES = [(2, 2, 4, 2), (2, 3, 8, 3), (4, 2, 8, 4), (4, 3, 9, 5), (6, 2, 18, 6)]
@@ -26,7 +26,7 @@ def test_wherever_a_steady_stage_waits_another_exchange_is_under_way(pool_of: Po
         assert all(under_way(events[:at]) for at in inside), f"stage {stage}"
 
 
-def under_way(events: list[Event]) -> set[tuple[int, str]]:
+def under_way(events: list[Event]) -> set[tuple[int, Operation]]:
     """What was posted and not waited for."""
     posted = {(event.exchange, name) for event in events if event.kind == "post" for name in event.operations}
     return posted - {(event.exchange, name) for event in events if event.kind == "wait" for name in event.operations}

@@ -160,16 +160,17 @@ class Reshaped:
 
     equal: list[bool] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
+    copied_by_evaluation: list[int] = field(default_factory=list)
     logged: list[list[str]] = field(default_factory=list)
 
 
 def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
-    """One step of each job, with the model of the first: stock, then all of them under the plan."""
+    """One step of each job, with the model of the first: stock, then all of them under the plan, an evaluation behind each."""
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.gradients import gradients
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
-    from megatron_lynx.testbed.step import train_step
+    from megatron_lynx.testbed.step import run_schedule, train_step
     from megatron_lynx.testbed.tiny_models import build_model
 
     initialise(jobs[0])
@@ -188,6 +189,9 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
             found = step(job)
             result.equal.append(all(torch.equal(found[name], gradient) for name, gradient in expected.items()))
             result.host_bytes.append(installation.engine.take_counts().host_bytes)
+            with torch.no_grad():
+                run_schedule(chunks, job, synthetic_batches(job), forward_only=True)
+            result.copied_by_evaluation.append(installation.engine.take_counts().offloaded_bytes)
             result.logged.append(said.take())
     logging.getLogger("megatron_lynx.runtime.host_pool").removeHandler(said)
     return result

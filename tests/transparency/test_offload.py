@@ -231,12 +231,13 @@ def after_forwards(simulation: Simulation, stage: int) -> list[int]:
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:
-    """The pool is made anew, and says so."""
+    """The pool is made anew, and says so. What evaluates between the steps copies nothing."""
     shapes: list[dict[str, Any]] = [{"microbatches": 2}, {"microbatches": 6}, {"microbatches": 6, "seq": 32}, {"microbatches": 2}]
     jobs = [tiny_job("llama", pipeline=4, **shape) for shape in shapes]
     plan = offloading(plan_for(jobs[0], lambda layer: ()), chunk_bytes(jobs[0]))
     first = pool_of(4).run(reshape, jobs, plan)[0]
     assert first.equal == [True] * 4
+    assert first.copied_by_evaluation == [0] * 4
     planned, more, longer, shorter = first.logged
     assert planned == []
     assert ["one more micro-batch on the host than before" in message for message in more] == [True]
