@@ -14,8 +14,7 @@ from megatron_lynx.runtime.frame import HalfPolicy
 from megatron_lynx.runtime.ledger import Order
 from megatron_lynx.runtime.turns import Turn, Turns
 from megatron_lynx.runtime.window import Agenda, FrameKey, Place, WindowKey
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.one_stage import passes_of
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
 
 
@@ -76,9 +75,7 @@ def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> Order:
 
     @lru_cache(maxsize=8)
     def order(microbatches: int) -> Turns:
-        plain = chunks == 1
-        schedule = one_f_one_b(pipeline, microbatches) if plain else interleaved(pipeline, microbatches, chunks, group_size)
-        phases = schedule.phases(stage)
-        return Turns([Turn(action.kind, action.micro_batch, action.chunk, phase) for action, phase in phases])  # type: ignore[arg-type]
+        passes = passes_of(pipeline, stage, microbatches, chunks, group_size)
+        return Turns([Turn(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes])  # type: ignore[arg-type]
 
     return order

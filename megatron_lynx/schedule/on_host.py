@@ -13,8 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.one_stage import passes_of
 
 
 @lru_cache(maxsize=1024)
@@ -22,9 +21,7 @@ def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
     """By chunk; a micro-batch whose backward follows its forward at once stays."""
-    plain = chunks == 1
-    schedule = one_f_one_b(pipeline, microbatches) if plain else interleaved(pipeline, microbatches, chunks, group_size)
-    order = [*schedule.phases(stage)]
+    order = [*passes_of(pipeline, stage, microbatches, chunks, group_size)]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
     away: set[Action] = set()

@@ -8,7 +8,7 @@ stage 2          F B  F B  F B  F B  F B              its backward from the one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,13 +41,18 @@ class Schedule:
         A forward is steady when its collectives may hide replays of the micro-batch whose backward comes right behind it.
         A backward has the phase of the forward right before it, and is in cool-down where another backward is.
         """
-        in_flight, warmup = 0, self.warmups[stage]
-        phase: Phase = "cooldown"
-        for action in self.orders[stage]:
-            if action.kind == "F":
-                phase = "steady" if 0 < warmup <= in_flight else "warmup"
-                in_flight += 1
-            yield action, phase
-            if action.kind == "B":
-                phase = "cooldown"
-                in_flight -= 1
+        return phases_of(self.orders[stage], self.warmups[stage])
+
+
+def phases_of(order: Sequence[Action], warmup: int) -> Iterator[tuple[Action, Phase]]:
+    """The same of one stage, from its order and the forwards before its first pair."""
+    in_flight = 0
+    phase: Phase = "cooldown"
+    for action in order:
+        if action.kind == "F":
+            phase = "steady" if 0 < warmup <= in_flight else "warmup"
+            in_flight += 1
+        yield action, phase
+        if action.kind == "B":
+            phase = "cooldown"
+            in_flight -= 1

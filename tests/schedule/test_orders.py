@@ -12,6 +12,7 @@ from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule.action import Action, most_in_flight, read_action, read_actions, with_replays, write_actions
 from megatron_lynx.schedule.interleaved import cooldown, goes_back_at_once, interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.one_stage import passes_of
 from megatron_lynx.schedule.schedule import Schedule
 
 
@@ -142,3 +143,13 @@ def test_what_megatron_refuses_is_refused(asked: tuple[int, ...], answers: list[
     with pytest.raises(ConfigError) as refusal:
         interleaved(*asked)
     assert [answer for problem, answer in zip(refusal.value.problems, answers, strict=True) if answer in str(problem)] == answers
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 1, None), (4, 6, 1, None), (4, 2, 1, None), (3, 6, 2, None), (2, 9, 3, 3), (2, 4, 2, 4)]
+)
+def test_one_stage_alone_does_what_it_does_among_all(shape: tuple[int, int, int, int | None]) -> None:
+    pipeline, microbatches, chunks, group = shape
+    schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks, group)
+    for stage in range(pipeline):
+        assert list(passes_of(pipeline, stage, microbatches, chunks, group)) == list(schedule.phases(stage))
