@@ -21,7 +21,6 @@ MODEL: Needed = {
     "hybrid_context_parallel": (False, "it has a schedule of its own"),
     "num_moe_experts": (None, "routers keep state from batch to batch"),
     "mtp_num_layers": (None, "it was not tried"),
-    "calculate_per_token_loss": (False, "it was not tried"),
     "fine_grained_activation_offloading": (False, "it is reset at the end of each batch"),
     "cpu_offloading": (False, "it may hold weights"),
     "fp8": (None, "weights have copies of their own"),

@@ -29,7 +29,6 @@ WITHOUT_FLUSHES = {
     "save_activations_interval": "it would mix micro-batches of two batches",
     "save_tokens_per_expert_interval": "it would mix micro-batches of two batches",
     "vision_pretraining": "it was not tried",
-    "calculate_per_token_loss": "it was not tried",
     "qk_clip": "it rescales weights behind the update, by what forwards of two versions saw",
     "log_max_attention_logit": "it would mix micro-batches of two batches",
     "overlap_param_gather": "weights would arrive during the forward of another version",

@@ -201,10 +201,12 @@ def build(job: Job, how: dict[str, Any]) -> Any:
 
 
 def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
-    """Megatron's `forward_step_func`; the losses of the spoilt batches are infinite."""
+    """Megatron's `forward_step_func`; the losses of the spoilt batches are infinite; or tokens are counted, some of each text."""
     from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.step import forward_step, mean_loss
 
+    if how.get("model", {}).get("calculate_per_token_loss"):
+        return counting_tokens
     if "spoilt" not in how:
         return forward_step
     spoilt = [micro_batch.tokens for batch in how["spoilt"] for micro_batch in synthetic_batches(job, batch)]
@@ -216,6 +218,17 @@ def forward_step_of(how: dict[str, Any], job: Job) -> Callable[..., Any]:
         return output, (lambda losses: mean_loss(losses * float("inf"))) if infinite else mean_loss
 
     return spoiling
+
+
+def counting_tokens(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    counted = batch.labels % 3 > 0
+
+    def total_loss(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (losses.float() * counted).sum()
+        return total, counted.sum().to(torch.int), total.detach().clone()
+
+    return model(batch.tokens, batch.position_ids, None, labels=batch.labels), total_loss
 
 
 def without_flushes(job: Job, training: Any, how: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from . import on_ranks
 MEGATRON = {"ddp": True, "optimizer": "megatron"}
 OVERLAPPED = {"overlap_grad_reduce": True}
 FUSED = {"model": {"gradient_accumulation_fusion": True}}
+PER_TOKEN = {"model": {"calculate_per_token_loss": True}}
 FULL = {"model": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 LAYOUTS = [
     ({"microbatches": 2}, {}),
@@ -36,7 +37,7 @@ DEFERRED = [
     ({"pipeline": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2}, FUSED),
     ({"pipeline": 2, "replicas": 2, "microbatches": 3, "distributed_optimizer": True, "dtype": "bf16"}, {}),
     ({"pipeline": 2, "replicas": 2, "microbatches": 2, "distributed_optimizer": True}, OVERLAPPED | FUSED),
-    ({"pipeline": 2, "replicas": 2, "microbatches": 2}, OVERLAPPED),
+    ({"pipeline": 2, "replicas": 2, "microbatches": 2}, OVERLAPPED | PER_TOKEN),
 ]
 FP16 = {"fp16": True, "bf16": False, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 DYNAMIC = {

@@ -28,6 +28,7 @@ FOUR_RANKS = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatch
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"microbatches": 4},
     "pipeline 2": {"pipeline": 2, "microbatches": 4, "dtype": "bf16"},
+    "pipeline 4": {"pipeline": 4, "microbatches": 4},
     "pipeline 2, two chunks on each stage": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "tensor 2 x pipeline 2, sequence parallel": FOUR_RANKS,
     "tensor 2 x pipeline 2, sequence parallel, two chunks on each stage": {**FOUR_RANKS, "layers_per_chunk": 1},

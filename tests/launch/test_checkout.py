@@ -18,7 +18,7 @@ import pytest
 from megatron_lynx.plan.plan import Plan
 
 from ..engines import folder_of
-from .launched import ENGINE, MODEL, flags_of, launch, offloading, plan_of, saved
+from .launched import ENGINE, LAYOUTS, MODEL, Launched, flags_of, launch, offloading, plan_of, saved
 from .test_patches import apply
 
 VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
@@ -51,8 +51,7 @@ def test_every_printed_digit_is_stocks(script, layout, tmp_path):
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""
-    release = ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
-    folder = folder_of("TRANSFORMER_ENGINE", release, "transformer_engine")
+    folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
     flags = [*MODEL, *ENGINE, "--mock-data"]
     check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
 
@@ -130,16 +129,64 @@ def twin_of(checkout: Path, folder: Path) -> Path:
     return script
 
 
-def test_without_flushes(script):
-    """Every printed digit is that of the version rule, applied to the flushing loop by hand."""
-    flags = [*MODEL, "--mock-data", "--pipeline-model-parallel-size", "2", "--rerun-mode", "disabled"]
+DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+MOVING_SCALE = ["--fp16", "--no-masked-softmax-fusion", "--accumulate-allreduce-grads-in-fp32"]
+MOVING_SCALE += ["--initial-loss-scale", "1024", "--loss-scale-window", "2"]
+
+
+def without_flushes(script: Path, layout: str, flags: list[str], ranks: int, **more) -> tuple[Launched, Launched]:
+    """The version rule, applied to the flushing loop by hand, and the launcher; `more`: `plan`, `path`, `drained`, `ours`."""
+    flags = [*MODEL, "--mock-data", *flags_of(layout), "--rerun-mode", "disabled", *flags]
+    path, drained = [script.parent, *more.get("path", ())], more.get("drained", "5")
     versions = Path(__file__).with_name("pretrain_versions.py")
-    expected = launch(versions, flags, ranks=2, path=[script.parent], env={"SCRIPT": str(script), "DRAINED": "5"})
-    assert expected.status == 0, expected.text
-    assert len(expected.iterations) == 5
-    without = launch(script, [*flags, "--lynx-schedule", "double-buffered"], ranks=2)
-    assert without.status == 0, without.text
-    assert without.iterations == expected.iterations
+    expected = launch(versions, flags, ranks=ranks, path=path, env={"SCRIPT": str(script), "DRAINED": drained})
+    flags += ["--lynx-schedule", "double-buffered", *more.get("ours", ())]
+    without = launch(script, [*flags, "--lynx-plan", more["plan"]] if "plan" in more else flags, ranks=ranks, path=path)
+    assert (expected.status, without.status) == (0, 0), expected.text + without.text
+    assert without.iterations == expected.iterations != []
+    return expected, without
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("pipeline 2", []),
+        ("pipeline 2", [*MOVING_SCALE, "--calculate-per-token-loss"]),
+        ("pipeline 4", [*MOVING_SCALE, *DISTRIBUTED]),
+    ],
+    ids=["pipeline 2", "per token, fp16", "pipeline 4, fp16, distributed optimizer"],
+)
+def test_without_flushes(script, layout, flags):
+    """Every printed digit is that of the version rule."""
+    without_flushes(script, layout, flags, LAYOUTS[layout]["pipeline"])
+
+
+def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
+    """Everything replayed, and some on the host."""
+    folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
+    plan = unflushed(offloading(plan_of(FOUR, implementation="transformer_engine"), 20_000))
+    _, planned = without_flushes(script, FOUR, ENGINE, 4, path=[folder], plan=saved(plan, tmp_path / "plan.yaml"))
+    assert "replayed 80 layer halves" in planned.ours[-1]
+    assert "copied to the host" in planned.ours[-1]
+
+
+def test_without_flushes_saved_and_resumed(script, tmp_path):
+    """Of a run that is drained behind the third batch."""
+    flags = ["--hidden-dropout", "0", "--attention-dropout", "0", *MOVING_SCALE]
+    saving = ["--save", tmp_path, "--save-interval", "3"]
+    _, going_on = without_flushes(script, FOUR, flags, 4, drained="3,5", ours=saving)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    _, resumed = without_flushes(script, FOUR, [*flags, "--load", str(tmp_path)], 4)
+    assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in going_on.iterations[3:]]
+
+
+def engine_of(script: Path) -> str:
+    return ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
+
+
+def unflushed(plan: Plan) -> Plan:
+    """The same plan, every replay in the windows that it has without flushes."""
+    return Plan.model_validate(plan.model_dump(mode="json") | {"schedule": "double_buffered"})
 
 
 def plans_of(layout: str, implementation: str) -> Iterator[Plan]:

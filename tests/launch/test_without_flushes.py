@@ -1,6 +1,7 @@
 """`--lynx-schedule double-buffered` through the `megatron.training` of the newest wheel, on two ranks of this machine.
 
-Six batches, evaluated behind the fourth; checkpoints behind the third. What it must equal is in `pretrain_versions.py`.
+Six batches, evaluated behind the fourth; checkpoints behind the third; a loss scale that grows behind every second one. What it
+must equal is in `pretrain_versions.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "pretrain_tiny.py"
 VERSIONS = HERE / "pretrain_versions.py"
 VALIDATION = re.compile(r"validation loss at iteration (\d+) .*lm loss value: (\S+) ")
+LOSS_SCALE = re.compile(r" loss scale: (\S+) ")
 FLAGS = [
     *MODEL,
-    *("--pipeline-model-parallel-size", "2", "--bf16", "--no-masked-softmax-fusion"),
+    *("--pipeline-model-parallel-size", "2", "--fp16", "--no-masked-softmax-fusion", "--accumulate-allreduce-grads-in-fp32"),
+    *("--initial-loss-scale", "1024", "--loss-scale-window", "2"),
     *("--rerun-mode", "disabled"),
     # On CPU, data loaders draw from the generator of hidden dropout when they begin: a resumed run has other masks, stock's too.
     *("--hidden-dropout", "0"),
@@ -55,6 +58,7 @@ def test_every_printed_digit_is_that_of_the_version_rule(run, going_on):
     assert (expected.status, going_on.status) == (0, 0), going_on.text
     assert len(expected.iterations) == 6
     assert going_on.iterations == expected.iterations
+    assert LOSS_SCALE.findall(going_on.text) == ["1024.0", "2048.0", "2048.0", "4096.0", "4096.0", "8192.0"]
     assert VALIDATION.findall(going_on.text) == VALIDATION.findall(expected.text) != []
 
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.schedule.double_buffered import deferral
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.simulator import double_buffered
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
@@ -49,6 +51,21 @@ def test_an_update_at_once_waits_for_the_gradient_of_the_first_stage() -> None:
     run = simulate_without_flushes(2, [plain_passes(1.0, 2.0)] * 2, updates="at once")
     assert run.step_s == 8.0
     assert run.updates[1][1].begin_s - run.updates[1][1].arrived_s == 2.0
+
+
+@pytest.mark.parametrize(("backward_s", "bound"), [(1.5, 0.025), (2.0, 0.0), (2.5, 0.03), (3.0, 0.03)])
+def test_two_backwards_for_three_stages_is_near_the_best(
+    monkeypatch: pytest.MonkeyPatch, backward_s: float, bound: float
+) -> None:
+    """Nearly the best of all numbers of deferred backwards. Forwards take 1 s; the update's seconds do not count (docs/double_buffered.md)."""
+
+    def step_s(stages: int, share: float) -> float:
+        monkeypatch.setattr(double_buffered, "deferral", lambda stage: deferral(stage, share))
+        return simulate_without_flushes(stages, [plain_passes(1.0, backward_s)] * stages, update_s=3.0).step_s
+
+    for stages in (2, 4, 8):
+        best = min(step_s(stages, share / 10) for share in range(3, 11))
+        assert step_s(stages, 2 / 3) <= best * (1 + bound) + 1e-9
 
 
 def test_messages_are_behind_passes_if_updates_are_deferred() -> None:

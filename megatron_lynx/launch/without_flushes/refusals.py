@@ -30,10 +30,11 @@ NEEDED: Needed = {
     "save_params_interval": (None, "it was not tried"),
     "save_activations_interval": (None, "it would mix micro-batches of two batches"),
     "save_tokens_per_expert_interval": (None, "it would mix micro-batches of two batches"),
+    "decoder_seq_length": (None, "all stages exchange messages of one length"),
     "vision_pretraining": (False, "it was not tried"),
     "hybrid_context_parallel": (False, "it has a schedule of its own"),
     "use_torch_fsdp2": (False, "it moves weights itself"),
-    **unproven.MODEL,
+    **{name: needed for name, needed in unproven.MODEL.items() if name != "overlap_p2p_comm"},  # interleaving sets it
     **unproven.DDP,
     **unproven.OPTIMIZER,
 }
