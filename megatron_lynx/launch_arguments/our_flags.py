@@ -28,6 +28,7 @@ WITHOUT_FLUSHES = {
     "save_params_interval": "it was not tried",
     "save_activations_interval": "it would mix micro-batches of two batches",
     "save_tokens_per_expert_interval": "it would mix micro-batches of two batches",
+    "decoder_seq_length": "all stages exchange messages of one length",
     "vision_pretraining": "it was not tried",
     "qk_clip": "it rescales weights behind the update, by what forwards of two versions saw",
     "log_max_attention_logit": "it would mix micro-batches of two batches",

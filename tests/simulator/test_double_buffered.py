@@ -57,7 +57,7 @@ def test_an_update_at_once_waits_for_the_gradient_of_the_first_stage() -> None:
 def test_two_backwards_for_three_stages_is_near_the_best(
     monkeypatch: pytest.MonkeyPatch, backward_s: float, bound: float
 ) -> None:
-    """Nearly the best of all numbers of deferred backwards. Forwards take 1 s; the update's seconds do not count (docs/double_buffered.md)."""
+    """Nearly the best of all numbers of deferred backwards. Forwards take 1 s; the seconds of the update do not count."""
 
     def step_s(stages: int, share: float) -> float:
         monkeypatch.setattr(double_buffered, "deferral", lambda stage: deferral(stage, share))
