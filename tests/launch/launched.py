@@ -98,8 +98,9 @@ def launch(
     return Launched(done.returncode, GLUED.sub("\n", done.stdout))
 
 
-def plan_of(layout: str, *, implementation: str = "local", **options: Any) -> Plan:
-    return uniform_plan(tiny_job("gpt", **LAYOUTS[layout], **SIZE, implementation=implementation), **options)
+def plan_of(layout: str, *, implementation: str = "local", schedule: str = "flush", **options: Any) -> Plan:
+    job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, implementation=implementation)
+    return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 
 
 def offloading(plan: Plan, size_bytes: int) -> Plan:

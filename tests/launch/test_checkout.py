@@ -164,7 +164,7 @@ def test_without_flushes(script, layout, flags):
 def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
     """Everything replayed, and some on the host."""
     folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
-    plan = unflushed(offloading(plan_of(FOUR, implementation="transformer_engine"), 20_000))
+    plan = offloading(plan_of(FOUR, implementation="transformer_engine", schedule="double_buffered"), 20_000)
     _, planned = without_flushes(script, FOUR, ENGINE, 4, path=[folder], plan=saved(plan, tmp_path / "plan.yaml"))
     assert "replayed 80 layer halves" in planned.ours[-1]
     assert "copied to the host" in planned.ours[-1]
@@ -182,11 +182,6 @@ def test_without_flushes_saved_and_resumed(script, tmp_path):
 
 def engine_of(script: Path) -> str:
     return ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
-
-
-def unflushed(plan: Plan) -> Plan:
-    """The same plan, every replay in the windows that it has without flushes."""
-    return Plan.model_validate(plan.model_dump(mode="json") | {"schedule": "double_buffered"})
 
 
 def plans_of(layout: str, implementation: str) -> Iterator[Plan]:

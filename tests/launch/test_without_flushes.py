@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.plan.plan import Plan
-
 from .launched import MODEL, launch, offloading, plan_of, saved
 
 HERE = Path(__file__).parent
@@ -88,7 +86,7 @@ def test_under_a_plan(run, folder, going_on):
     assert plan.schedule == "flush"
     refused = run(SCRIPT, [*FLAGS, *WITHOUT, "--lynx-plan", saved(plan, folder / "flush.yaml")])
     assert "--lynx-schedule: found double-buffered, needed flush, as the plan has it" in refused.text
-    plan = offloading(Plan.model_validate(plan.model_dump(mode="json") | {"schedule": "double_buffered"}), 20_000)
+    plan = offloading(plan_of("pipeline 2", schedule="double_buffered"), 20_000)
     flags = [*FLAGS, *WITHOUT, "--save", folder / "planned", "--save-interval", "3"]
     planned = run(SCRIPT, [*flags, "--lynx-plan", saved(plan, folder / "plan.yaml")])
     assert planned.status == 0, planned.text
