@@ -77,6 +77,7 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
     """
     if job.policy == "planned":
         return _planned(job, profile)
+    _check_stays(job)
     ratio, missing = _ratio(job)
     return Estimate(
         job=job,
@@ -86,6 +87,15 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         shortages=missing,
         step=_step(job, profile, ratio),
     )
+
+
+def _check_stays(job: Job) -> None:
+    """One share of everything, as Yuan et al. have it, cannot be asked for where a part of it stays."""
+    if job.model.experts is not None and job.offload_ratio != 0:
+        todo = "policy planned offloads what is not of experts"
+        raise ConfigError(
+            "what experts keep stays on the device", [Problem("job: offload_ratio", str(job.offload_ratio), "0", todo)]
+        )
 
 
 def _step(job: Job, profile: Profile | None, ratio: float) -> StepSeconds | None:

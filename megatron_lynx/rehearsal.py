@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, gathered_input_bytes, head_of
-from megatron_lynx.cost.memory import half_memory, movable_bytes
+from megatron_lynx.cost.memory import expert_memory, half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.items import HALVES, ITEMS, Half
@@ -67,12 +67,14 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
     """What one micro-batch costs on one stage, or on one chunk of it."""
-    own = tuple(_treated(stage, profile))
-    chunks = {each.chunk: tuple(_treated(each, profile)) for each in plan.chunks_of(stage.stage) if each.chunk != stage.chunk}
-    passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(stage, profile))
+    own = tuple(_treated(plan, stage, profile))
+    chunks = {
+        each.chunk: tuple(_treated(plan, each, profile)) for each in plan.chunks_of(stage.stage) if each.chunk != stage.chunk
+    }
+    passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
-    kept = tuple(_treated(_keeping(stage), profile))
+    kept = tuple(_treated(plan, _keeping(stage), profile))
     return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
 
 
@@ -97,18 +99,18 @@ def _keeping(stage: Stage) -> Stage:
     return stage.model_copy(update={"rules": (rule,)})
 
 
-def _copy(stage: Stage, profile: Profile) -> HostCopy | None:
+def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
     """What is offloaded of a micro-batch: no more than can be. A profile that knows no link to the host gives copies no time."""
     if stage.offload is None:
         return None
-    size_bytes = min(stage.offload.bytes, _movable_bytes(stage, profile, stage.offload.smallest_tensor_bytes))
+    size_bytes = min(stage.offload.bytes, _movable_bytes(plan, stage, profile, stage.offload.smallest_tensor_bytes))
     seconds = profile.link_s("host", size_bytes)
     return HostCopy(seconds, seconds, size_bytes, stage.offload.beside_messages == "avoid")
 
 
-def _movable_bytes(stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """Of one micro-batch. What was received from the stage before, Megatron holds itself."""
-    halves = [(layer, half, profile.half(half)) for layer in stage.layers for half in HALVES]
+def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
+    """Of one micro-batch. What was received from the stage before, Megatron holds itself; what experts save stays."""
+    halves = [(layer, half, profile.half(half)) for layer, half in _halves(stage) if not _of_experts(plan, layer, half)]
     movable = sum(
         movable_bytes(costs, replay_of(half, costs.tensors, stage.rule_for(layer).replays(half)), smallest_bytes)
         for layer, half, costs in halves
@@ -133,6 +135,10 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
         for name, value in found.items()
         if value != facts[name]
     ]
+    if plan.model.moe_layers and profile.experts is None:
+        problems.append(
+            Problem("profile: experts", "none", "figures of experts, which the plan's model has", "plan on a cluster")
+        )
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 
@@ -144,10 +150,21 @@ def _check_alike(plan: Plan) -> None:
         raise PlanMismatch("this plan cannot be simulated", [Problem(place, "some micro-batches", needed) for place in places])
 
 
-def _treated(stage: Stage, profile: Profile) -> Iterator[Treated]:
-    """The halves of a stage in forward order, each as the plan's rules have it."""
-    for layer in stage.layers:
-        for half in HALVES:
+def _halves(stage: Stage) -> Iterator[tuple[int, Half]]:
+    """In forward order."""
+    return ((layer, half) for layer in stage.layers for half in HALVES)
+
+
+def _of_experts(plan: Plan, layer: int, half: Half) -> bool:
+    return half == "mlp" and plan.model.has_experts(layer)
+
+
+def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
+    """The halves of a stage in forward order, each as the plan's rules have it. Experts are kept whole."""
+    for layer, half in _halves(stage):
+        if _of_experts(plan, layer, half) and profile.experts is not None:
+            yield Treated(layer, half, expert_memory(profile.experts), experts=True)
+        else:
             yield _treated_half(stage, layer, half, profile)
 
 

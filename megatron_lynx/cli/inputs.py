@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     from megatron_lynx.config import load_job
 
-    return load_job(name, changes)
+    job = load_job(name, changes)
+    mention_experts(job)
+    return job
+
+
+def mention_experts(job: Job) -> None:
+    """What every answer about them takes for granted."""
+    if job.model.experts is not None:
+        layers = ", ".join(map(str, job.model.moe_layers))
+        text = "their MLP halves are kept whole and on the device, with as many tokens for every expert"
+        typer.echo(f"experts in layers {layers}: {text}", err=True)
 
 
 def job_or_launch(
@@ -50,7 +60,9 @@ def job_or_launch(
     if not quiet:
         show(understood(reading))
         typer.echo("\n".join(remarks(reading)))
-    return job_of(reading, cluster, changes or {}), reading
+    job = job_of(reading, cluster, changes or {})
+    mention_experts(job)
+    return job, reading
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

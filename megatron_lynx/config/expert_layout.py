@@ -30,6 +30,10 @@ def problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
         yield f"parallel.tensor ({parallel.tensor}) with experts needs parallel.sequence_parallel: true, found false"
     if model.bias and parallel.expert_tensor_size > 1:
         yield f"parallel.expert_tensor ({parallel.expert_tensor_size}) must be 1 for experts with biases (model.bias: true)"
+    if model.fp8 is not None:
+        yield "model.fp8 goes with no experts yet: what theirs keep in FP8 is not counted"
+    if model.bias and experts.shared_ffn:
+        yield f"model.experts.shared_ffn ({experts.shared_ffn}) needs model.bias: false, found true"
 
 
 def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[str]:

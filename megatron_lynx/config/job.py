@@ -214,6 +214,15 @@ class Job(BaseModel):
         """How many layers a stage has, in all its chunks."""
         return sum(self.chunk_layers(stage))
 
+    def experts_of(self, stage: int, chunk: int = 0) -> int:
+        """How many layers of one chunk of a stage have experts."""
+        layers = self.model.expert_layers
+        return sum(layer in layers for layer in self.layers_of(stage, chunk)) if layers else 0
+
+    def experts_on(self, stage: int) -> int:
+        """How many layers of a stage have experts, in all its chunks."""
+        return sum(self.experts_of(stage, chunk) for chunk in range(self.chunks)) if self.model.experts is not None else 0
+
     @property
     def digest(self) -> str:
         """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin."""

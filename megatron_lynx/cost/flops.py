@@ -10,14 +10,18 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_lynx.config.model import Model
-from megatron_lynx.cost.parameters import layer_matrices
+from megatron_lynx.cost.expert_parameters import weights_passed
+from megatron_lynx.cost.parameters import attention_matrices, layer_matrices
 
 Convention = Literal["causal", "whole"]
 
 
 def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     """Forward and backward of the whole model: 6 for each weight of a matrix, and the attention."""
-    matrices = model.layers * layer_matrices(model) + model.hidden * model.vocab
+    mixtures = len(model.expert_layers)
+    matrices = (model.layers - mixtures) * layer_matrices(model) + model.hidden * model.vocab
+    if mixtures:  # of its experts a token passes some
+        matrices += mixtures * (attention_matrices(model) + weights_passed(model))
     attention = (6 if convention == "causal" else 12) * model.layers * model.hidden * model.seq
     return 6 * matrices + attention
 

@@ -14,10 +14,20 @@ from functools import lru_cache
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.items import HALVES, ITEMS, ITEMS_OF, Half
+from megatron_lynx.profiler.expert_tensors import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 
-__all__ = ["BALANCED", "LayerShape", "half_tensors", "item_flops", "kept_bytes", "replayed_flops", "replayed_items"]
+__all__ = [
+    "BALANCED",
+    "LayerShape",
+    "half_tensors",
+    "item_flops",
+    "kept_bytes",
+    "layers_bytes",
+    "replayed_flops",
+    "replayed_items",
+]
 
 BALANCED = ("input_layernorm", "pre_mlp_layernorm", "activation")
 CORE_ALONE = ("core_attention", "core_attention")
@@ -30,14 +40,23 @@ def replayed_items(policy: Policy) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def kept_bytes(shape: LayerShape, policy: Policy) -> int:
-    """What one layer holds of one micro-batch from forward to backward, its input included.
+def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
+    """What one layer holds of one micro-batch from forward to backward, its input included. `experts`: of a layer that has them;
+    `balanced` and `selective` replay nothing of those.
 
     Remembered: a search asks again for every pipeline that the same layers are put into.
     """
     if policy == "full":
         return shape.input_bytes
+    if experts:
+        return shape.input_bytes + _kept_by_half(shape, "attention", policy) + saved_bytes(shape)
     return sum(shape.input_bytes + _kept_by_half(shape, half, policy) for half in HALVES)
+
+
+def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) -> int:
+    """What so many layers hold of one micro-batch, of which `mixtures` have experts."""
+    kept = (layers - mixtures) * kept_bytes(shape, policy) if layers > mixtures else 0
+    return kept + (mixtures * kept_bytes(shape, policy, experts=True) if mixtures else 0)
 
 
 def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:

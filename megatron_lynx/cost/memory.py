@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from megatron_lynx.cost.replay import Replay
 from megatron_lynx.items import COLUMN_PARALLEL, Half
-from megatron_lynx.profiler.profile import HalfProfile
+from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile
 from megatron_lynx.units import MIB
 
 
@@ -65,6 +65,11 @@ def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_by
         ahead=gathered_bytes,
         movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
     )
+
+
+def expert_memory(profile: ExpertHalf) -> HalfMemory:
+    """A mixture of experts: kept whole to the end of its backward, and on the device."""
+    return HalfMemory(resident=profile.saved_bytes, regenerated=0, tail=profile.saved_bytes)
 
 
 def smallest_offloaded_bytes(input_bytes: int) -> int:

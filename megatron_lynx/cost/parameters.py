@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
+from megatron_lynx.cost.expert_parameters import beside_experts, expert_sharers, own_expert_parameters
 from megatron_lynx.profiler.quantized import weight_bytes
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
@@ -65,29 +66,45 @@ class Parameters:
     """Word and learned position embeddings."""
     head: int
     """The output projection, where it is not the embedding itself on the same stage."""
+    experts: int = 0
+    """Experts, which have a data-parallel group of their own."""
+
+    @property
+    def others(self) -> int:
+        """All but experts."""
+        return self.matrices + self.vectors + self.embedding + self.head
 
     @property
     def total(self) -> int:
-        return self.matrices + self.vectors + self.embedding + self.head
+        return self.others + self.experts
 
 
 def stage_parameters(job: Job, stage: int) -> Parameters:
     """A pipelined model with tied embeddings holds them on both ends, as Megatron does."""
     model, tensor, layers = job.model, job.parallel.tensor, job.layers_on(stage)
+    mixtures = job.experts_on(stage)
+    mlps = layers - mixtures
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     words = model.vocab * model.hidden // tensor
     positions = model.seq * model.hidden if model.position == "learned" else 0
     return Parameters(
-        matrices=layers * layer_matrices(model) // tensor,
-        vectors=layers * _layer_vectors(model, tensor) + last * _norm(model),
+        matrices=(mlps * layer_matrices(model) + mixtures * attention_matrices(model)) // tensor
+        + (mixtures * beside_experts(job) if mixtures else 0),
+        vectors=layers * _layer_vectors(model, tensor) - mixtures * _mlp_biases(model, tensor) + last * _norm(model),
         embedding=first * (words + positions),
         head=last * (0 if first and model.tied_embeddings else words),
+        experts=mixtures * own_expert_parameters(job) if mixtures else 0,
     )
 
 
 def layer_matrices(model: Model) -> int:
     """Weights of one layer's four linears over all tensor-parallel ranks: (2 + 2g/a)h² + 3hH with SwiGLU, else 2hH."""
-    return model.hidden * (model.qkv_width + model.hidden + model.fc1_width + model.ffn)
+    return attention_matrices(model) + model.hidden * (model.fc1_width + model.ffn)
+
+
+def attention_matrices(model: Model) -> int:
+    """Weights of the two linears around the attention."""
+    return model.hidden * (model.qkv_width + model.hidden)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
@@ -113,10 +130,19 @@ def gradient_bytes(job: Job, count: int) -> int:
     return count * bytes_each(job).gradient
 
 
-def optimizer_bytes(job: Job, count: int) -> int:
-    """This rank's share, rounded up."""
-    sharers = job.parallel.context * job.replicas if job.parallel.distributed_optimizer else 1
-    return -(-count * bytes_each(job).optimizer // sharers)
+def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
+    """This rank's share, rounded up. `experts`: of the parameters, those of experts."""
+    sharded = job.parallel.distributed_optimizer
+    sharers = job.parallel.context * job.replicas if sharded else 1
+    each, of_experts = bytes_each(job).optimizer, 0
+    if experts:
+        of_experts = -(-experts * each // (expert_sharers(job) if sharded else 1))
+    return -(-(count - experts) * each // sharers) + of_experts
+
+
+def _mlp_biases(model: Model, tensor: int) -> int:
+    """What a layer has without experts, and not with them."""
+    return model.hidden + model.fc1_width // tensor if model.bias else 0
 
 
 def _layer_vectors(model: Model, tensor: int) -> int:

@@ -59,6 +59,18 @@ class LayerSeconds:
     backward_s: tuple[float, ...]
     replay_s: float = 0.0
     """What runs again before the backward."""
+    experts: ExpertSeconds | None = None
+    """In place of the second half, and of the replay, in layers of experts."""
+
+
+@dataclass(frozen=True)
+class ExpertSeconds:
+    """One micro-batch in the MLP half of a layer of experts, exchanges included."""
+
+    forward_s: float
+    backward_s: float
+    replay_s: float = 0.0
+    """What runs again before the backward of such a layer."""
 
 
 def layer_seconds(profile: Profile, message_bytes: int) -> LayerSeconds:
@@ -67,6 +79,7 @@ def layer_seconds(profile: Profile, message_bytes: int) -> LayerSeconds:
     return LayerSeconds(
         forward_s=tuple(each.forward_s + sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half, each in halves),
         backward_s=tuple(each.backward_s + sum(window_lengths_s(profile, "bwd", half, message_bytes)) for half, each in halves),
+        experts=None if profile.experts is None else ExpertSeconds(profile.experts.forward_s, profile.experts.backward_s),
     )
 
 
@@ -77,12 +90,17 @@ def stage_seconds(job: Job, profile: Profile, stage: int, message_bytes: int) ->
 
 def stage_of_layers(job: Job, profile: Profile, stage: int, layer: LayerSeconds) -> StageSeconds:
     """A stage of such layers, with the ends of the model that it holds."""
-    layers, ends = job.layers_on(stage), _ends(job, profile, stage)
-    forward, backward = (sum(layers * half_s for half_s in halves) for halves in (layer.forward_s, layer.backward_s))
-    return StageSeconds(
-        forward + sum(end.forward_s for end in ends),
-        backward + sum(end.backward_s for end in ends) + layers * layer.replay_s,
+    layers, mixtures, ends = job.layers_on(stage), job.experts_on(stage), _ends(job, profile, stage)
+    counts = (layers, layers - mixtures)
+    forward, backward = (
+        sum(count * half_s for count, half_s in zip(counts, halves, strict=True))
+        for halves in (layer.forward_s, layer.backward_s)
     )
+    replay_s = (layers - mixtures) * layer.replay_s
+    if layer.experts is not None:
+        forward, backward = forward + mixtures * layer.experts.forward_s, backward + mixtures * layer.experts.backward_s
+        replay_s += mixtures * layer.experts.replay_s
+    return StageSeconds(forward + sum(end.forward_s for end in ends), backward + sum(end.backward_s for end in ends) + replay_s)
 
 
 def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
@@ -94,12 +112,13 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
-    """`value` of each stage, asked for once where stages are alike: as many layers, and the same end of the model, if any."""
+    """`value` of each stage, asked for once where stages are alike: as many layers, as many of them with experts, and the same
+    end of the model, if any."""
     partition, pipeline = job.partition, job.parallel.pipeline
-    known: dict[tuple[int, bool, bool], T] = {}
+    known: dict[tuple[int, int, bool, bool], T] = {}
     values = []
     for stage in range(pipeline):
-        kind = (sum(partition[stage::pipeline]), stage == 0, stage == pipeline - 1)
+        kind = (sum(partition[stage::pipeline]), job.experts_on(stage), stage == 0, stage == pipeline - 1)
         if kind not in known:
             known[kind] = value(stage)
         values.append(known[kind])

@@ -6,7 +6,8 @@
     embedding                              first stage: dropout's masks
     head  logits                           last stage: what final norm and output projection read; the logits in fp32
     recomputed                             what one whole layer makes again, under `full`; the scores of one, under `selective`
-    rest                                   workspaces, communication buffers, what one layer makes again under `balanced`
+    rest                                   workspaces, communication buffers, what one layer makes again under `balanced`, rows
+                                           of tokens on their way to experts
     fp8_weights                            with FP8: copies of the linears' weights
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
@@ -26,9 +27,10 @@ from dataclasses import asdict, dataclass
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
-from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.cost.layer import kept_bytes, layers_bytes
 from megatron_lynx.cost.parameters import fp8_copies_bytes, gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
 from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.profiler.expert_tensors import routed_rows
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
 
@@ -89,7 +91,7 @@ def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory,
 
 def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int], in_flight: int, ratio: float) -> StageMemory:
     """`states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
-    last, size = stage == job.parallel.pipeline - 1, max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
+    last, size = stage == job.parallel.pipeline - 1, _largest_chunk(job, stage, shape)
     parameters, gradients, _ = states
     without_flushes = job.schedule == "double_buffered"
     return StageMemory(
@@ -98,8 +100,8 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
         embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
         head=head_bytes(shape) if last else 0,
         logits=logits_bytes(shape) if last else 0,
-        recomputed=_recomputed(shape, job.policy),
-        rest=REST_BYTES[job.cluster.device],
+        recomputed=_recomputed(shape, job.policy, job.experts_on(stage) > 0),
+        rest=REST_BYTES[job.cluster.device] + (_dispatched(shape) if job.experts_on(stage) else 0),
         fp8_weights=fp8_copies_bytes(job, stage),
         second_weights=parameters if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
@@ -108,13 +110,21 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
 
 def _states(job: Job, stage: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients, optimizer state."""
-    count = stage_parameters(job, stage).total
-    return parameter_bytes(job, count), gradient_bytes(job, count), optimizer_bytes(job, count)
+    parameters = stage_parameters(job, stage)
+    count = parameters.total
+    return parameter_bytes(job, count), gradient_bytes(job, count), optimizer_bytes(job, count, parameters.experts)
 
 
 def chunk_bytes(job: Job, stage: int) -> int:
     """What the layers of one chunk keep of one micro-batch (C); of the largest chunk, where a stage's differ."""
-    return max(job.chunk_layers(stage)) * kept_bytes(LayerShape.of(job), job.policy)
+    return _largest_chunk(job, stage, LayerShape.of(job))
+
+
+def _largest_chunk(job: Job, stage: int, shape: LayerShape) -> int:
+    if job.model.experts is None:
+        return max(job.chunk_layers(stage)) * kept_bytes(shape, job.policy)
+    chunks = enumerate(job.chunk_layers(stage))
+    return max(layers_bytes(shape, job.policy, layers, job.experts_of(stage, chunk)) for chunk, layers in chunks)
 
 
 def offloads(job: Job, stage: int) -> bool:
@@ -135,5 +145,13 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
     return round((count - whole) * (1 - ratio) * size) + whole * size, round(2 * ratio * size)
 
 
-def _recomputed(shape: LayerShape, policy: Policy) -> int:
-    return kept_bytes(shape, "none") - kept_bytes(shape, policy) if policy in ("full", "selective") else 0
+def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
+    """Of the layer that makes most again; a stage with experts may have none without, whose layers keep less as a rule."""
+    if policy not in ("full", "selective"):
+        return 0
+    return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)
+
+
+def _dispatched(shape: LayerShape) -> int:
+    """Rows on their way to experts and back: what is sent and what arrives, while a half of experts runs."""
+    return 2 * routed_rows(shape) * shape.model.hidden * shape.model.element_bytes

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.expert_parameters import expert_sharers
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
-from megatron_lynx.cost.layer import kept_bytes, replayed_items
+from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
-from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
-from megatron_lynx.items import HALVES
+from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
+from megatron_lynx.items import HALVES, Half
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
@@ -79,12 +80,21 @@ def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int
 
 def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> LayerSeconds:
     stock, items = layer_seconds(profile, message_bytes), replayed_items(policy)
+    stock = replace(stock, replay_s=_replay_s(policy, items, profile, HALVES, message_bytes))
+    if stock.experts is None:
+        return stock
+    again_s = _replay_s(policy, items, profile, ("attention",), message_bytes)
+    again_s += stock.experts.forward_s if policy == "full" else 0.0
+    return replace(stock, experts=replace(stock.experts, replay_s=again_s))
+
+
+def _replay_s(policy: Policy, items: tuple[str, ...], profile: Profile, halves: tuple[Half, ...], message_bytes: int) -> float:
     replay_s = sum(
-        profile.half(half).items[item].forward_s for half in HALVES for item in items if item in profile.half(half).items
+        profile.half(half).items[item].forward_s for half in halves for item in items if item in profile.half(half).items
     )
     if policy == "full":
-        replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in HALVES)
-    return replace(stock, replay_s=replay_s)
+        replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in halves)
+    return replay_s
 
 
 def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s: float) -> float:
@@ -92,12 +102,11 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
     pcie = job.cluster.pcie
     if pcie is None or ratio == 0:
         return 0.0
-    layer = kept_bytes(LayerShape.of(job), job.policy)
     exposed = [0.0]
     for number, in_flight in enumerate(chunks_in_flight_by_stage(job)):
         if in_flight > CHUNKS_NOT_OFFLOADED:
-            size = max(job.chunk_layers(number)) * layer
-            exposed.append(exposed_copies_s(job, stages[number], number, pcie.shared_s(ratio * size), message_s))
+            copy_s = pcie.shared_s(ratio * chunk_bytes(job, number))
+            exposed.append(exposed_copies_s(job, stages[number], number, copy_s, message_s))
     return max(exposed)
 
 
@@ -122,9 +131,18 @@ def update_s(job: Job) -> float:
     """Once in a step, whatever the policy, of the stage with most parameters.
 
     Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
+    Experts do that in groups of their own, after the others.
     """
-    count = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).total))
-    sharers = job.parallel.context * job.replicas
+    most = max(of_every_stage(job, lambda stage: stage_parameters(job, stage)), key=lambda parameters: parameters.total)
+    layout = job.parallel
+    seconds = _updated_s(job, most.others, layout.context * job.replicas, layout.tensor)
+    if most.experts:
+        seconds += _updated_s(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert)
+    return seconds
+
+
+def _updated_s(job: Job, count: int, sharers: int, stride: int) -> float:
+    """Of parameters that so many ranks share, `stride` ranks apart."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
@@ -134,7 +152,7 @@ def update_s(job: Job) -> float:
     adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
     moved = (sharers - 1) / sharers * count
     gathered = each.weight if job.parallel.distributed_optimizer else each.gradient
-    return adam_s + moved * (each.gradient + gathered) / _replica_byte_per_s(job, sharers)
+    return adam_s + moved * (each.gradient + gathered) / _replica_byte_per_s(job, sharers, stride)
 
 
 def _cast_bytes(job: Job) -> int:
@@ -156,7 +174,7 @@ def _stepped_bytes(job: Job) -> int:
     return gradient + 2 * (each.main_parameter + each.moments) + parameter
 
 
-def _replica_byte_per_s(job: Job, sharers: int) -> float:
+def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
     """Rate of a ring over the ranks of one stage that hold the same parameters, for the stage that nodes cut worst.
 
     t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
@@ -167,8 +185,8 @@ def _replica_byte_per_s(job: Job, sharers: int) -> float:
     if node is None or nic is None or sharers == 1:
         return float("inf")
     inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
-    starts = {stage * job.parallel.tensor * sharers % node.gpus for stage in range(job.parallel.pipeline)}
-    together = min(_fewest_in_a_node(start, job.parallel.tensor, sharers, node.gpus) for start in starts)
+    starts = {stage * stride * sharers % node.gpus for stage in range(job.parallel.pipeline)}
+    together = min(_fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
     if together == sharers:
         return inside
     return min(inside, together * nic.per_node / node.gpus * nic.byte_per_s)

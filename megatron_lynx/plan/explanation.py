@@ -55,6 +55,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
     yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
+    if model.moe_layers:
+        layers = ", ".join(map(str, model.moe_layers))
+        yield Text(f"experts in layers {layers}: their MLP halves are kept whole, of their attention halves the table tells")
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")

@@ -25,6 +25,8 @@ def partitioned(job: Job, profile: Profile) -> list[Job]:
     closed form of a step. What messages and bubbles make of both, a rehearsal says. Raises `Infeasible` where nothing fits."""
     if job.parallel.partition != "auto":
         return [job]
+    if 0 < len(job.model.expert_layers) < job.model.layers:  # stages are compared by how many layers they have alone
+        return [with_partition(job, job.partition)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
     microbatches = job.microbatches if job.schedule == "flush" else NEVER_FLUSHED

@@ -28,7 +28,26 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 def job_flags(job: Job) -> list[str]:
     """What a launch has to say besides, of which a plan does not know."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
-    return [*optimizer, f"--global-batch-size {job.batch.global_}"]
+    return [*expert_flags(job), *optimizer, f"--global-batch-size {job.batch.global_}"]
+
+
+def expert_flags(job: Job) -> list[str]:
+    """Which experts, and where they are."""
+    experts, layout = job.model.experts, job.parallel
+    if experts is None:
+        return []
+    pattern = "+".join(f"[{int(layer in job.model.expert_layers)}]" for layer in range(1, job.model.layers + 1))
+    shared = [f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"] if experts.shared_ffn else []
+    return [
+        f"--num-experts {experts.count}",
+        f"--moe-router-topk {experts.per_token}",
+        f"--moe-ffn-hidden-size {experts.ffn}",
+        *shared,
+        *([] if len(job.model.expert_layers) == job.model.layers else [f"--moe-layer-freq '{pattern}'"]),
+        "--moe-token-dispatcher-type alltoall",
+        f"--expert-model-parallel-size {layout.expert}",
+        f"--expert-tensor-parallel-size {layout.expert_tensor_size}",
+    ]
 
 
 def _stages(decision: Decision) -> Iterator[dict[str, Any]]:

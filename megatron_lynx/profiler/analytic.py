@@ -18,11 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.config.cluster import Cluster, Link, Matmul
+from megatron_lynx.config.cluster import Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF, Half
-from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, ItemProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.expert_seconds import Passes, expert_half
+from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.profiler.profile import (
+    BlockProfile,
+    ExpertHalf,
+    HalfProfile,
+    ItemProfile,
+    LinkKind,
+    LinkPoint,
+    Profile,
+    Source,
+    shape_of,
+)
 from megatron_lynx.profiler.quantized import FP8_BYTES, Casts
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
@@ -37,9 +49,6 @@ LOSS_BYTES = (24, 12)
 
 def analytic_profile(job: Job) -> Profile:
     """Raises `ConfigError` with every part of the cluster's description that is needed and missing."""
-    if unpriced := [name for name in ("experts",) if getattr(job.model, name)]:
-        problems = [Problem(f"job: model.{name}", str(getattr(job.model, name)), "none", "") for name in unpriced]
-        raise ConfigError("what these layers save and how long they take is not counted yet", problems)
     roof, shape = Roofline.of(job), LayerShape.of(job)
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
@@ -47,6 +56,7 @@ def analytic_profile(job: Job) -> Profile:
         attention=_half(shape, "attention", roof),
         mlp=_half(shape, "mlp", roof),
         links=_links(job, shape),
+        experts=_experts(job, shape, roof),
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
         interference=1 / (1 - roof.matmul.beside_collective),
@@ -121,6 +131,13 @@ def _half(shape: LayerShape, half: Half, roof: Roofline) -> HalfProfile:
     first_saved = {item: sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)) for item in items}
     priced = {name: item.model_copy(update={"saved_bytes": first_saved[name]}) for name, item in items.items()}
     return HalfProfile(input_bytes=shape.input_bytes, items=priced, tensors=tensors)
+
+
+def _experts(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf | None:
+    if job.model.experts is None:
+        return None
+    around = [Passes(*(roof.seconds(0, moved) for moved in _traffic(shape, item))) for item in ("pre_mlp_layernorm", "mlp_bda")]
+    return expert_half(job, shape, roof, around[0] + around[1])
 
 
 def _item(shape: LayerShape, item: str, roof: Roofline) -> ItemProfile:
@@ -303,15 +320,3 @@ def _beside_s(job: Job) -> tuple[float, float]:
     if not job.parallel.sequence_parallel:
         return 0.0, link.seconds(2 * sent)
     return link.seconds(share * shape.gathered_input_bytes), link.seconds(sent)
-
-
-def link_among(cluster: Cluster, ranks: int) -> Link:
-    """The link between neighbours among so many consecutive ranks. Ranks below one PCIe switch share its uplink."""
-    assert cluster.pcie is not None, "checked by Roofline.of"
-    assert cluster.nic is not None, "checked by Roofline.of"
-    assert cluster.node is not None, "checked by Roofline.of"
-    if ranks > cluster.node.gpus:
-        return cluster.nic
-    if cluster.nvlink is not None:
-        return cluster.nvlink
-    return cluster.pcie.model_copy(update={"gb_per_s": cluster.pcie.gb_per_s / cluster.pcie.gpus_per_link})

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.validation import validated
@@ -88,6 +89,18 @@ class BlockProfile(_Part):
     """What it holds from forward to backward, what the last layer hands it included."""
 
 
+class ExpertHalf(_Part):
+    """The MLP half of a layer of experts, whole: it is never replayed, and has no windows."""
+
+    input_bytes: int = Field(ge=0)
+    saved_bytes: int = Field(ge=0)
+    """What it holds from forward to backward, its input included."""
+    forward_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    communication_s: float = Field(default=0.0, ge=0)
+    """Of both passes, in which it waits for other ranks."""
+
+
 class LinkPoint(_Part):
     """One measured message. For all-gather and reduce-scatter `bytes` is the size of the whole (gathered) tensor."""
 
@@ -113,9 +126,13 @@ class Shape(_Part):
     qk_norm: bool = False
     fp8: str | None = None
     """The recipe."""
+    experts: Experts | None = None
+    expert: int = 1
+    expert_tensor: int = 1
+    """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
 
-LATER: dict[str, Any] = {"qk_norm": False, "fp8": None}
+LATER: dict[str, Any] = {"qk_norm": False, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
@@ -141,6 +158,8 @@ class Profile(_Part):
     shape: Shape
     attention: HalfProfile
     mlp: HalfProfile
+    experts: ExpertHalf | None = None
+    """In place of `mlp` in layers of experts; none: there are no such layers."""
     links: tuple[LinkPoint, ...] = ()
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()
@@ -184,7 +203,9 @@ class Profile(_Part):
     @property
     def digest(self) -> str:
         """SHA-256 of the profile's canonical JSON, less what came later and is off: what a plan records as its origin."""
-        off = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
+        off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
+        if self.experts is None:
+            off["experts"] = True
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 
@@ -203,8 +224,10 @@ def shape_of(job: Job) -> Shape:
     """What a profile of this job is a profile of."""
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
-    facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe}
+    facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
+    if model.experts is not None:
+        layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}
     return Shape(micro=job.batch.micro, **layout, **facts)
 
 

@@ -29,9 +29,10 @@ class LayerShape:
     @classmethod
     def of(cls, job: Job) -> LayerShape:
         """Layers of jobs that differ in their pipeline alone are equal."""
-        layout = Parallel(
-            tensor=job.parallel.tensor, context=job.parallel.context, sequence_parallel=job.parallel.sequence_parallel
-        )
+        given = job.parallel
+        layout = Parallel(tensor=given.tensor, context=given.context, sequence_parallel=given.sequence_parallel)
+        if job.model.experts is not None:
+            layout = layout.model_copy(update={"expert": given.expert, "expert_tensor": given.expert_tensor})
         return cls(job.model, layout, job.batch.micro, job.cluster.device)
 
     @property

@@ -127,14 +127,15 @@ class BestFirst:
     def _cost(self, job: Job) -> LayerCost:
         """Of one layer and its links; asked for again with every pipeline."""
         layout = job.parallel
-        key = (layout.tensor, layout.context, layout.sequence_parallel, layout.pipeline > 1, job.batch.micro)
+        key = (layout.tensor, layout.context, layout.sequence_parallel, layout.pipeline > 1, job.batch.micro, layout.expert)
         if key not in self._costs:
             self._costs[key] = LayerCost.of(job)
         return self._costs[key]
 
     def _update_s(self, job: Job) -> float:
         """Of gradients, optimizer and parameters, which are as many however they are run."""
-        key = (job.parallel.tensor, job.parallel.context, job.parallel.pipeline, job.schedule == "flush")
+        layout = job.parallel
+        key = (layout.tensor, layout.context, layout.pipeline, job.schedule == "flush", layout.expert)
         if key not in self._updates_s:
             self._updates_s[key] = update_s(job)
         return self._updates_s[key]

@@ -68,7 +68,8 @@ def in_words(job: Job) -> str:
     chunks = f"{parallel.layers_per_chunk} layers per chunk" if parallel.layers_per_chunk else ""
     slices = "SP" if parallel.sequence_parallel else ""
     schedule = "without flushes" if job.schedule == "double_buffered" else ""
-    parts = (sizes(job), chunks, schedule, slices, f"micro-batch {job.batch.micro}", job.policy)
+    experts = f"e{parallel.expert}" if job.model.experts is not None else ""
+    parts = (f"{sizes(job)} {experts}".strip(), chunks, schedule, slices, f"micro-batch {job.batch.micro}", job.policy)
     return ", ".join(part for part in parts if part)
 
 

@@ -55,7 +55,7 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
     stage, kept = fullest(job, 0.0)
     if kept.total <= budget:
         return Fits(0.0, kept)
-    if not offload:
+    if not offload or job.model.experts is not None:  # of experts everything stays, so one share of all is out of reach
         return Excess(job, stage, kept, kept.total, budget)
     stage, least = fullest(job, 1.0)
     if least.total > budget:

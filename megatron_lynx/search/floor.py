@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
@@ -21,6 +22,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.spent import Spent
+
+PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
 """Policies whose seconds need no plan."""
@@ -51,11 +54,7 @@ class LayerCost:
         return cls(
             profile=profile,
             layer_s=layer_s,
-            collectives_s=sum(
-                sum(window_lengths_s(profile, passing, half, shape.gathered_bytes))
-                for passing in ("fwd", "bwd")
-                for half in HALVES
-            ),
+            collectives_s=_collectives_s(job, profile, shape.gathered_bytes),
             replay_s={policy: (whole[policy] - whole["none"]) / job.model.layers for policy in STOCK},
             embedding_s=embedding_s,
             head_s=head_s,
@@ -85,6 +84,18 @@ class LayerCost:
         """One micro-batch on the slowest stage, if nothing is replayed."""
         ends_s = max(self.embedding_s, self.head_s) if job.parallel.pipeline > 1 else self.embedding_s + self.head_s
         return job.model.layers // job.parallel.pipeline * self.layer_s + ends_s
+
+
+def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
+    """The mean over layers, with the exchanges of those that have experts in place of their MLPs' collectives."""
+    mixtures = len(job.model.expert_layers) / job.model.layers
+    waits_s = [
+        (1.0 if half == "attention" else 1 - mixtures) * sum(window_lengths_s(profile, passing, half, message_bytes))
+        for passing in PASSES
+        for half in HALVES
+    ]
+    exchanged_s = 0.0 if profile.experts is None else profile.experts.communication_s
+    return sum(waits_s) + mixtures * exchanged_s
 
 
 def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:

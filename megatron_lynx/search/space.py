@@ -3,6 +3,8 @@
     gpus = tensor x context x pipeline x data
 
     tensor     divides heads, key/value groups and FFN; within a node, unless told otherwise
+    expert     divides the experts, if the model has any; each is cut as the job says, else not at all, and there is no tensor
+               parallelism without sequence parallelism
     context    cuts each sequence into two slices for every rank; needs fused attention
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.search.schedules import EXACT, Name
@@ -124,7 +127,7 @@ class Space:
         interleaves = pipeline > 1 and self._share(tensor * context * pipeline) % pipeline == 0
         for chunks in divisors(own) if interleaves else (1,):
             for sequence_parallel in self._sequence_parallel(tensor, context):
-                yield Parallel.model_construct(
+                parallel = Parallel.model_construct(
                     tensor=tensor,
                     context=context,
                     pipeline=pipeline,
@@ -133,6 +136,16 @@ class Space:
                     sequence_parallel=sequence_parallel,
                     distributed_optimizer=self.distributed_optimizer,
                 )
+                yield from [parallel] if self.job.model.experts is None else self._with_experts(parallel, self.job.model.experts)
+
+    def _with_experts(self, parallel: Parallel, experts: Experts) -> Iterator[Parallel]:
+        """The same layout with experts shared out in every way."""
+        cut, tensor = self.job.parallel.expert_tensor or 1, parallel.tensor
+        if (tensor > 1 and not parallel.sequence_parallel) or experts.ffn % cut or experts.shared_ffn % tensor:
+            return
+        for expert in divisors(experts.count):
+            if self.gpus % (expert * cut * parallel.pipeline) == 0:
+                yield parallel.model_copy(update={"expert": expert, "expert_tensor": cut})
 
     def _sequence_parallel(self, tensor: int, context: int) -> tuple[bool, ...]:
         slices = tensor * (1 if context == 1 else 2 * context)

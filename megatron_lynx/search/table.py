@@ -15,6 +15,9 @@ from megatron_lynx.search.schedules import OLD_GRADIENTS, schedule_of
 from megatron_lynx.units import format_bytes, format_seconds
 
 COLUMNS = ("t", "c", "p", "d", "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
+EXPERTS = ("e",)
+"""Ranks among which experts are shared out, where there are any."""
+
 FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory")
 
 
@@ -22,7 +25,8 @@ def table(ranking: Ranking) -> Group:
     """Candidates down, the fastest first; families of losers with their best example."""
     budget = format_bytes(ranking.job.memory_budget_bytes)
     best = Table(header_style="bold", title=f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each")
-    for column in (*COLUMNS, *FIGURES):
+    experts = EXPERTS if ranking.job.model.experts is not None else ()
+    for column in (*experts, *COLUMNS, *FIGURES):
         best.add_column(column, justify="left" if column in ("policy", "schedule") else "right")
     for candidate in ranking.candidates:
         best.add_row(*_layout(candidate), *_figures(candidate))
@@ -48,7 +52,8 @@ def _layout(candidate: Candidate) -> tuple[str, ...]:
     slices = "yes" if parallel.sequence_parallel else "no"
     layers = "-" if job.chunks == 1 else str(parallel.layers_per_chunk)
     micro, ratio = str(job.batch.micro), f"{candidate.offload_ratio:g}"
-    return (*map(str, sizes), layers, schedule_of(job), slices, micro, job.policy, ratio)
+    experts = (str(parallel.expert),) if job.model.experts is not None else ()
+    return (*experts, *map(str, sizes), layers, schedule_of(job), slices, micro, job.policy, ratio)
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:

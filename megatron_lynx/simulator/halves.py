@@ -44,6 +44,12 @@ class Segments:
     windows_s: tuple[float, ...]
 
 
+Parts = dict[Literal["attention", "mlp", "experts"], Segments]
+"""The halves of a layer; experts stand in place of an MLP."""
+
+PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
+
+
 def stage_passes(
     treated: Sequence[Treated],
     profile: Profile,
@@ -54,8 +60,7 @@ def stage_passes(
 ) -> ChunkPasses:
     """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
     `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays."""
-    forward: dict[Half, Segments] = {half: segments(profile, "fwd", half, message_bytes) for half in HALVES}
-    backward: dict[Half, Segments] = {half: segments(profile, "bwd", half, message_bytes) for half in HALVES}
+    forward, backward = (_segments(profile, passing, message_bytes) for passing in PASSES)
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     return ChunkPasses(
@@ -67,6 +72,13 @@ def stage_passes(
             for chunk, other in others.items()
         },
     )
+
+
+def _segments(profile: Profile, passing: Literal["fwd", "bwd"], message_bytes: int) -> Parts:
+    parts: Parts = {half: segments(profile, passing, half, message_bytes) for half in HALVES}
+    if profile.experts is not None:
+        parts["experts"] = Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
+    return parts
 
 
 def segments(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> Segments:
@@ -89,14 +101,12 @@ def segments(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, messa
     return Segments((end, max(0.0, inner - wgrad_s), min(inner, wgrad_s), norm), windows)
 
 
-def _forward(
-    treated: Sequence[Treated], served: Served, halves: dict[Half, Segments], interference: float, ends_s: tuple[float, float]
-) -> Pass:
+def _forward(treated: Sequence[Treated], served: Served, halves: Parts, interference: float, ends_s: tuple[float, float]) -> Pass:
     """`served`: whose replays its windows hide."""
     walk = Walk(interference, ends_s[0])
     for half in treated:
         start_s = walk.clock_s
-        parts = halves[half.half]
+        parts = halves["experts" if half.experts else half.half]
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
@@ -108,9 +118,7 @@ def _forward(
     return walk.over()
 
 
-def _backward(
-    treated: Sequence[Treated], phase: Phase, halves: dict[Half, Segments], interference: float, ends_s: tuple[float, float]
-) -> Pass:
+def _backward(treated: Sequence[Treated], phase: Phase, halves: Parts, interference: float, ends_s: tuple[float, float]) -> Pass:
     walk = Walk(interference, ends_s[0])
     served = _served(treated, phase)
     for half, following in pairwise((*reversed(treated), None)):
@@ -118,7 +126,7 @@ def _backward(
         if half.replayed and half.window(phase) == ON_DEMAND:
             walk.on_demand(half)
         start_s = walk.clock_s
-        _back_through(walk, half, following, halves[half.half], served)
+        _back_through(walk, half, following, halves["experts" if half.experts else half.half], served)
         walk.half("backward", start_s, half)
     walk.compute(ends_s[1])
     return walk.over()

@@ -25,6 +25,8 @@ class Treated:
     """Seconds by which gathering the replay's input delays it."""
     gathered_bytes: int = 0
     """Of what is regenerated: the gathered input, which is there first."""
+    experts: bool = False
+    """Whether it is a mixture of experts: kept whole, without windows."""
 
     @property
     def replayed(self) -> bool:

@@ -20,7 +20,7 @@ from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Option, StageProblem
+from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
@@ -62,8 +62,22 @@ def _exposed(option: Option) -> Option:
 
 
 def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
+    if problem.mixed is not None:
+        return _beside_experts(problem, problem.mixed, attention, mlp, last_mlp)
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
     return Solved((*below, LayerChoice(attention, last_mlp)), problem.in_flight)
+
+
+def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
+    """Below experts, the option that replays the same as others do, in the seat that hides most of it there."""
+    alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
+    on_demand = attention.seat.steady == ON_DEMAND
+    below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])
+    layers = [
+        LayerChoice(below, mixed.experts) if experts else LayerChoice(attention, last_mlp if last else mlp)
+        for experts, last in zip(mixed.layers, [False] * (problem.layers - 1) + [True], strict=True)
+    ]
+    return Solved(tuple(layers), problem.in_flight)
 
 
 def _halves(problem: StageProblem) -> tuple[tuple[Choices, Half], tuple[Choices, Half], tuple[Choices, Half]]:

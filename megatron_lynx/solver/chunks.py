@@ -3,7 +3,8 @@
    last stage of 2, v = 2      0F0 1F0 | 0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0 ...
                                                              └ 2, 1 and 0 of chunk 0 are there, and none of chunk 1
 
-[1] chunks with as many layers are alike: they are offered what all of them have, and counted as if all in flight were one of them
+[1] chunks with as many layers, and experts in the same ones, are alike: they are offered what all of them have, and counted as if
+    all in flight were one of them
 [2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
     the budget of those that hold most, until all keep theirs
 [3] the model's last chunk goes back at once: beside the others there is one of it at most, so it may use what they leave
@@ -76,7 +77,7 @@ class Chunks:
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
         """The same, with replays of cool-down in the receive."""
-        if len(set(self.problems.job.chunk_layers(stage))) > 1:
+        if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1:
             return chunks
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
         return SolvedChunks(map(with_shared_receive, problems, chunks))
@@ -85,8 +86,8 @@ class Chunks:
         self, stage: int, chunks: range, in_flight: float, budget_bytes: int | None, solver: Solver
     ) -> dict[int, Solved]:
         """By chunk. [1] [2]"""
-        layers = self.problems.job.chunk_layers(stage)
-        alike = [tuple(chunk for chunk in chunks if layers[chunk] == count) for count in sorted({layers[c] for c in chunks})]
+        kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
+        alike = [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
         budgets = [budget_bytes] * len(alike)
         while True:
             solved = SolvedChunks(
@@ -100,6 +101,12 @@ class Chunks:
             budgets = [
                 (budget or 0) - too_much * (each.resident_bytes == most) for budget, each in zip(budgets, solved, strict=True)
             ]
+
+    def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...]]:
+        """What alike chunks have in common: how many layers, and which of them have experts."""
+        job = self.problems.job
+        layers = job.layers_of(stage, chunk)
+        return len(layers), tuple(layer in job.model.expert_layers for layer in layers) if job.model.experts is not None else ()
 
     def _goes_back_at_once(self, stage: int) -> bool:
         """Whether the last of several chunks does."""

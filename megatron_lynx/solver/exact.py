@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.solver import heuristic
+from megatron_lynx.solver import heuristic, mixed
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Goal, Programme
@@ -34,9 +34,11 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
 
-    Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Raises
-    `Infeasible` where nothing fits, or nothing was found in time.
+    Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
+    with experts are left to `mixed`. Raises `Infeasible` where nothing fits, or nothing was found in time.
     """
+    if problem.mixed is not None:
+        return mixed.solve(problem)
     deadline = time.monotonic() + time_limit_s
     if problem.budget_bytes is None:
         seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
@@ -50,6 +52,8 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
 
 def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     """The answer that holds least, whatever it exposes."""
+    if problem.mixed is not None:
+        return mixed.least_memory(problem)
     search = _Search(problem, "memory", heuristic.least_memory(problem))
     search.go(time.monotonic() + time_limit_s)
     assert search.answer is not None

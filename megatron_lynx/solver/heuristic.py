@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.solver import mixed
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.form import Form
 from megatron_lynx.solver.problem import Floats, StageProblem
@@ -62,6 +63,8 @@ class _Candidates:
 
 def solve(problem: StageProblem) -> Solved:
     """The best answer. Raises `Infeasible` when not even the least memory fits the budget."""
+    if problem.mixed is not None:
+        return mixed.solve(problem)
     if problem.budget_bytes is None:
         seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
         return least_memory(seated)
@@ -76,6 +79,8 @@ def solve(problem: StageProblem) -> Solved:
 
 def least_memory(problem: StageProblem) -> Solved:
     """The answer with all layers alike that has the least peak, whatever it exposes. Ties: as without a budget."""
+    if problem.mixed is not None:
+        return mixed.least_memory(problem)
     uniform = _uniform(Form(problem))
     cost = uniform.form
     return uniform.where(_ordered(uniform, cost.peak_bytes, cost.exposed_s, cost.resident_bytes)).first()

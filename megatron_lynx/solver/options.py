@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.layer import LayerShape, item_flops
-from megatron_lynx.cost.memory import HalfMemory, half_memory
+from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import Choices, Option, Receive, Seat, StageProblem, is_ahead, is_early
+from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, Receive, Seat, StageProblem, is_ahead, is_early
 from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
 from megatron_lynx.units import MIB
 
@@ -68,14 +68,28 @@ class StageProblems:
         """One stage, with so many layers if the partition is still open. `chunks`: those that are to be alike, if not all."""
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
+        layers = len(self.job.layers_of(stage)) if layers is None else layers
         return StageProblem(
             stage,
-            len(self.job.layers_of(stage)) if layers is None else layers,
+            layers,
             *self._choices(seats),
             in_flight=in_flight,
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
+            mixed=self._mixed(seats, layers),
         )
+
+    def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
+        """Of a stage's chunks that are alike: where the first of them has experts."""
+        numbers, profile = self.job.layers_of(seats.stage, seats.chunks[0])[:layers], self.profile.experts
+        having = tuple(number in self.job.model.expert_layers for number in numbers)
+        if profile is None or not any(having):
+            return None
+        subsets = self._below_experts
+        everywhere = self._seated(subsets, self._seats)
+        more = self._priced(subsets, seats) if seats.has_more else ()
+        experts = Option((), expert_memory(profile), ON_DEMAND_SEAT, 0.0, 0.0, 0)
+        return Mixed(having, Choices((*everywhere, *more)), experts)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """What some chunks of a stage, or all, are offered in common."""
@@ -118,15 +132,15 @@ class StageProblems:
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = (
-            Choices(
-                subset.option(seat, self.profile.interference)
-                for subset in subsets
-                for seat in self._seats.everywhere(subset.place, subset.replay, subset.backward)
-            )
-            for subsets in self._subsets
-        )
+        attention, mlp, last_mlp = (Choices(self._seated(subsets, self._seats)) for subsets in self._subsets)
         return attention, mlp, last_mlp
+
+    def _seated(self, subsets: Iterable[Subset], seats: Seats) -> Iterator[Option]:
+        """In the seats that every stage has."""
+        offered = (
+            (subset, seat) for subset in subsets for seat in seats.everywhere(subset.place, subset.replay, subset.backward)
+        )
+        return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
     def _seats(self) -> Seats:
@@ -136,6 +150,10 @@ class StageProblems:
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
         """From keeping everything to replaying everything."""
         return tuple(tuple(self._subsets_of(place)) for place in PLACES)
+
+    @cached_property
+    def _below_experts(self) -> tuple[Subset, ...]:
+        return tuple(self._subsets_of("expert_attention"))
 
     def _subsets_of(self, place: Place) -> Iterator[Subset]:
         half, costs = half_of(place), self.profile.half(half_of(place))

@@ -4,6 +4,7 @@
       ├── attention   every layer's attention half       Choices: Option, Option, ...   a replayed subset and its Seat
       ├── mlp         the MLP halves but the last
       ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
+      ├── mixed       where some layers have experts: which, and the choices of their halves
       └── in_flight, budget_bytes
 
 An option is a set of replayed items with what follows from it. A seat is where that replay runs and how much of it the window
@@ -168,6 +169,18 @@ class Receive:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """A stage some of whose layers have experts, or all."""
+
+    layers: tuple[bool, ...]
+    """Whether each has, from the first layer on."""
+    attention: Choices
+    """Of the attention halves below experts, which have no windows to hide anything."""
+    experts: Option
+    """All of a mixture is kept."""
+
+
+@dataclass(frozen=True)
 class StageProblem:
     """One stage. `budget_bytes` bounds what its layers hold at once; without one the least memory is wanted."""
 
@@ -181,3 +194,17 @@ class StageProblem:
     budget_bytes: int | None = None
     receive: Receive | None = None
     """None on the last stage."""
+    mixed: Mixed | None = None
+    """None where no layer has experts."""
+
+    @cached_property
+    def halves(self) -> tuple[Choices, ...]:
+        """The choices of every half, in forward order."""
+        if self.mixed is None:
+            return (self.attention, self.mlp) * (self.layers - 1) + (self.attention, self.last_mlp)
+        choices: list[Choices] = []
+        kept = Choices((self.mixed.experts,))
+        for number, experts in enumerate(self.mixed.layers, start=1):
+            own = self.last_mlp if number == self.layers else self.mlp
+            choices += (self.mixed.attention, kept) if experts else (self.attention, own)
+        return tuple(choices)

@@ -41,7 +41,7 @@ from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import Profile
 
-Place = Literal["attention", "mlp", "last_mlp"]
+Place = Literal["attention", "mlp", "last_mlp", "expert_attention"]
 """A kind of half: halves of one kind have the same windows."""
 
 BEFORE: dict[Half, tuple[Half, str]] = {"attention": ("mlp", ""), "mlp": ("attention", "+1")}
@@ -49,7 +49,11 @@ BEFORE: dict[Half, tuple[Half, str]] = {"attention": ("mlp", ""), "mlp": ("atten
 
 
 def half_of(place: Place) -> Half:
-    return "attention" if place == "attention" else "mlp"
+    return "attention" if place in ("attention", "expert_attention") else "mlp"
+
+
+NO_WINDOWS_BEFORE = ("last_mlp", "expert_attention")
+"""Backward enters them from another stage, or from experts."""
 
 
 class Wait(NamedTuple):
@@ -77,7 +81,7 @@ class Seats:
         windows = [NOWHERE, *backward]
         if not self.gathers(half, replay):
             return tuple(_seat(window) for window in windows)
-        if place == "last_mlp":
+        if place in NO_WINDOWS_BEFORE:
             return (Seat(ON_DEMAND, ON_DEMAND, gather=ON_DEMAND, gather_s=self._gathers_s[half, None]),)
         before, above = BEFORE[half]
         gather, gather_s = f"bwd.{before}.0{above}", self._gathers_s[half, before]
@@ -95,13 +99,13 @@ class Seats:
     def backward(self, place: Place, replay: Collection[str]) -> list[Wait]:
         """The windows of this backward that come before anything of the half is needed, the longest first."""
         half, waits = half_of(place), []
-        gathers_late = place == "last_mlp" and self.gathers(half, replay)
+        gathers_late = place in NO_WINDOWS_BEFORE and self.gathers(half, replay)
         too_late = f"{half}_bda" in replay or gathers_late or self.job.model.engine
         if self.job.parallel.sequence_parallel and not too_late:  # [4]
             waits.append(Wait(own_window(half), self._lengths_s["bwd", half][0]))
         before, above = BEFORE[half]
         lengths = self._lengths_s["bwd", before]
-        if place != "last_mlp" and lengths:  # [3]
+        if place not in NO_WINDOWS_BEFORE and lengths:  # [3]
             waits.append(Wait(f"bwd.{before}.{len(lengths) - 1}{above}", lengths[-1]))
         return sorted((wait for wait in waits if wait.seconds > 0), key=lambda wait: -wait.seconds)
 

@@ -46,10 +46,13 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
     """The profile of a job on this machine.
 
     Raises what the ranks raise, and `ConfigError` for layers of Transformer Engine: watching modules, a norm cannot be told from
-    the linear around it.
+    the linear around it; and for experts, whose exchanges are between more ranks than are measured.
     """
+    todo = "plan for a described cluster: seconds and bytes then follow from shapes"
+    if job.model.experts is not None:
+        problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
+        raise ConfigError("Layers of experts cannot be measured yet.", [problem])
     if job.model.engine:
-        todo = "plan for a described cluster: seconds and bytes then follow from shapes"
         problem = Problem("job: model.implementation", job.model.implementation, "local", todo)
         raise ConfigError("These layers cannot be measured item by item yet.", [problem])
     with announce("measuring a layer and the links"):

@@ -1,0 +1,154 @@
+"""Stages with experts: layers differ, so each kind of half has its own choice, and the lower layers may have another.
+
+    kinds of halves      attention   attention below experts   MLP   last MLP          experts have none: they are kept
+    [1] all alike        every combination of what no other option of its kind beats   ──> the fastest that fits
+    [2] two sorts        the first k layers as a faster combination that does not fit, those above as one that does:
+                         the largest k that keeps within the budget
+
+Peaks of all combinations are worked out side by side, half by half in backward order, as `cost.memory.peak_bytes` does for one.
+Nobody knows how far the answer is from the best (`Solved.gap`), and cool-down's replays do not share a receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
+from megatron_lynx.solver.problem import SECOND_DIGITS, Choices, Columns, Floats, StageProblem, unbeaten
+
+MOST_COMBINATIONS = 20_000
+"""Beyond it, options that only differ in when they hold what are not told apart."""
+
+MOST_OF_A_SORT = 4
+"""Combinations of either sort that are put together."""
+
+Numbers = NDArray[np.intp]
+
+
+def solve(problem: StageProblem) -> Solved:
+    """The fastest answer of these forms that fits; without a budget the one that holds least. Raises `Infeasible`."""
+    if problem.budget_bytes is None:
+        return least_memory(_best_seated(problem))
+    alike = Combinations(problem)
+    fitting = np.flatnonzero(alike.peak_bytes <= problem.budget_bytes)
+    if not len(fitting):
+        raise infeasible(problem, least_memory(problem))
+    fitting = fitting[np.lexsort((alike.resident[fitting], alike.peak_bytes[fitting], alike.exposed_s[fitting]))]
+    faster = np.flatnonzero((alike.peak_bytes > problem.budget_bytes) & (alike.exposed_s < alike.exposed_s[fitting[0]]))
+    faster = faster[np.lexsort((alike.exposed_s[faster], alike.peak_bytes[faster]))]
+    answers = [alike.answer(int(fitting[0])), *_of_two_sorts(alike, fitting, faster)]
+    return min(answers, key=lambda answer: (round(answer.exposed_s, SECOND_DIGITS), answer.peak_bytes))
+
+
+def least_memory(problem: StageProblem) -> Solved:
+    """The answer with all halves of a kind alike that has the least peak, then the least exposed seconds."""
+    alike = Combinations(problem)
+    return alike.answer(int(np.lexsort((alike.resident, alike.exposed_s, alike.peak_bytes))[0]))
+
+
+@dataclass(frozen=True)
+class Combinations:
+    """One option for each kind of half, in every combination."""
+
+    problem: StageProblem
+
+    def answer(self, number: int) -> Solved:
+        forward = [self.kinds[kind][self._picked[kind][number]] for kind in self._kind_of_half]
+        return Solved(tuple(map(LayerChoice, forward[::2], forward[1::2])), self.problem.in_flight)
+
+    @cached_property
+    def exposed_s(self) -> Floats:
+        return np.round(sum((columns.exposed_s for columns in self._halves), np.zeros(self._size)), SECOND_DIGITS)
+
+    @cached_property
+    def resident(self) -> Floats:
+        return np.asarray(sum((columns.resident for columns in self._halves), np.zeros(self._size)))
+
+    @cached_property
+    def peak_bytes(self) -> Floats:
+        """[A] [B] of `cost.memory`."""
+        backward = self._halves[::-1]
+        behind = sum((columns.held for columns in backward), np.zeros(self._size))
+        peak = behind
+        for number, half in enumerate(backward):
+            following = backward[number + 1].ahead if number + 1 < len(backward) else 0.0
+            behind = behind - half.held
+            peak = np.maximum(peak, behind + np.maximum(half.whole, half.tail + following))
+        return np.asarray(peak + np.ceil((self.problem.in_flight - 1) * self.resident))
+
+    @cached_property
+    def kinds(self) -> list[Choices]:
+        """Of each kind, the options worth looking at."""
+        kinds = [choices.unbeaten for choices in self._distinct]
+        return kinds if prod(map(len, kinds)) <= MOST_COMBINATIONS else [_fewer(kind, self.problem.in_flight) for kind in kinds]
+
+    @cached_property
+    def _distinct(self) -> list[Choices]:
+        """By identity: options of kinds that are alike have windows in other places."""
+        return list({id(choices): choices for choices in self.problem.halves}.values())
+
+    @cached_property
+    def _kind_of_half(self) -> list[int]:
+        numbers = {id(choices): number for number, choices in enumerate(self._distinct)}
+        return [numbers[id(choices)] for choices in self.problem.halves]
+
+    @property
+    def _size(self) -> int:
+        return prod(map(len, self.kinds))
+
+    @cached_property
+    def _picked(self) -> list[Numbers]:
+        """Of each kind, which option every combination has."""
+        return [numbers.ravel() for numbers in np.indices([len(kind) for kind in self.kinds])]
+
+    @cached_property
+    def _halves(self) -> list[Columns]:
+        """In forward order."""
+        columns = [kind.columns.at(picked) for kind, picked in zip(self.kinds, self._picked, strict=True)]
+        return [columns[kind] for kind in self._kind_of_half]
+
+
+def _of_two_sorts(alike: Combinations, fitting: Numbers, faster: Numbers) -> Iterator[Solved]:
+    """[2]"""
+    for lean in fitting[:MOST_OF_A_SORT]:
+        above = alike.answer(int(lean))
+        for fast in faster[:MOST_OF_A_SORT]:
+            mixed = _most_below(alike.problem, alike.answer(int(fast)), above)
+            if mixed is not None:
+                yield mixed
+
+
+def _most_below(problem: StageProblem, below: Solved, above: Solved) -> Solved | None:
+    """As many layers as fit from `below`, the others from `above`; None where not one does."""
+    fits, too_many = 0, problem.layers
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        if _with(below, above, count).peak_bytes <= (problem.budget_bytes or 0):
+            fits = count
+        else:
+            too_many = count
+    return _with(below, above, fits) if fits else None
+
+
+def _with(below: Solved, above: Solved, count: int) -> Solved:
+    return replace(above, layers=(*below.layers[:count], *above.layers[count:]))
+
+
+def _fewer(choices: Choices, in_flight: float) -> Choices:
+    """Those that no other one beats in seconds and in bytes, these weighed as if each were the largest half."""
+    columns = choices.columns
+    held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead
+    return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))
+
+
+def _best_seated(problem: StageProblem) -> StageProblem:
+    """As without experts: memory is not saved by leaving windows empty."""
+    assert problem.mixed is not None, "asked only of stages with experts"
+    mixed = replace(problem.mixed, attention=problem.mixed.attention.best_seated)
+    return replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated, mixed=mixed)
