@@ -1,0 +1,76 @@
+"""What experts save and how long they take, by hand for Mixtral."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.config import Job
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.expert_seconds import all_to_all_s
+from megatron_lynx.profiler.expert_tensors import routed_rows, saved_parts
+from megatron_lynx.profiler.shape import LayerShape
+from tests.config.jobs import catalogued_job
+
+
+def mixtral(cluster: str = "h800-80g", **layout: object) -> Job:
+    parallel = {"tensor": 1, "pipeline": 4, "expert": 8, "distributed_optimizer": True, **layout}
+    return catalogued_job("mixtral-8x7b", cluster, gpus=64, parallel=parallel, policy="none")
+
+
+def test_what_experts_of_a_fused_layer_save() -> None:
+    """4096 tokens, each to 2 of 8 experts. SwiGLU fused with the probabilities: its input 2f, and its output f."""
+    tokens, hidden, ffn, rows = 4096, 4096, 14336, 2 * 4096
+    shape = LayerShape.of(mixtral())
+    assert routed_rows(shape) == rows
+    assert saved_parts(shape) == {
+        "input": 2 * tokens * hidden,
+        "norm": 2 * tokens * hidden + 2 * tokens,
+        "router": tokens * (2 * (3 * 8 + 4) + 8 * (4 + 1 + 2)),
+        "experts": 2 * rows * (hidden + 1 + 3 * ffn),
+        "shared": 0,
+        "dropout": 0,
+    }
+
+
+def test_tensor_ranks_hand_out_their_own_tokens_and_cut_experts_work_on_all_of_them() -> None:
+    whole, cut = (LayerShape.of(mixtral(tensor=2, sequence_parallel=True, expert_tensor=size, expert=4)) for size in (1, 2))
+    assert routed_rows(whole) == 4096
+    assert routed_rows(cut) == 2 * routed_rows(whole)
+    between = 2 * 8192 * 3 * 14336 // 2
+    assert saved_parts(cut)["experts"] == between + 2 * 8192 * (4096 + 1)
+
+
+def test_shared_experts_are_an_mlp_of_their_width() -> None:
+    job = mixtral()
+    model = job.model.model_copy(update={"experts": job.model.experts.model_copy(update={"shared_ffn": 1024})})
+    assert saved_parts(LayerShape.of(job.model_copy(update={"model": model})))["shared"] == 2 * 4096 * 4 * 1024
+
+
+def test_an_exchange_goes_over_nvlink_within_a_node_and_over_nics_between_nodes() -> None:
+    cluster, size = mixtral().cluster, 1e9
+    assert cluster.nvlink is not None
+    assert cluster.nic is not None
+    assert all_to_all_s(cluster, 1, 1, size) == 0
+    assert all_to_all_s(cluster, 8, 1, size) == cluster.nvlink.seconds(size * 7 / 8)
+    shared = cluster.node.gpus / cluster.nic.per_node
+    assert all_to_all_s(cluster, 16, 1, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
+    assert all_to_all_s(cluster, 8, 2, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
+
+
+def test_experts_take_the_time_of_their_gemms_and_exchanges() -> None:
+    job = mixtral()
+    half = analytic_profile(job).experts
+    assert half is not None
+    flops = 3 * 2 * 8192 * 4096 * 14336
+    gemms_s = flops / (job.cluster.matmul.efficiency * job.cluster.matmul.peak_flop_per_s("bf16"))
+    assert gemms_s < half.forward_s < 1.3 * gemms_s
+    assert 4 * job.cluster.nvlink.seconds(2 * 8192 * 4096 * 7 / 8) == pytest.approx(half.communication_s)
+
+
+def test_few_rows_for_each_of_many_experts_take_longer_than_as_many_for_one() -> None:
+    """Where small GEMMs are slow, as on an A100."""
+    few, many = (analytic_profile(mixtral("a100-80g", expert=ranks)).experts for ranks in (1, 8))
+    assert few is not None
+    assert many is not None
+    assert few.communication_s == 0
+    assert few.forward_s > 1.01 * (many.forward_s - many.communication_s / 2)

@@ -1,0 +1,99 @@
+"""Stages with experts: within the budget, as good as trying everything alike, never slower with more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megatron_lynx.config import Job
+from megatron_lynx.cost.stage import stage_seconds
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.solver import mixed
+from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import Choices, StageProblem
+from tests.config.jobs import catalogued_job
+
+
+def job_of(layers: object, **fields: object) -> Job:
+    layout = {"tensor": 4, "sequence_parallel": True, "pipeline": 2, "expert": 8, "expert_tensor": 1}
+    job = catalogued_job("mixtral-8x7b", gpus=16, micro=2, batch=64, parallel=layout, policy="planned", **fields)
+    experts = job.model.experts.model_copy(update={"layers": layers})
+    return job.model_copy(update={"model": job.model.model_copy(update={"layers": 8, "experts": experts})})
+
+
+@pytest.fixture(scope="module")
+def problem() -> StageProblem:
+    """Layers 1 to 4, of which 1 and 3 have experts."""
+    job = job_of(2)
+    found = StageProblems(job, analytic_profile(job)).of(0)
+    assert found.mixed is not None
+    assert found.mixed.layers == (True, False, True, False)
+    return found
+
+
+def with_budget(problem: StageProblem, share: float) -> StageProblem:
+    """Between the least memory and that of keeping everything."""
+    most = Solved(tuple(LayerChoice(*(half[0] for half in pair)) for pair in pairs(problem)), problem.in_flight).peak_bytes
+    least = mixed.least_memory(problem).peak_bytes
+    return replace(problem, budget_bytes=int(least + share * (most - least)))
+
+
+def pairs(problem: StageProblem) -> Iterator[tuple[Choices, Choices]]:
+    return zip(problem.halves[::2], problem.halves[1::2], strict=True)
+
+
+def test_peaks_side_by_side_are_those_one_by_one(problem: StageProblem) -> None:
+    alike = mixed.Combinations(problem)
+    for number in range(0, len(alike.peak_bytes), max(1, len(alike.peak_bytes) // 50)):
+        answer = alike.answer(number)
+        assert answer.peak_bytes == alike.peak_bytes[number]
+        assert answer.exposed_s == pytest.approx(alike.exposed_s[number])
+
+
+def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageProblem) -> None:
+    budgeted = [with_budget(problem, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)]
+    answers = [mixed.solve(each) for each in budgeted]
+    for each, answer in zip(budgeted, answers, strict=True):
+        assert answer.peak_bytes <= (each.budget_bytes or 0)
+        assert [layer.mlp.replay == () for layer in answer.layers][::2] == [True, True], "experts are kept"
+    exposed = [answer.exposed_s for answer in answers]
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[0] > exposed[-1] == 0
+    with pytest.raises(Infeasible):
+        mixed.solve(with_budget(problem, -0.01))
+
+
+def test_as_good_as_the_best_of_everything_alike(problem: StageProblem) -> None:
+    tight = with_budget(problem, 0.3)
+    kinds = list({id(choices): choices for choices in tight.halves}.values())
+    best = float("inf")
+    for picked in product(*(kind.unbeaten[:6] for kind in kinds)):
+        of_kind = {id(kind): option for kind, option in zip(kinds, picked, strict=True)}
+        layers = tuple(LayerChoice(of_kind[id(first)], of_kind[id(second)]) for first, second in pairs(tight))
+        answer = Solved(layers, tight.in_flight)
+        if answer.peak_bytes <= (tight.budget_bytes or 0):
+            best = min(best, answer.exposed_s)
+    assert mixed.solve(tight).exposed_s <= best + 1e-12
+
+
+@pytest.mark.parametrize("layers", ["all", 2, ("3-8",)])
+def test_a_plan_keeps_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
+    job = job_of(layers, budget={"memory_gib": 37.5})
+    profile = analytic_profile(job)
+    decision = decide(job, profile)
+    plan = Plan.model_validate(decision.plan.model_dump())
+    replays = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
+    assert not any(replays[layer].replays("mlp") for layer in job.model.expert_layers)
+    assert any(rule.replays("attention") for rule in replays.values())
+    for answer in decision.stages:
+        assert decision.simulation.memory(answer.stage).peak_bytes <= answer.peak_bytes
+    stock_s = sum(stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes).both_s for stage in range(2))
+    assert decision.simulation.step_s > stock_s
