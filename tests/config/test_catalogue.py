@@ -28,6 +28,7 @@ BILLION_PARAMETERS = {
     "llama2-70b": 69,
     "llama3-8b": 8,
     "llama3-70b": 70.6,
+    "mixtral-8x7b": 46.7,
 }
 
 
@@ -40,7 +41,8 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
     model = loaded_model(path)
     if path.stem.startswith("tiny"):
         return
-    layer = model.hidden * (model.qkv_width + model.hidden + model.fc1_width + model.ffn)
+    experts = 1 if model.experts is None else model.experts.count  # as wide as an MLP, in the models that are here
+    layer = model.hidden * (model.qkv_width + model.hidden + experts * (model.fc1_width + model.ffn))
     embeddings = model.vocab * model.hidden * (1 if model.tied_embeddings else 2)
     found = (model.layers * layer + embeddings) / 1e9
     assert found == pytest.approx(BILLION_PARAMETERS[path.stem], rel=0.035)
