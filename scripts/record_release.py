@@ -91,6 +91,22 @@ RELIED_ON_OF_ENGINE = (
     f"{ATTENTION}.backends:FusedAttention.forward",
     f"{ATTENTION}.backends:FusedAttnFunc.forward",
 )
+RELIED_ON_IN_FP8 = (
+    f"{ENGINE}.quantization:FP8GlobalStateManager.get_autocast_state",
+    f"{ENGINE}.quantization:FP8GlobalStateManager.set_autocast_state",
+    f"{ENGINE}.quantization:FP8GlobalStateManager.is_first_fp8_module",
+    f"{ENGINE}.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
+    f"{ENGINE}.quantization:DelayedScalingRecipeState",
+    f"{ENGINE}.module.base:TransformerEngineBaseModule.init_fp8_metadata",
+    f"{ENGINE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
+    f"{ENGINE}.module.base:quantize_weight",
+    f"{ENGINE}.module.linear:Linear._get_quantizers",
+    f"{ENGINE}.module.layernorm_linear:LayerNormLinear._get_quantizers",
+    f"{ENGINE}.tensor.float8_tensor:Float8Quantizer",
+    f"{ENGINE}.tensor.float8_tensor:Float8CurrentScalingQuantizer",
+    f"{ENGINE}.tensor.storage.float8_tensor_storage:Float8TensorStorage",
+    f"{ENGINE}.distributed:_all_gather_fp8",
+)
 
 
 def draft() -> str:
@@ -113,7 +129,8 @@ def engine_draft() -> str:
     lines += ["from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease", ""]
     lines += [f"TE_{minor.replace('.', '_')} = EngineRelease(", f'    version="{minor}",']
     lines += ['    norm_node="_LayerNormLinearBackward",', "    norm_slots=(5, 6, 7),"]
-    return "\n".join([*lines, *_mapping("fingerprints", RELIED_ON_OF_ENGINE), ")", ""])
+    lines += [*_mapping("fingerprints", RELIED_ON_OF_ENGINE), *_mapping("in_fp8", RELIED_ON_IN_FP8)]
+    return "\n".join([*lines, ")", ""])
 
 
 def _mapping(name: str, functions: Sequence[str]) -> list[str]:

@@ -22,7 +22,6 @@ OFF = {
     "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
-    "fp8": "--fp8-format: that a replay leaves amax histories and scales as they were has not been shown",
     "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",
     "fused_residual_rmsnorm": "--fused-residual-rmsnorm: its norm hands on two tensors",

@@ -26,12 +26,14 @@ from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import offloader_of
 from megatron_lynx.apply.refusals import refusals
-from megatron_lynx.apply.releases import present_release
+from megatron_lynx.apply.releases import Release, present_release
 from megatron_lynx.apply.transformer_engine import present_engine
+from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
+from megatron_lynx.runtime.state import Autocast
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     release = present_release()
     if stale := release.stale():
         raise HookRefused("megatron-core does not read as recorded", stale)
-    if run.engine and (stale := [*release.stale_beside_engine(), *present_engine().stale()]):
+    if run.engine and (stale := _stale_engine(release, run)):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
@@ -120,9 +122,11 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     device = next(run.chunks[0].parameters()).device
     order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
     extra: dict[str, Any] = {}
+    if run.fp8:
+        extra["surroundings"] = (Autocast(), Fp8Autocast())
     if without_flushes is not None:
         without_flushes.check_drained("a plan is installed")
-        order, extra = without_flushes.few_batches, {"as_recorded": without_flushes.as_recorded}
+        order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
     engine = Engine(
         [agenda(entry) for entry in plan.chunks_of(run.stage)],
         order=order,
@@ -138,6 +142,11 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     return Installation(engine, _changed(claims), without_flushes)
 
 
+def _stale_engine(release: Release, run: LiveRun) -> list[Problem]:
+    engine = present_engine()
+    return [*release.stale_beside_engine(), *engine.stale(), *(engine.stale_in_fp8() if run.fp8 else ())]
+
+
 def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
     shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
@@ -145,7 +154,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
     release = present_engine() if run.engine else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
-        yield from sites.claims(engine, layer, number, release)
+        yield from sites.claims(engine, layer, number, release, fp8=run.fp8)
     yield from steps.claims(engine)
     if run.pipeline > 1:
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)

@@ -5,7 +5,7 @@ release table: module:function -> fingerprint ──compared with the source tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
@@ -51,8 +51,7 @@ def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
 
     `hook`: what relies on all of them; by default each module tells.
     """
-    for site, recorded in release.fingerprints.items():
-        yield Held(hook or hook_of(site), site, release.version, recorded, _found(site))
+    yield from _rows(release.version, release.fingerprints, hook)
 
 
 def held_here() -> list[Held]:
@@ -66,13 +65,17 @@ def held_here() -> list[Held]:
         engine = present_engine()
     except HookRefused:  # the doctor says so
         return held
-    return [*held, *beside_engine(release), *inventory(engine)]
+    return [*held, *beside_engine(release), *inventory(engine), *_rows(engine.version, engine.in_fp8)]
 
 
 def beside_engine(release: Release) -> Iterator[Held]:
     """The functions of megatron-core that matter with Transformer Engine's layers alone."""
-    for site, recorded in release.beside_engine.items():
-        yield Held(hook_of(site), site, release.version, recorded, _found(site))
+    yield from _rows(release.version, release.beside_engine)
+
+
+def _rows(version: str, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:
+    for site, hashed in recorded.items():
+        yield Held(hook or hook_of(site), site, version, hashed, _found(site))
 
 
 def hook_of(site: str) -> str:

@@ -40,6 +40,11 @@ class LiveRun:
         return name_of(getattr(attention, "linear_qkv", None)).startswith(ENGINE)
 
     @property
+    def fp8(self) -> bool:
+        """Whether linears multiply in FP8. Only Transformer Engine's do."""
+        return self.engine and bool(getattr(self.config, "fp8", None))
+
+    @property
     def group_size(self) -> int:
         """Micro-batches that one chunk takes before the next one has its turn."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.apply.features import refused_features
+from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
@@ -23,6 +24,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     return [
         *_stock_recomputation(run),
         *refused_features(run.config, engine=run.engine),
+        *refused_in_fp8(plan, run),
         *_context_parallelism(run),
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),

@@ -33,11 +33,11 @@ from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import present_autocast
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.shipping import Shipping
+from megatron_lynx.runtime.state import Autocast, State, Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.turns import Turns
 from megatron_lynx.runtime.waits import Waits
@@ -57,6 +57,7 @@ class Engine:
         device: torch.device | None = None,
         offloader: Offloader | None = None,
         as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
+        surroundings: Sequence[State] = (Autocast(),),
     ) -> None:
         self._agendas = tuple(agendas)
         self.offloader = offloader
@@ -64,7 +65,8 @@ class Engine:
         self._ledger = Ledger(order)
         self._random = random or TorchRandom()
         self._progress = Progress(self._ledger, self.trace, offloader)
-        self._replays = Replays(self._progress, self._random, guard, as_recorded)
+        self._surroundings = Surroundings(surroundings)
+        self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
         self._shipping = Shipping(offloader, self._ledger, self._agendas)
         self._waits = Waits(self._progress, self._agendas, self._replays, self._shipping)
         self._entered_at: Any = None
@@ -162,7 +164,7 @@ class Engine:
         frame = Frame(policy, micro_batch, code)
         if policy.replay:
             frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
-            frame.random, frame.autocast = self._random.capture(), present_autocast()
+            frame.random, frame.surroundings = self._random.capture(), self._surroundings.capture()
         micro_batch.frames[frame.key] = frame
         return frame
 

@@ -13,7 +13,8 @@ when the graph goes, the frame goes (rule R8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from megatron_lynx.items import Half
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.refusals import asked_twice
 from megatron_lynx.runtime.saved import detached, nodes_between, tensors_in
+from megatron_lynx.runtime.state import SiteState
 from megatron_lynx.runtime.window import FrameKey
 
 if TYPE_CHECKING:
@@ -126,15 +128,15 @@ class FirstPart:
     """This part alone, of the site's argument: what the node saves of it, beginning with what the rest of the site reads."""
     node: str
     """The name of the node."""
-    slots: tuple[int, ...]
-    """Where among what the node saves the tensors of `run` are."""
+    slots: Callable[[Any], tuple[int, ...]]
+    """Where among what such a node saves the tensors of `run` are."""
 
     def saved(self, outputs: Any, arguments: Any) -> tuple[Tensor | None, ...]:
         """The same tensors, of a call that ran."""
         for node in nodes_between(outputs, arguments):
             if type(node).__name__ == self.node:
                 saved = node.saved_tensors
-                return tuple(saved[slot] for slot in self.slots)
+                return tuple(saved[slot] for slot in self.slots(node))
         raise AssertionError(f"no {self.node} in what {self.item} is part of")
 
 
@@ -149,6 +151,7 @@ class SiteCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     first: FirstPart | None = None
+    state: SiteState | None = None
 
     def __call__(self) -> Any:
         return self.forward(*self.args, **self.kwargs)
@@ -160,6 +163,19 @@ class SiteCall:
     @property
     def owns_parameters(self) -> bool:
         return next(self.module.parameters(), None) is not None
+
+    @property
+    def lasting(self) -> Iterator[Tensor]:
+        """Tensors that its nodes may save and that are nobody's activations."""
+        yield from self.module.parameters()
+        if self.state is not None:
+            yield from self.state.lasting()
+
+    @contextmanager
+    def as_recorded(self, captured: Any) -> Iterator[None]:
+        """Inside, the site's state is what it was."""
+        with nullcontext() if self.state is None else self.state.as_captured(captured):
+            yield
 
     def without_graph(self) -> SiteCall:
         """The same call on arguments that do not lead back."""
@@ -176,7 +192,9 @@ class Frame:
     """The half's own code, without hooks."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     random: Any = None
-    autocast: tuple[Any, ...] = ()
+    surroundings: Any = ()
+    site_states: dict[int, Any] = field(default_factory=dict)
+    """By segment, of sites that a replay may run."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     wanted: set[Key] = field(default_factory=set)
@@ -217,6 +235,7 @@ class Frame:
         self.replayed = True
         self.inputs = self.random = None
         self.memos.clear()
+        self.site_states.clear()
         self.views.clear()
 
 

@@ -9,6 +9,7 @@
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
 [7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
+[8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 """
 
 from __future__ import annotations
@@ -65,15 +66,20 @@ class Recorder:
         if call.first is not None:
             self._enter(call.first.item)
         self._enter(call.name)
-        if not self._replays(call.name):
-            outputs = self._keep(call, arguments)
-        elif not call.owns_parameters:
-            outputs = call()  # [2]
-        else:
-            with suspended(self._hooks):
-                outputs = call()
-            self._let_go(call, outputs, arguments, arguments)  # [3]
+        outputs = self._called(call, arguments)
+        if call.state is not None and self.frame.policy.replay:
+            self.frame.site_states[self._segment] = call.state.capture()  # [8]
         self._enter(self.frame.policy.code_behind.get(call.name, call.name))
+        return outputs
+
+    def _called(self, call: SiteCall, arguments: list[Tensor]) -> Any:
+        if not self._replays(call.name):
+            return self._keep(call, arguments)
+        if not call.owns_parameters:
+            return call()  # [2]
+        with suspended(self._hooks):
+            outputs = call()
+        self._let_go(call, outputs, arguments, arguments)  # [3]
         return outputs
 
     def _keep(self, call: SiteCall, arguments: list[Tensor]) -> Any:
@@ -100,13 +106,13 @@ class Recorder:
     def _let_go(self, call: SiteCall, outputs: Any, arguments: list[Tensor], regenerated: list[Tensor]) -> None:
         """Turn saved tensors of the site's nodes into handles: views of regenerated arguments; where the site is replayed,
         everything else but parameters; what is kept, where it may go to the host."""
-        parameters = {storage_of(parameter) for parameter in call.module.parameters()}
+        lasting = {storage_of(tensor) for tensor in call.lasting}
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
         may_go = {storage_of(tensor) for tensor in regenerated}
         first = self._of_first_part(call, outputs, arguments)
         for raw, tensor in saved_between(outputs, arguments):
             storage = storage_of(tensor)
-            if storage in parameters:
+            if storage in lasting:
                 continue
             if storage in first:
                 raw.register_hooks(partial(self._pack_first, first[storage]), self._unpack)  # [6]

@@ -1,6 +1,6 @@
 """Replaying a half: the same code from the same inputs, as far as needed and no further.
 
-    [1] random state and autocast are what they were; gradients are on, because only then does code save tensors
+    [1] random state and surroundings are what they were; gradients are on, because only then does code save tensors
     [2] code between sites runs; what it saves and is wanted is collected
     [3] at a site, wanted arguments are collected first, then
           kept site       its memo is returned, the random state moves to where the site left it
@@ -15,7 +15,7 @@ argument is what is to be gathered), and, when the gather was started, the whole
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Replayer:
         args, kwargs = on_device(self.frame.inputs)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
         try:
-            with forked(self._random), torch.enable_grad(), autocast_as(self.frame.autocast), self._hooks:  # [1]
+            with forked(self._random), torch.enable_grad(), self._hooks:  # [1]
                 self._random.restore(self.frame.random)
                 with suppress(_Enough):
                     self.frame.code(*args, **kwargs)
@@ -81,7 +81,7 @@ class Replayer:
         passed = self._segment + 1 in self.frame.memos
         if not self._ends_at(call) and (not own or not (passed or own == self.frame.wanted)):
             return  # not needed, or the whole site runs
-        with torch.no_grad(), suspended(self._hooks):
+        with torch.no_grad(), suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
         self._keep_first(made, self._segment)
         if self._ends_at(call):
@@ -101,7 +101,8 @@ class Replayer:
             with self._inside_site():
                 outputs = call()
         else:
-            with self._at_gather(call.name), suspended(self._hooks):
+            state = self.frame.site_states.get(self._segment)
+            with self._at_gather(call.name), suspended(self._hooks), call.as_recorded(state):
                 outputs = call()
             self._collect_saved(call, outputs)
         if self._up_to_gather:
@@ -124,7 +125,7 @@ class Replayer:
         if not any(first <= segment <= self._segment for segment, _ in self.frame.wanted):
             return
         arguments = call.arguments
-        skipped = {storage_of(tensor) for tensor in (*call.module.parameters(), *arguments)}
+        skipped = {storage_of(tensor) for tensor in (*call.lasting, *arguments)}
         if call.first is not None:
             made = call.first.saved(outputs, arguments)
             self._keep_first(made, first)
@@ -170,23 +171,6 @@ class Replayer:
             yield
         finally:
             self.in_gather_site = False
-
-
-def present_autocast() -> tuple[Any, ...]:
-    """(device type, enabled, dtype, cache) for every device type that a layer may run on."""
-    cache = torch.is_autocast_cache_enabled()
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in ("cuda", "cpu"))
-
-
-@contextmanager
-def autocast_as(recorded: tuple[Any, ...]) -> Iterator[None]:
-    """Autocast as it was at the record; it is on in Megatron's forward step and off in its backward (rule R12)."""
-    with ExitStack() as stack:
-        for then, now in zip(recorded, present_autocast(), strict=True):
-            if then != now:
-                kind, enabled, dtype, cache = then
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
-        yield
 
 
 def _never_unpacked(_: Any) -> Tensor:

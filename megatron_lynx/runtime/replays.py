@@ -19,6 +19,7 @@ from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.refusals import second_order
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.rng import RandomSource
+from megatron_lynx.runtime.state import State
 
 Guard = Callable[[], AbstractContextManager[Any]]
 AsRecorded = Callable[[int], AbstractContextManager[None]]
@@ -28,11 +29,14 @@ AsRecorded = Callable[[int], AbstractContextManager[None]]
 class Replays:
     """Of one engine. Every replay runs inside `guard`, with the weights as recorded."""
 
-    def __init__(self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded) -> None:
+    def __init__(
+        self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: State
+    ) -> None:
         self._progress = progress
         self._random = random
         self._guard = guard
         self._as_recorded = as_recorded
+        self._surroundings = surroundings
 
     def take(self, handle: Handle) -> Tensor:
         """What backward asks for."""
@@ -64,5 +68,7 @@ class Replays:
         self._progress.counts.gathered += 1
 
     def _run(self, replayer: Replayer) -> None:
-        with self._progress.inside(replayer), self._guard(), self._as_recorded(replayer.frame.micro_batch.index):
+        frame = replayer.frame
+        weights = self._as_recorded(frame.micro_batch.index)
+        with self._progress.inside(replayer), self._guard(), weights, self._surroundings.as_captured(frame.surroundings):
             replayer.run()

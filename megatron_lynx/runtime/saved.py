@@ -38,6 +38,17 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is more than a wrapper around other tensors."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return True
+    try:
+        storage_of(tensor)
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
 def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
     """Calls inside save tensors as if these hooks, the innermost ones, were not there."""
@@ -49,9 +60,12 @@ def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]
 
 
 def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor)."""
+    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor).
+
+    Not those without memory of their own: a wrapper around the bytes of a weight in FP8.
+    """
     for node in nodes_between(outputs, arguments):
-        yield from _saved_of(node)
+        yield from (pair for pair in _saved_of(node) if has_memory(pair[1]))
 
 
 def nodes_between(outputs: Any, arguments: Any) -> Iterator[Any]:

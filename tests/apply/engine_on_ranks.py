@@ -38,7 +38,9 @@ def held(rank: int, job: Job, plan: Plan) -> Seen:
     attributes = Attributes(torch.nn.ModuleList(training.chunks))
     with install(training.chunks, plan) as installation:
         claimed = sorted(hook.claim.where for hook in installation.hooks)
-    return Seen([problem.where for problem in present_engine().stale()], claimed, attributes.changed())
+    release = present_engine()
+    stale = [problem.where for problem in (*release.stale(), *release.stale_in_fp8())]
+    return Seen(stale, claimed, attributes.changed())
 
 
 def adam(rank: int) -> str:

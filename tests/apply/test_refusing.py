@@ -32,11 +32,11 @@ FEATURES = {
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "distribute_saved_activations": True,
     "use_ring_exchange_p2p": True,
-    "fp8": "e4m3",
     "fp4": "e2m1",
     "inference_fuse_tp_communication": True,
     "experimental_attention_variant": "gated_delta_net",
     "cuda_graph_impl": "local",
+    "fp8": "e4m3",
 }
 
 

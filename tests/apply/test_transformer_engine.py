@@ -180,6 +180,10 @@ def test_other_releases_are_held_and_equal_stock(engine, core):
     with pool_with(engine, 2, core) as pool:
         check_held(pool)
         checked(lambda ranks: pool, job, candidates, FUSED)
+        for recipe in ("delayed", "tensorwise"):
+            in_fp8 = engine_job("llama", tensor=2, dtype="bf16", fp8={"recipe": recipe})
+            everything = replayable(in_fp8)
+            checked(lambda ranks: pool, in_fp8, [plan_for(in_fp8, lambda layer, items=everything: items)])
 
 
 def test_every_name_is_found_held_and_given_back(pool_of):
@@ -215,7 +219,6 @@ def test_a_release_that_is_not_known_is_refused():
 @pytest.mark.parametrize(
     ("spoil", "place"),
     [
-        (partial(on_ranks.set_config, fp8="hybrid"), "config.fp8"),
         (partial(on_ranks.set_config, symmetric_ar_type="two_shot"), "config.symmetric_ar_type"),
         (engine_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
         (engine_on_ranks.another_tracker, "layer 1.core_attention"),

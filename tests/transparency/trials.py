@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from tests.transparency.fp8_state import fp8_state, reset_fp8
 from tests.transparency.tampering import tampered_copies
 
 
@@ -91,6 +92,7 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     seen = Seen()
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
+        reset_fp8()
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
         seed_random_numbers(7)
@@ -124,6 +126,7 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
         losses = training.step(synthetic_batches(job, step))
     seen.tensors.update({f"step {step}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
     seen.tensors.update({f"step {step}: {name}": grad for name, grad in training.gradients().items()})
+    seen.tensors.update({f"step {step}: {name}": tensor for name, tensor in fp8_state(training.chunks)})
     if trial.counted and last:
         seen.flops, seen.collectives = flops.get_total_flops(), collectives.names
     if installation is not None:
@@ -224,6 +227,10 @@ def _canaries(seen: Seen) -> Iterator[None]:
         put(pack, pack_view, pack_first, backward_step)
 
 
+NANS = {torch.float32: float("nan"), torch.bfloat16: float("nan"), torch.uint8: 0x7F}
+"""By type; bytes are those of FP8."""
+
+
 def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:
     """NaN into every storage that only these tensors hold."""
     holders = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
@@ -231,8 +238,8 @@ def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         # one reference per tensor of ours, and one for the handle in hand
-        if tensor.is_floating_point() and torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1:
-            torch.tensor([], dtype=tensor.dtype).set_(storage).fill_(float("nan"))
+        if tensor.dtype in NANS and torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1:
+            torch.tensor([], dtype=tensor.dtype).set_(storage).fill_(NANS[tensor.dtype])
             count += 1
     return count
 

@@ -6,7 +6,8 @@ Why                   each of them is a stretch in which compute waits for the t
 Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
 Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data
-                      parallel). A gather that a frame has started already is not started again, only waited for.
+                      parallel), or is for the largest of all: FP8's amaxes. A gather that a frame has started already is not
+                      started again, only waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     def in_window(original: Any) -> Any:
         @wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") is not group or not engine.in_half:
+            if kwargs.get("group") is not group or not engine.in_half or _takes_largest(*args, **kwargs):
                 return original(*args, **kwargs)
             work = engine.collective(lambda: original(*args, **{**kwargs, "async_op": True}))
             return work if kwargs.get("async_op") else _waited(work)
@@ -51,6 +52,10 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     yield Claim(mappings, "dist_all_gather_func", in_window, "gathers a gradient")
     yield Claim(layers, "dist_all_gather_func", served_or_in_window, "gathers a half's input")
     yield Claim(torch.distributed, "all_reduce", in_window, "reduces a half's output or gradient")
+
+
+def _takes_largest(tensor: Any, op: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(op, type(torch.distributed.ReduceOp.MAX)) and op == torch.distributed.ReduceOp.MAX
 
 
 def _waited(work: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.transformer_engine.fp8 import with_bytes
 from megatron_lynx.runtime.engine import Engine
 
 
@@ -39,7 +40,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             def start() -> Any:
                 output, work = original(tensor, tp_group, True, **kwargs)
                 outputs.append(output)
-                return work
+                return work or _Waited()
 
             return _answered(lambda: outputs[0], engine.collective(start), async_op)
 
@@ -53,7 +54,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 return windowed(tensor, process_group, async_op, **kwargs)
-            return _answered(gathered.detach, engine.served(gathered), async_op)
+            return _answered(lambda: _of_kind(tensor, gathered), engine.served(gathered), async_op)
 
         return gather
 
@@ -64,7 +65,19 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     yield Claim(layernorm_linear, "gather_along_first_dim", served_or_in_window, "gathers a norm's output")
 
 
-def _answered(output: Any, work: Any, async_op: bool) -> tuple[Tensor, Any]:
+class _Waited:
+    """The `Work` of a gather that was waited for where it was issued: bytes of FP8 that are wanted by columns, too."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _of_kind(tensor: Any, gathered: Tensor) -> Any:
+    """An alias of what was gathered: of `tensor`, which is the rank's part, or of its bytes in FP8."""
+    return gathered.detach() if isinstance(tensor, Tensor) else with_bytes(tensor, gathered.detach())
+
+
+def _answered(output: Any, work: Any, async_op: bool) -> tuple[Any, Any]:
     if async_op:
         return output(), work
     work.wait()

@@ -10,7 +10,7 @@ Passes through when   the call is not made inside a half that is recorded or rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -18,21 +18,31 @@ from torch.nn import Module
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.apply.transformer_engine import EngineRelease
+from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import FirstPart, SiteCall
+from megatron_lynx.runtime.state import SiteState
 
 
-def claims(engine: Engine, layer: Module, number: int, release: EngineRelease | None = None) -> Iterator[Claim]:
-    """`release`: that of Transformer Engine, where the layer is one of its own."""
+def claims(
+    engine: Engine, layer: Module, number: int, release: EngineRelease | None = None, *, fp8: bool = False
+) -> Iterator[Claim]:
+    """`release`: that of Transformer Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
     for layout in LAYOUTS.values():
         for site, module in layout.modules_of(layer, engine=release is not None).items():
             first = norm_inside(module, layout.norm, release) if release and site == layout.column_parallel else None
 
-            def hooked(original: Any, site: str = site, module: Module = module, first: FirstPart | None = first) -> Any:
-                def call_site(*args: Any, **kwargs: Any) -> Any:
-                    return engine.site(SiteCall(site, module, original, args, kwargs, first))
-
-                return call_site
-
+            state = Fp8Linear(module) if fp8 and site.startswith("linear_") else None
+            hooked = _as_site(engine, site, module, first, state)
             yield Claim(module, "forward", hooked, "is a site of the plan", f"layer {number}.{site}")
+
+
+def _as_site(engine: Engine, site: str, module: Module, first: FirstPart | None, state: SiteState | None) -> Callable[[Any], Any]:
+    def hooked(original: Any) -> Any:
+        def call_site(*args: Any, **kwargs: Any) -> Any:
+            return engine.site(SiteCall(site, module, original, args, kwargs, first, state))
+
+        return call_site
+
+    return hooked

@@ -28,14 +28,14 @@ class Release:
 
     def stale(self) -> list[Problem]:
         """Every function that does not read as recorded."""
-        return _differing(self.fingerprints)
+        return differing(self.fingerprints)
 
     def stale_beside_engine(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
         if not self.beside_engine:
             found, todo = f"Transformer Engine's, in {self.version}", "launch with --transformer-impl local"
             return [Problem("layers", found, "a later release", todo)]
-        return _differing(self.beside_engine)
+        return differing(self.beside_engine)
 
 
 Table = TypeVar("Table", bound=Release)
@@ -65,7 +65,8 @@ def _number(version: str) -> int:
     return 1000 * int(major) + int(minor)
 
 
-def _differing(recorded: Mapping[str, str]) -> list[Problem]:
+def differing(recorded: Mapping[str, str]) -> list[Problem]:
+    """Every function that does not read as recorded."""
     return [problem for name, hashed in recorded.items() if (problem := _problem(name, hashed)) is not None]
 
 

@@ -1,6 +1,6 @@
 """Releases of Transformer Engine whose layers this package can hold on to, one literal table each, and what is done with them.
 
-Without FP8: what a replay does to amax histories and scales has not been shown to leave them as they were.
+In FP8 (`fp8`) as in bf16, with recipes that have one scale per tensor.
 """
 
 from __future__ import annotations

@@ -13,13 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of
 from megatron_lynx.apply.transformer_engine.release import EngineRelease
 from megatron_lynx.runtime.frame import FirstPart
 
 
 def norm_inside(linear: Any, item: str, release: EngineRelease) -> FirstPart:
     """The norm of one `LayerNormLinear`, as the item of the plan that it is."""
-    return FirstPart(item=item, run=_norm_of(linear), node=release.norm_node, slots=release.norm_slots)
+
+    def slots(node: Any) -> tuple[int, ...]:
+        return release.norm_slots_fp8 if node.fp8 else release.norm_slots
+
+    return FirstPart(item=item, run=_norm_of(linear), node=release.norm_node, slots=slots)
 
 
 def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
@@ -30,18 +35,20 @@ def _norm_of(linear: Any) -> Callable[[Tensor], tuple[Tensor | None, ...]]:
         dtype = linear.activation_dtype
         rows = cast_if_needed(hidden.contiguous().view(-1, hidden.shape[-1]), dtype)
         weight, bias = (cast_if_needed(each, dtype) for each in (linear.layer_norm_weight, linear.layer_norm_bias))
-        made = apply_normalization(
+        quantizer = input_quantizer_of(linear) if in_fp8() else None
+        normalised, mean, deviation = apply_normalization(
             rows,
             None,  # into a new tensor
             weight,
             bias,
             linear.eps,
-            None,  # no FP8
+            quantizer,
             rows.dtype,
             linear.normalization,
             linear.fwd_ln_sm_margin,
             linear.zero_centered_gamma,
         )
-        return tuple(made)
+        parts = [normalised] if quantizer is None else as_saved(normalised, linear)
+        return (*parts, mean, deviation)
 
     return norm

@@ -2,7 +2,8 @@
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
-extra states       of modules that save one in checkpoints: FP8 scales and amax histories of Transformer Engine
+extra states       of modules that save one in checkpoints
+scales             and amax histories of Transformer Engine's FP8 (`scales`)
 logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
 validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.launch.check.scales import Scales
 from megatron_lynx.nest import map_nest
 
 
@@ -56,6 +58,7 @@ class State:
         modules = [module for chunk in model for module in chunk.modules()]
         self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
         self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
+        self._scales = Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
         self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
 
@@ -65,6 +68,7 @@ class State:
             buffer.copy_(before)
         for module, extra in self._extra:
             module.set_extra_state(_copied(extra))
+        self._scales.restore()
         for losses, sums in self._logged:
             losses.clear()
             losses.update(_copied(sums))

@@ -63,7 +63,9 @@ def scale_of(numbers: torch.Tensor, quantizer: Any) -> torch.Tensor:
     if kind != "Float8CurrentScalingQuantizer":
         raise NotImplementedError(f"quantize with {kind}")
     if quantizer.with_amax_reduction:
-        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+        largest = torch.distributed.AllreduceOptions()
+        largest.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+        quantizer.amax_reduction_group.allreduce([amax], largest).wait()  # as in C++: no name of torch's Python is looked up
     amax = amax.clamp(min=quantizer.amax_epsilon)
     scale = torch.finfo(DType(int(quantizer.dtype)).of_torch).max / amax
     scale = torch.where(torch.isfinite(scale) & torch.isfinite(amax), scale, torch.ones(1))

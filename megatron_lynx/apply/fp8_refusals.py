@@ -1,0 +1,68 @@
+"""What about a run in FP8 the hooks cannot work with: recipes not run under a plan yet, flags beside them, the plan itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.errors import Problem
+from megatron_lynx.plan.order import PHASES, frames_of, window_of
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.schedule.windows import ON_DEMAND
+
+RECIPES = ("delayed", "tensorwise")
+"""One scale per tensor. Replays of them were shown to leave everything as it was."""
+
+OFF = {
+    "fp8_param": "--fp8-param-gather: weights kept in FP8 are no parameters of their own memory",
+    "fp8_dot_product_attention": "--fp8-dot-product-attention: the attention's scales are not put back",
+    "fp8_multi_head_attention": "--fp8-multi-head-attention: outputs of linears in FP8 are not held",
+    "fp8_quantizer_factory": "--fp8-quantizer-factory: its quantizers are not known",
+}
+OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
+
+
+def refused_in_fp8(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    if not getattr(run.config, "fp8", None):
+        return
+    if not run.engine and run.layers:
+        yield Problem("config.fp8", str(run.config.fp8), "off: these layers are Megatron's own", "drop --fp8-format")
+        return
+    recipe = recipe_of(run.config)
+    if recipe not in RECIPES:
+        todo = "drop --fp8-recipe, or train without a plan"
+        yield Problem("config.fp8_recipe", recipe, f"{' or '.join(RECIPES)} under a plan", todo)
+    yield from _flags(run.config)
+    if recipe == "tensorwise":
+        yield from _amaxes_in_windows(plan, run)
+
+
+def recipe_of(config: Any) -> str:
+    return str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+
+
+def _flags(config: Any) -> Iterator[Problem]:
+    for name, drop in OFF.items():
+        if value := getattr(config, name, None):
+            yield Problem(f"config.{name}", str(value), "off under a plan", f"drop {drop}")
+    if not config.fp8_wgrad:
+        yield Problem("config.fp8_wgrad", "False", "True under a plan", "drop --no-fp8-wgrad: what its nodes save is not known")
+    if os.environ.get(OVERRIDE):
+        yield Problem(OVERRIDE, os.environ[OVERRIDE], "unset under a plan", "unset it: what nodes save then is not known")
+
+
+def _amaxes_in_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """With sequence parallelism each rank has a part of what a norm puts out, and one scale is for all of it: its amax is reduced
+    in every call, and a replay in a window would communicate (rule R2)."""
+    if run.tensor == 1 or not run.config.sequence_parallel:
+        return
+    for entry in plan.chunks_of(run.stage):
+        for layer, half in frames_of(entry):
+            norm, found = LAYOUTS[half].norm, {window_of(entry, (layer, half), phase) for phase in PHASES} - {ON_DEMAND}
+            if norm in entry.rule_for(layer).replays(half) and found:
+                place = f"plan: {plan.place_of(entry)}, layer {layer}.windows.{half}"
+                todo = f"plan {norm} on demand, or kept, with --fp8-recipe tensorwise and sequence parallelism"
+                yield Problem(place, ", ".join(sorted(map(str, found))), f"on_demand: {norm} reduces an amax", todo)

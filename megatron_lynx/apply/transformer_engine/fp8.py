@@ -1,0 +1,120 @@
+"""Replays in FP8: with the scales of the record, and without a trace in what Transformer Engine keeps of its calls.
+
+    forward of micro-batch i     scales sᵢ ──> quantize ──> saved bytes, their scale
+                                      └──── amax ──> history ── at the end of the autocast: reduced, sᵢ₊₁ made of it
+    replay for its backward      scales sᵢ (copied at the record) ──> the same bytes
+                                      └──── amax ──> nowhere
+
+Scales of delayed scaling change with every micro-batch. The engine's own recomputation keeps copies in a queue, one for each
+forward, to be taken by exactly one replay, in that order; a norm alone, a kept micro-batch and a replay that stops early would
+take none. So frames keep their own copy, and a replay runs with quantizers of its own: the live ones, their usages, amax
+histories and scales are never touched. With current scaling there is nothing to copy, and the quantizers are the replay's own
+all the same: a replay may run inside a call of the same linear.
+
+Weights are quantized in the first micro-batch of a step and kept by the linear; a replay finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+FORWARD = "scaling_fwd"
+IS_FIRST = 4
+"""Where its autocast state says that no FP8 module ran yet: the one that is first has amaxes reduced in backward."""
+
+
+class Fp8Autocast:
+    """A `State`: whether FP8 is on, by which recipe and over which group. Off again when backward runs."""
+
+    def __init__(self) -> None:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        self._manager: Any = FP8GlobalStateManager
+
+    def capture(self) -> tuple[Any, ...]:
+        state = list(self._manager.get_autocast_state())
+        state[IS_FIRST] = False
+        return tuple(state)
+
+    @contextmanager
+    def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
+        before = self._manager.get_autocast_state()
+        self._manager.set_autocast_state(captured)
+        try:
+            yield
+        finally:
+            self._manager.set_autocast_state(before)
+
+
+class Fp8Linear:
+    """A `SiteState`: the quantizers of one linear, and its quantized weights."""
+
+    def __init__(self, linear: Any) -> None:
+        self._linear = linear
+
+    def capture(self) -> Tensor | None:
+        """The scales of its forward's tensors: three numbers. None with current scaling, and outside of FP8."""
+        scale = getattr(self._linear.fp8_meta.get(FORWARD), "scale", None)
+        return scale.detach().clone() if isinstance(scale, Tensor) else None
+
+    @contextmanager
+    def as_captured(self, captured: Tensor | None) -> Iterator[None]:
+        quantizers = self._linear.quantizers
+        live = quantizers[FORWARD]
+        quantizers[FORWARD] = own_quantizers(live, captured)
+        try:
+            yield
+        finally:
+            quantizers[FORWARD] = live
+
+    def lasting(self) -> Iterator[Tensor]:
+        for weight in self._linear._fp8_workspaces.values():
+            yield from (part for part in weight.get_metadata().values() if isinstance(part, Tensor))
+
+
+def own_quantizers(live: Any, scale: Tensor | None) -> Any:
+    """Quantizers like these. `scale`: what theirs was, with delayed scaling; their amaxes go nowhere."""
+    own = [quantizer.copy() for quantizer in live]
+    if scale is not None:
+        amaxes = torch.zeros_like(scale)
+        for quantizer, its_scale, amax in zip(own, scale, amaxes, strict=True):
+            quantizer.scale, quantizer.amax = its_scale, amax.reshape(1)
+    return own or live
+
+
+def in_fp8() -> bool:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return bool(FP8GlobalStateManager.is_fp8_enabled())
+
+
+def input_quantizer_of(linear: Any) -> Any:
+    """That of a `LayerNormLinear`'s norm, used as its forward uses it."""
+    quantizer = linear.quantizers[FORWARD][0]
+    quantizer.internal = True
+    gathered = gathers_input(linear) and quantizer.supports_only_rowwise_all_gather()
+    quantizer.set_usage(rowwise=True, columnwise=not gathered)
+    return quantizer
+
+
+def gathers_input(linear: Module) -> bool:
+    """Whether what it multiplies comes from the whole tensor-parallel group (sequence parallelism)."""
+    return bool(linear.sequence_parallel and linear.parallel_mode == "column")
+
+
+def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
+    """The tensors that a node saves of a norm's output: bytes by rows, by columns, and their scale."""
+    if not gathers_input(linear):
+        normalised.update_usage(rowwise_usage=False)
+    return list(normalised.prepare_for_saving()[0])
+
+
+def with_bytes(part: Any, data: Tensor) -> Any:
+    """A tensor in FP8 of these bytes, by rows, with the scale and type of `part`."""
+    return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})

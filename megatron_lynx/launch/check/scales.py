@@ -1,0 +1,40 @@
+"""Scales and amax histories of FP8, which every pass changes. Transformer Engine makes them in a module's first forward.
+
+Its modules' extra states, which checkpoints hold, say nothing of one that did not run yet; a pass behind the first one would
+begin with the scales that that one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+Place = tuple[int, str, str]
+
+
+class Scales:
+    """Those of some modules, as they were when this was made."""
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._modules = [module for module in modules if hasattr(module, "fp8_meta")]
+        self._before = {place: tensor.clone() for place, tensor in self._present()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Where the tensors lie: lists of the whole process refer to them. New ones as they begin."""
+        for place, tensor in self._present():
+            before = self._before.get(place)
+            tensor.copy_(before if before is not None else torch.full_like(tensor, float(place[2] == "scale")))
+
+    def _present(self) -> Iterator[tuple[Place, Tensor]]:
+        for number, module in enumerate(self._modules):
+            meta: Any = module.fp8_meta
+            for direction in ("scaling_fwd", "scaling_bwd"):
+                for part in ("scale", "amax_history"):
+                    tensor = getattr(meta.get(direction), part, None)
+                    if isinstance(tensor, Tensor):
+                        yield (number, direction, part), tensor

@@ -1,0 +1,68 @@
+"""What a call runs under that is not in its arguments, and what a site keeps from call to call: as recorded in every replay.
+
+    record    capture() ── a value that later calls do not change
+    replay    as_captured(value):  [what it was then] ... [what it was before the replay]
+
+Random numbers are a matter of their own (`rng`): they move on with each draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class State(Protocol):
+    """Something that a replay must find as its record did, and leave as it found it."""
+
+    def capture(self) -> Any:
+        """As it is now."""
+
+    def as_captured(self, captured: Any) -> AbstractContextManager[None]:
+        """Inside, it is as it was; behind, as it was before."""
+
+
+class SiteState(State, Protocol):
+    """That of one site, beside its parameters: scales of FP8, and copies of weights."""
+
+    def lasting(self) -> Iterable[Tensor]:
+        """Tensors that outlive a call. A node of autograd may save them; they are no micro-batch's own."""
+
+
+class Autocast:
+    """Torch's, which is on in Megatron's forward step and off in its backward (rule R12)."""
+
+    def capture(self) -> tuple[Any, ...]:
+        """(device type, enabled, dtype, cache) for every device type that a layer may run on."""
+        cache = torch.is_autocast_cache_enabled()
+        return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in ("cuda", "cpu"))
+
+    @contextmanager
+    def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for then, now in zip(captured, self.capture(), strict=True):
+                if then != now:
+                    kind, enabled, dtype, cache = then
+                    stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+            yield
+
+
+class Surroundings:
+    """Several, as one."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = tuple(states)
+
+    def capture(self) -> tuple[Any, ...]:
+        return tuple(state.capture() for state in self._states)
+
+    @contextmanager
+    def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for state, then in zip(self._states, captured, strict=True):
+                stack.enter_context(state.as_captured(then))
+            yield

@@ -1,0 +1,143 @@
+"""FP8 under plans: Transformer Engine's own Python, its compiled extension stood in for. Not run on a GPU.
+
+Compared with stock in every bit, beside losses, gradients and weights: scales, amax histories and the lists of them that are
+reduced, quantized weights, usages of quantizers, and the autocast's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..engines import pool_with
+from ..layouts import LAYOUTS
+from ..plan.strategies import drawn, plans
+from ..transparency.offloaded import offloading
+from ..transparency.plans import plan_for, replayable
+from ..transparency.test_every_bit import checked
+from ..transparency.trials import Trial, compare_with_stock
+from . import fp8_on_ranks, on_ranks
+
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
+CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
+    ("delayed", "gpt", "one rank", {}),
+    ("delayed", "llama", "tp", {"tp_only_amax_red": True, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}),
+    ("delayed", "llama", "tp+sp", {"qk_layernorm": True}),
+    ("delayed", "gpt", "pp", {"disable_parameter_transpose_cache": True}),
+    ("tensorwise", "gpt", "one rank", {"first_last_layers_bf16": True}),
+    ("tensorwise", "llama", "tp+sp", {}),
+    ("tensorwise", "llama", "pp", {}),
+]
+
+
+def fp8_job(recipe: str = "delayed", like: Any = "llama", **fields: Any) -> Any:
+    return tiny_job(like, implementation="transformer_engine", dtype="bf16", fp8={"recipe": recipe}, **fields)
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
+    for started in pools.values():
+        started.close()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "like", "layout", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
+    """Micro-batches change the scales of delayed scaling, and replays come when later ones have."""
+    job = fp8_job(recipe, like, **LAYOUTS[layout])
+    everything, windows = replayable(job, gather=True), (recipe, layout) != ("tensorwise", "tp+sp")
+    candidates = [
+        plan_for(job, lambda layer: NORMS, windows=False),
+        plan_for(job, lambda layer: everything, windows=windows),
+        plan_for(job, lambda layer: [i for i in everything if (i in ITEMS_OF["attention"]) == bool(layer % 2)], windows=windows),
+    ]
+    checked(pool_of, job, candidates, Trial(steps=3, model=settings))
+
+
+def test_random_plans(pool_of):
+    job = fp8_job(**LAYOUTS["tp+sp"])
+    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}
+    of_this_job = plans(
+        model=ModelFacts(**facts, fp8="delayed"),
+        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        partition=job.partition,
+        whole=True,
+    )
+
+    @drawn(1)
+    @given(st.lists(of_this_job, min_size=4, max_size=4))
+    def check(candidates: list[Plan]) -> None:
+        checked(pool_of, job, candidates, Trial(steps=2))
+
+    check()
+
+
+def test_nothing_that_was_let_go_is_read(pool_of):
+    """Bytes of FP8 that were let go are overwritten with NaN, but never the weights that all micro-batches share."""
+    job = fp8_job()
+    for items in (replayable(job), NORMS):
+        plan = plan_for(job, lambda layer, items=items: items)
+        [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan], Trial(canaries=True))
+        assert outcome.differing == []
+        assert outcome.planned.overwritten > 0
+
+
+def test_what_is_kept_may_go_to_the_host(pool_of):
+    job = fp8_job(**LAYOUTS["pp"])
+    mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
+    [first, _] = checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=2))
+    assert first[0].planned.counts[-1].offloaded_bytes > 0
+
+
+@pytest.mark.parametrize(("wrong", "found"), [("amax", "amax_history"), ("scale", "weight")])
+def test_a_wrong_replay_is_found(pool_of, wrong, found):
+    """Counted twice in the history, or made with the scales of now."""
+    job = fp8_job(pipeline=2, microbatches=4)
+    plan = plan_for(job, lambda layer: replayable(job), windows=False)
+    differing = pool_of(2).run(fp8_on_ranks.with_wrong_replays, job, plan, Trial(steps=3), wrong)
+    assert all(any(found in name for name in names) for names in differing)
+
+
+def test_a_checked_step_starts_from_the_scales_of_before(pool_of):
+    """Which a module's first forward makes."""
+    [(differing, compared)] = pool_of(1).run(fp8_on_ranks.passes_from_one_state, fp8_job(attention_dropout=0.0))
+    assert differing == []
+    assert compared > 0
+
+
+def test_what_is_refused(pool_of):
+    """All at once."""
+    job = fp8_job()
+    settings = {"fp8_param": True, "fp8_dot_product_attention": True, "fp8_wgrad": False, "fp8_recipe": "mxfp8"}
+    plan = plan_for(job, lambda layer: NORMS)
+    [refusal] = pool_of(1).run(on_ranks.refused, job, plan, partial(fp8_on_ranks.spoiled, **settings))
+    assert sorted(refusal.places) == sorted([*(f"config.{name}" for name in settings), "NVTE_BACKWARD_OVERRIDE"])
+    assert refusal.changed == []
+
+
+def test_an_amax_is_not_reduced_in_a_window(pool_of):
+    """With one scale for all ranks' parts of a norm's output (rule R2)."""
+    job = fp8_job("tensorwise", **LAYOUTS["tp+sp"])
+    for refusal in pool_of(2).run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS)):
+        assert refusal.places[0].endswith("windows.attention")
+
+
+def test_a_plan_for_another_precision_is_refused(pool_of):
+    in_bf16 = plan_for(tiny_job("llama", implementation="transformer_engine", dtype="bf16"), lambda layer: NORMS)
+    for plan in (in_bf16, plan_for(fp8_job("tensorwise"), lambda layer: NORMS)):
+        [refusal] = pool_of(1).run(on_ranks.refused, fp8_job(), plan)
+        assert refusal.places == ["plan: model.fp8"]
