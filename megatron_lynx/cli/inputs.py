@@ -102,12 +102,19 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
     described = job.cluster.matmul is not None
     if profile_file is not None:
         given = load_profile(profile_file)
+        warn_of(given)
         return on_cluster(given, job) if described else given
     if described:
         typer.echo(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
         return analytic_profile(job)
     with place_of(job) as place:
         return measured_here(job, place)
+
+
+def warn_of(profile: Profile) -> None:
+    """Say what is to be known of its figures before they are used."""
+    if profile.source.caution is not None:
+        typer.echo(f"warning: {profile.source.caution}", err=True)
 
 
 def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
@@ -119,7 +126,9 @@ def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
     if job is not None and (job.cluster.matmul is not None or profile_file is not None):
         return costs_of(job, profile_file)
     if profile_file is not None:
-        return load_profile(profile_file)
+        given = load_profile(profile_file)
+        warn_of(given)
+        return given
     needed = "a profile of the plan's job, or --job, whose cluster has figures"
     raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
 
@@ -136,7 +145,9 @@ def place_of(job: Job) -> Iterator[Place]:
 def measured_here(job: Job, place: Place) -> Profile:
     from megatron_lynx.testbed.profiling import measure_profile
 
-    return measure_profile(job, place, announced)
+    measured = measure_profile(job, place, announced)
+    warn_of(measured)
+    return measured
 
 
 def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:

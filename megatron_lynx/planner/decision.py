@@ -88,7 +88,7 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
     stages = Stages(parted, profile)
     while True:
         answers = _answers(stages)
-        plan = written(parted, answers, job=job.digest, profile=profile.digest)
+        plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
         simulation = rehearse(plan, profile)
         over = {
             (answer.stage, answer.offload_ratio)
@@ -108,7 +108,7 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
     answers = tuple(stages.refined(answer) for answer in decision.stages)
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
-    plan = written(decision.job, answers, job=job.digest, profile=profile.digest)
+    plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
     simulation = rehearse(plan, profile)
     slower = simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
     if slower or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):

@@ -40,11 +40,11 @@ from megatron_lynx.solver.stages import StageAnswer
 from megatron_lynx.version import __version__
 
 
-def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str) -> Plan:
+def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
     """Answers of all stages as a plan. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
     places = ((answers[stage], chunk) for chunk in range(parted.chunks) for stage in range(parted.parallel.pipeline))
     entries = tuple(_entry(parted, answer, chunk) for answer, chunk in places)
-    return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile))
+    return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile, note=note))
 
 
 def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:

@@ -148,6 +148,15 @@ class Source(_Part):
     """Every figure is the median of so many."""
     interconnect: str = "as found"
     """What lay between the ranks: a shaped link, loopback, NVLink, emulated."""
+    stood_in_for: str | None = None
+    """What was not there, and another thing in its place: seconds are then those of neither."""
+
+    @property
+    def caution(self) -> str | None:
+        """What whoever uses the seconds is to be told."""
+        if self.stood_in_for is None:
+            return None
+        return f"seconds were measured with a stand-in for {self.stood_in_for}, and are nobody's: only bytes are right"
 
 
 class Profile(_Part):
@@ -206,6 +215,8 @@ class Profile(_Part):
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
         if self.experts is None:
             off["experts"] = True
+        if self.source.stood_in_for is None:
+            off["source"] = {"stood_in_for"}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 

@@ -17,7 +17,6 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.items import Half
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
@@ -36,6 +35,7 @@ class RankFigures:
     head: BlockProfile
     links: tuple[LinkPoint, ...]
     interference: float
+    stood_in_for: str | None = None
 
     @property
     def layer_s(self) -> float:
@@ -43,18 +43,10 @@ class RankFigures:
 
 
 def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
-    """The profile of a job on this machine.
+    """The profile of a job on this machine. Raises what the ranks raise, and `ConfigError` where its layers cannot be built."""
+    from megatron_lynx.testbed.engine_layer import check_measurable
 
-    Raises what the ranks raise, and `ConfigError` for layers of Transformer Engine: watching modules, a norm cannot be told from
-    the linear around it; and for experts, whose exchanges are between more ranks than are measured.
-    """
-    todo = "plan for a described cluster: seconds and bytes then follow from shapes"
-    if job.model.experts is not None:
-        problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
-        raise ConfigError("Layers of experts cannot be measured yet.", [problem])
-    if job.model.engine:
-        problem = Problem("job: model.implementation", job.model.implementation, "local", todo)
-        raise ConfigError("These layers cannot be measured item by item yet.", [problem])
+    check_measurable(job)
     with announce("measuring a layer and the links"):
         figures: list[RankFigures] = place.run(measure_rank, job, REPETITIONS)
     slowest = max(figures, key=lambda each: each.layer_s)
@@ -65,6 +57,7 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
         made_by=f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}",
         repetitions=REPETITIONS,
         interconnect=place.description,
+        stood_in_for=figures[0].stood_in_for,
     )
     return Profile(
         source=source,
@@ -81,6 +74,7 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.engine_layer import engine_layer, fp8_context, stood_in_for
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 
@@ -90,14 +84,22 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     chunk = getattr(whole, "module", whole)
     hidden = _hidden(alone, chunk)
     sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
-    halves = measure_layer(
-        chunk.decoder.layers[0], hidden, _arguments(alone), sequence_shards=sequence_shards, repetitions=repetitions
-    )
+    layer = chunk.decoder.layers[0]
+    with fp8_context(job, layer):
+        halves = measure_layer(
+            layer,
+            hidden,
+            _arguments(alone),
+            sequence_shards=sequence_shards,
+            repetitions=repetitions,
+            engine=engine_layer(job, layer),
+        )
     embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
     initialise(job)
     links = _messages(job, hidden.device, repetitions)
-    return RankFigures(halves, embedding, head, links, _interference(job, links, hidden.device, repetitions))
+    interference = _interference(job, links, hidden.device, repetitions)
+    return RankFigures(halves, embedding, head, links, interference, stood_in_for(job))
 
 
 def _alone(job: Job) -> Job:

@@ -39,10 +39,11 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     """Megatron's configuration of a job: no fusion that needs CUDA; `overrides` are fields of TransformerConfig.
 
     Raises:
-        ConfigError: the job wants flash attention, which a CPU does not have.
+        ConfigError: the job wants flash attention, which neither a CPU nor Megatron's local layers have.
     """
     model, parallel = job.model, job.parallel
-    if model.attention == "flash":
+    fused = model.attention == "flash"
+    if fused and not (model.engine and torch.cuda.is_available()):
         problem = Problem("job: model.attention", "flash", "unfused", "the testbed's layers keep the scores")
         raise ConfigError("The testbed cannot build this model.", [problem])
     swiglu = model.activation == "swiglu"
@@ -53,7 +54,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "ffn_hidden_size": model.ffn,
         "num_attention_heads": model.heads,
         "num_query_groups": model.kv_groups,
-        "attention_backend": AttnBackend.unfused,
+        "attention_backend": AttnBackend.auto if fused else AttnBackend.unfused,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",

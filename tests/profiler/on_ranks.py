@@ -15,6 +15,7 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.engine_layer import engine_layer, fp8_context
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.tiny_models import build_model
 
@@ -29,7 +30,9 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
         arguments["rotary_pos_emb"] = RotaryEmbedding(model.head_size, 1.0, use_cpu_initialization=True)(model.seq)
     hidden = torch.randn(model.seq, job.batch.micro, model.hidden, dtype=dtype)
     sequence_shards = shards if job.parallel.sequence_parallel else 1
-    return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2)
+    with fp8_context(job, layer):
+        engine = engine_layer(job, layer)
+        return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2, engine=engine)
 
 
 def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.items import HALVES, ITEMS_OF
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF
+from megatron_lynx.planner import make_plan
+from megatron_lynx.testbed import engine_layer
+from megatron_lynx.testbed.place import place_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.engines import folder_of, pool_with
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -77,8 +83,54 @@ def test_a_collective_disturbs_what_it_slows_and_nothing_else(pool_of):
     assert all(2 < found < 4 for found in pool_of(2).run(measure_sleeping, 3.0))
 
 
-def test_layers_of_transformer_engine_are_refused():
-    """Watched from outside, its norms would save nothing, and plans would keep them for ever."""
-    with pytest.raises(ConfigError) as refused:
-        measure_profile(tiny_job("gpt", implementation="transformer_engine"), place=None, announce=None)
-    assert refused.value.problems[0].where == "job: model.implementation"
+ENGINE = {"implementation": "transformer_engine", "dtype": "bf16", "bias": False, "position": "learned", **NO_DROPOUT}
+ENGINES = {
+    "norms inside": tiny_job("gpt", **ENGINE),
+    "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True, norm="rmsnorm", **ENGINE),
+}
+
+
+@pytest.fixture(scope="module")
+def engine_pool():
+    with pool_with("2.9", 1) as pool:
+        yield pool
+
+
+def test_a_norm_inside_a_linear_is_told_apart(engine_pool):
+    """Of Transformer Engine's layer, beside its attention, which is unfused on a CPU. What its linears do is less by the norm."""
+    for job in ENGINES.values():
+        [measured] = engine_pool.run(measure_one, job)
+        shape = replace(LayerShape.of(job), device="cuda")
+        for half in HALVES:
+            assert sizes(measured[half].tensors) == sizes(half_tensors(shape, half))
+            items = measured[half].items
+            norm, linear = items[ITEMS_OF[half][0]], items[COLUMN_PARALLEL[half]]
+            assert min(norm.forward_s, norm.backward_s) > 0
+            assert min(linear.forward_s, linear.backward_s, linear.dgrad_s, linear.wgrad_s) >= 0
+            assert linear.flops == item_flops(shape)[COLUMN_PARALLEL[half]]
+
+
+def sizes(tensors):
+    """Bytes by who made and who saved them, without what the attention makes, and what only it reads."""
+    found = Counter()
+    for tensor in tensors:
+        if "core_attention" not in (tensor.made_by, *tensor.saved_by):
+            found[tensor.made_by, tensor.saved_by] += tensor.bytes
+    return found
+
+
+def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
+    job = tiny_job("gpt", **ENGINE)
+    monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
+    with place_for(job) as place:
+        profile = measure_profile(job, place, lambda text: nullcontext())
+    assert profile.source.stood_in_for == "Transformer Engine's kernels"
+    assert "a stand-in for Transformer Engine's kernels" in make_plan(job, profile).provenance.note
+    local = profile.model_copy(update={"source": profile.source.model_copy(update={"stood_in_for": None})})
+    assert make_plan(job, local).provenance.note is None
+
+
+def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
+    monkeypatch.setattr(engine_layer, "PACKAGE", "transformer_engine_of_nobody")
+    with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
+        measure_profile(tiny_job("gpt", **ENGINE), place=None, announce=None)

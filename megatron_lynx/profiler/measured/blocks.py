@@ -74,6 +74,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     outputs: dict[str, int] = {}
     held: list[Tensor] = []
     item = [code_behind(run.half, None)]
+    taken: list[Any] = [()]
 
     def seen(tensor: Tensor) -> _Block:
         held.append(tensor.detach())
@@ -81,6 +82,8 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
         return blocks.setdefault(storage.data_ptr(), _Block(storage.nbytes(), item[0]))
 
     def pack(tensor: Tensor) -> Tensor:
+        if not has_memory(tensor):
+            return tensor
         block = seen(tensor)
         if item[0] not in block.saved_by:
             block.saved_by.append(item[0])
@@ -89,11 +92,13 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     def entered(name: str, arguments: Any) -> None:
         for tensor in all_in(Tensor, arguments):
             seen(tensor)
-        item[0] = name
+        item[0], taken[0] = name, arguments
 
     def left(name: str, result: Any) -> None:
         block = seen(first_of(result))
         block.output = block.output or block.made_by == name
+        if run.inner_norm is not None and name == COLUMN_PARALLEL[run.half]:
+            _tell_apart(blocks, run.inner_norm.saved(result, taken[0]), ITEMS_OF[run.half][0], name)
         outputs[name] = nbytes_of(first_of(result))
         item[0] = code_behind(run.half, name)
 
@@ -102,4 +107,25 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     with run.watched(entered, left), torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         result = run.forward(start, **run.arguments)
     outputs[ITEMS_OF[run.half][-1]] = nbytes_of(first_of(result))
+    if run.inner_norm is not None:
+        outputs[ITEMS_OF[run.half][0]] = nbytes_of(start)
     return blocks, outputs, (held, result)
+
+
+def _tell_apart(blocks: dict[int, _Block], saved: tuple[Tensor | None, ...], norm: str, linear: str) -> None:
+    """Give the norm what the linear's node saved of it: its output for the linear, statistics for itself."""
+    *output, mean, deviation = saved
+    for parts, reader in ((output, linear), ((mean, deviation), norm)):
+        for part in parts:
+            if part is not None:
+                block = blocks[part.untyped_storage().data_ptr()]
+                block.made_by, block.saved_by = norm, [reader]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is more than a wrapper around other tensors, such as a weight's copy in FP8."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True

@@ -16,6 +16,18 @@ from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
 from megatron_lynx.nest import all_in
 
 
+@dataclass(frozen=True)
+class InnerNorm:
+    """The norm that a linear makes inside of itself (Transformer Engine's): no door of it can be watched."""
+
+    run: Callable[[Tensor], Any]
+    """It alone, without a graph, as the linear runs it."""
+    saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
+    """Of the linear's (outputs, arguments): what its node saved of the norm, the last two being statistics."""
+    alone: Callable[[Tensor], Tensor]
+    """The same kernels as a module of its own, for their backward."""
+
+
 @dataclass
 class HalfRun:
     """One half, ready to be run again and again from the same input."""
@@ -25,6 +37,7 @@ class HalfRun:
     arguments: dict[str, Any]
     input: Tensor
     sites: dict[str, nn.Module]
+    inner_norm: InnerNorm | None = None
 
     def output(self) -> Tensor:
         result = self.forward(self.input.detach().requires_grad_(), **self.arguments)
@@ -48,12 +61,15 @@ class HalfRun:
                 handle.remove()
 
 
-def sites_of(layer: Any, half: Half) -> dict[str, nn.Module]:
+def sites_of(layer: Any, half: Half, *, norms: bool = True) -> dict[str, nn.Module]:
+    """`norms`: whether they are modules."""
     attention, mlp = layer.self_attention, layer.mlp
     if half == "attention":
         inside = {name: getattr(attention, name) for name in ("linear_qkv", "core_attention", "linear_proj")}
-        return {"input_layernorm": layer.input_layernorm, **inside}
-    return {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2}
+        sites = {"input_layernorm": layer.input_layernorm, **inside}
+    else:
+        sites = {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2}
+    return sites if norms else {name: module for name, module in sites.items() if not name.endswith("layernorm")}
 
 
 def code_behind(half: Half, site: str | None) -> str:

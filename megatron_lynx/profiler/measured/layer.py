@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.profiler.measured.blocks import blocks_of
-from megatron_lynx.profiler.measured.half_run import HalfRun, nbytes_of, sites_of
+from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
 from megatron_lynx.profiler.measured.seconds import gradient_gemm_seconds, item_flops, item_seconds
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile
 
@@ -26,26 +28,51 @@ def shard_arguments(job: Job) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class EngineLayer:
+    """What cannot be watched of a layer of Transformer Engine."""
+
+    norms: Mapping[Half, InnerNorm]
+    flops: Mapping[str, int]
+    """Of each item: torch does not count those of its extension."""
+    fp8: bool = False
+    """Whether its linears compute in FP8. Both GEMMs of a backward then count as long as the forward's."""
+
+
 def measure_layer(
-    layer: Any, hidden: Tensor, arguments: dict[str, Any], *, sequence_shards: int = 1, repetitions: int = 9
+    layer: Any,
+    hidden: Tensor,
+    arguments: dict[str, Any],
+    *,
+    sequence_shards: int = 1,
+    repetitions: int = 9,
+    engine: EngineLayer | None = None,
 ) -> dict[Half, HalfProfile]:
     """Both halves of a `TransformerLayer`, which is in training mode.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
     `sequence_shards` is the tensor-parallel size under sequence parallelism: norms, dropouts and residuals then do that share
-    of the rows, and their figures are divided by it.
+    of the rows, and their figures are divided by it. In FP8 the caller has entered its context.
     """
-    attention = HalfRun("attention", layer._forward_attention, arguments, hidden, sites_of(layer, "attention"))
+
+    def run_of(half: Half, forward: Callable[..., Any], arguments: dict[str, Any], start: Tensor) -> HalfRun:
+        sites = sites_of(layer, half, norms=engine is None)
+        return HalfRun(half, forward, arguments, start, sites, None if engine is None else engine.norms[half])
+
+    attention = run_of("attention", layer._forward_attention, arguments, hidden)
     output = attention.output().detach()
-    mlp = HalfRun("mlp", layer._forward_mlp, {}, output, sites_of(layer, "mlp"))
-    return {run.half: _profile(run, sequence_shards, repetitions) for run in (attention, mlp)}
+    mlp = run_of("mlp", layer._forward_mlp, {}, output)
+    return {run.half: _profile(run, sequence_shards, repetitions, engine) for run in (attention, mlp)}
 
 
-def _profile(run: HalfRun, shards: int, repetitions: int) -> HalfProfile:
+def _profile(run: HalfRun, shards: int, repetitions: int, engine: EngineLayer | None) -> HalfProfile:
     forward, backward = item_seconds(run, repetitions)
     tensors, outputs = blocks_of(run)
-    flops = item_flops(run)
-    gemms = gradient_gemm_seconds(run, repetitions)
+    flops = item_flops(run) if engine is None else engine.flops
+    if engine is not None and engine.fp8:
+        gemms = {item: (forward[item], forward[item]) for item in run.sites if item.startswith("linear_")}
+    else:
+        gemms = gradient_gemm_seconds(run, repetitions)
     order = ITEMS_OF[run.half]
     on_own_rows = {order[0], order[-1]}  # the norm and the bias-dropout-add
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lynx.items import CODE_ITEMS, ITEMS_OF
+from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF
 from megatron_lynx.nest import all_in
-from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of
+from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
 from megatron_lynx.profiler.profile import BlockProfile
 
 WARMUP = 2
@@ -46,10 +46,30 @@ def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockProfi
 
 
 def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median forward and backward seconds of each item."""
+    """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
     passes = [_timed_pass(run) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in ITEMS_OF[run.half]} for index in (0, 1)]
+    if run.inner_norm is not None:
+        norm, linear = ITEMS_OF[run.half][0], COLUMN_PARALLEL[run.half]
+        for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, repetitions), strict=True):
+            moved_s = min(alone_s, seconds[linear])
+            seconds[norm], seconds[linear] = seconds[norm] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
+
+
+def inner_norm_seconds(run: HalfRun, norm: InnerNorm, repetitions: int) -> tuple[float, float]:
+    """Forward and backward of the norm that a linear makes, alone: what of the linear's seconds is not the linear's."""
+    rows = run.input.detach().requires_grad_()
+    with torch.no_grad():
+        forward_s = median_seconds(lambda: norm.run(rows), repetitions)
+    backward = []
+    for _ in range(WARMUP + repetitions):
+        output = norm.alone(rows)
+        gradient = torch.ones_like(output)
+        start = now()
+        output.backward(gradient)
+        backward.append(now() - start)
+    return forward_s, median(backward[WARMUP:])
 
 
 def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:

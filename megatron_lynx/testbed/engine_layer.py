@@ -1,0 +1,65 @@
+"""What the measured profiler must be handed of a layer of Transformer Engine, and whether its kernels are really there."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.items import COLUMN_PARALLEL, ITEMS_OF, Half
+from megatron_lynx.profiler.measured import EngineLayer, InnerNorm
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compiled_extension
+
+
+def check_measurable(job: Job) -> None:
+    """Raises `ConfigError` for experts, whose exchanges are between more ranks than are measured, for FP8, and where a job wants
+    Transformer Engine's layers and there is none. Ranks import from the same path."""
+    todo = "plan for a described cluster: seconds and bytes then follow from shapes"
+    if job.model.experts is not None:
+        problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
+        raise ConfigError("Layers of experts cannot be measured yet.", [problem])
+    if job.model.fp8 is not None:
+        problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
+        raise ConfigError("these layers cannot be measured item by item yet", [problem])
+    if job.model.engine and importlib.util.find_spec(PACKAGE) is None:
+        todo = "install it; without a GPU its Python is enough, on PYTHONPATH: seconds are then of a stand-in, and marked so"
+        problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)
+        raise ConfigError("these layers cannot be built here", [problem])
+
+
+def stood_in_for(job: Job) -> str | None:
+    """What of the job's layers is not the real thing here."""
+    return "Transformer Engine's kernels" if job.model.engine and not has_compiled_extension() else None
+
+
+def engine_layer(job: Job, layer: Any) -> EngineLayer | None:
+    """None for local layers. `job`: whose shard the layer is. Raises `HookRefused` for a release that is not known."""
+    if not job.model.engine:
+        return None
+    halves: dict[Half, Any] = {"attention": layer.self_attention, "mlp": layer.mlp}
+    norms = {half: _inner_norm(layer, half, getattr(owner, COLUMN_PARALLEL[half])) for half, owner in halves.items()}
+    return EngineLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
+
+
+def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
+    """As Megatron's block enters it around its layers."""
+    if job.model.fp8 is None:
+        return nullcontext()
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return get_fp8_context(layer.config)  # type: ignore[no-any-return]
+
+
+def _inner_norm(layer: Any, half: Half, linear: Any) -> InnerNorm:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    from megatron_lynx.apply.transformer_engine import present_engine
+    from megatron_lynx.apply.transformer_engine.norm import norm_inside
+
+    config = layer.config
+    inside = norm_inside(linear, ITEMS_OF[half][0], present_engine())
+    alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+    return InnerNorm(inside.run, inside.saved, alone)
