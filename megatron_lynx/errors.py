@@ -34,6 +34,17 @@ class Problem:
         return f"{text}; {self.todo}" if self.todo else text
 
 
+def in_words(error: OSError) -> str:
+    """What was found where a file was wanted: `a folder`, `no such file`, `permission denied`."""
+    words = {
+        FileNotFoundError: "no such file",
+        IsADirectoryError: "a folder",
+        NotADirectoryError: "a file where a folder is needed",
+        FileExistsError: "a file where a folder is needed",
+    }
+    return words.get(type(error)) or str(error.strerror or error).lower()
+
+
 class LynxError(Exception):
     """Base of all of them. `problems` is never empty; `exit_status` is what a command ends with."""
 

@@ -96,13 +96,13 @@ def _faults(error: ValidationError, model_class: type[BaseModel], data: Any) -> 
     for detail in error.errors(include_url=False):
         for fault in _faults_of(detail, model_class, data):
             at.setdefault(fault.path, []).append(fault)
+    above = {path[:length] for path in at for length in range(len(path))}
     result: list[_Fault] = []
     for path, faults in at.items():
         sharper = [fault for fault in faults if not fault.wrong_type]  # none of them: a name that none of its arms knows
-        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in at)
         if sharper:
             result += dict.fromkeys(sharper)
-        elif not deeper:
+        elif path not in above:
             needed = " or ".join(dict.fromkeys(fault.needed for fault in faults))
             named = next((fault for fault in faults if fault.instead is not None), faults[0])
             result.append(replace(named, needed=needed))

@@ -9,7 +9,7 @@ import os
 import uuid
 from pathlib import Path
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, in_words
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -24,7 +24,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         else:
             _replace(Path(path).resolve(), written)
     except OSError as error:
-        problem = Problem(os.fspath(path), str(error.strerror or error).lower(), "a file that can be written")
+        problem = Problem(os.fspath(path), in_words(error), "a file that can be written")
         raise ConfigError(f"{os.fspath(path)} cannot be written", [problem]) from error
 
 

@@ -24,7 +24,14 @@ from typing import Any
 
 import yaml
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.units import MIB, format_bytes
+
+MOST_BYTES = 16 * MIB
+"""Of a file that is read: a plan of the largest models has less than one."""
+
+MOST_DIGITS = 300
+"""Of a whole number."""
 
 LINE_WIDTH = 120
 """Characters after which a written line is broken."""
@@ -77,6 +84,12 @@ class _Loader(yaml.SafeLoader):
             first_line.setdefault(key.value, line)
         return super().construct_mapping(node, deep)
 
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MOST_DIGITS:
+            self.add_problem(node, f"a number of {len(node.value)} digits", f"at most {MOST_DIGITS}", "")
+            return 0
+        return int(node.value)
+
     def construct_decimal(self, node: yaml.ScalarNode) -> int | float:
         value = float(node.value)
         counts = "." not in node.value and abs(value) < 2**53 and value.is_integer()  # 1e9 counts something, 1e-3 does not
@@ -92,9 +105,10 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern in _SCALARS:
     _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), None)
 _Loader.yaml_constructors = {}  # a plan holds plain data: dates, sets and binary are not among them
-for _kind in ("null", "bool", "int", "str", "seq", "map"):
+for _kind in ("null", "bool", "str", "seq", "map"):
     _tag = f"tag:yaml.org,2002:{_kind}"
     _Loader.add_constructor(_tag, yaml.SafeLoader.yaml_constructors[_tag])
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
 _Loader.add_constructor(_OCTAL, _Loader.refuse_octal)
 _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)  # type: ignore[type-var]
@@ -122,10 +136,14 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            found, needed = f"more than {format_bytes(MOST_BYTES)}", "less: jobs, plans and profiles are small"
+            raise ConfigError(f"{path} cannot be read", [Problem(str(path), found, needed)])
+        return content.decode("utf-8-sig")
     except OSError as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error).lower()
-        raise ConfigError(f"{path} cannot be read", [Problem(str(path), found, "a readable YAML file")]) from None
+        raise ConfigError(f"{path} cannot be read", [Problem(str(path), in_words(error), "a readable YAML file")]) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         found = f"a byte that is no text (0x{error.object[error.start]:02x})"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,10 @@ def test_wrong_requests_end_with_status_2_before_anything_runs(tmp_path: Path) -
         (["cannot be used"], ("compare", job, "-o", tmp_path / "file")),
         (["no such file"], ("plan", job, "--profile", tmp_path / "none.yaml", "-o", tmp_path / "p.yaml")),
         (["could not be written"], ("profile", job, "-o", tmp_path / "file" / "p.yaml")),
-        (["is a directory"], ("profile", job, "-o", tmp_path)),
+        (["found a folder"], ("profile", job, "-o", tmp_path)),
+        (["a file that is read"], ("profile", job, "-o", job)),
+        (["a file that is read"], ("plan", "jobs/llama-65b", "--profile", job, "-o", job)),
+        (["another answer's place"], ("simulate", other, "--plot", tmp_path / "x", "--trace", tmp_path / "x")),
     ):
         result = lynx(*arguments)
         assert result.exit_code == 2, result.output
@@ -171,12 +176,57 @@ def test_hooks_are_as_recorded() -> None:
     assert all(row["as_recorded"] for row in rows)
 
 
+def test_thousands_of_problems_are_counted_not_told(tmp_path: Path) -> None:
+    """A file of 60 000 stages once kept its reader waiting for minutes."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("stages:\n" + "".join(f"  - {{stage: {stage}}}\n" for stage in range(2000)))
+    result = lynx("explain", path)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 102
+    assert result.stderr.endswith("  - and 5905 more\n")
+
+
+def test_a_name_too_long_for_a_file_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    """It once was: standard output cannot be written, file name too long."""
+    name = "x" * 300
+    for arguments, answer in (
+        (("estimate", name), f"found no file '{name}'"),
+        (("explain", name), "found file name too long"),
+        (("plan", "jobs/llama-65b", "-o", tmp_path / name), "found file name too long, needed a file that can be written"),
+    ):
+        result = lynx(*arguments)
+        assert result.exit_code == 2, result.output
+        assert answer in result.stderr
+
+
+def test_characters_that_the_terminal_has_not(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(write_yaml({**small_plan(), "provenance": {"made_by": "Käthe → 猫"}}), encoding="utf-8")
+    done = run_cli("explain", plan, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert r"K\xe4the" in done.stdout
+
+
+def test_an_output_that_nobody_reads_any_more_is_no_answer() -> None:
+    """`estimate ... | head -1` once ended with 1, which is the answer no."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run_cli("explain", bundled_configs() / "plans" / "llama-7b-a100-80g.yaml", stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def run_cli(*arguments: object, stdout: Any, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "megatron_lynx.cli", *map(str, arguments)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=env, text=True, timeout=300, check=False)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a file that is always full")
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_an_answer_that_cannot_be_written_is_an_error_without_a_traceback(form: list[str]) -> None:
     plan = bundled_configs() / "plans" / "llama-7b-a100-80g.yaml"
-    command = [sys.executable, "-m", "megatron_lynx.cli", "explain", str(plan), *form]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        done = run_cli("explain", plan, *form, stdout=full)
     assert done.returncode == 2
     assert done.stderr == "standard output cannot be written: no space left on device\n"

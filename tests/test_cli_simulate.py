@@ -63,7 +63,7 @@ def test_wrong_requests(files: tuple[Path, Path], tmp_path: Path) -> None:
         (["shape.hidden: found 64, needed 32", "shape.tensor: found 1"], (plan, "--profile", tmp_path / "other.yaml")),
         (["could not be written"], (plan, "--profile", profile, "--plot", tmp_path / "file" / "x.png")),
         (
-            ["folder: found is a directory", "file/y.json: found"],
+            ["folder: found a folder", "file/y.json: found"],
             (plan, "--profile", profile, "--plot", tmp_path / "folder", "--trace", tmp_path / "file" / "y.json"),
         ),
         (["--budget-mib"], (plan, "--profile", profile, "--budget-mib", -1)),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from megatron_lynx.errors import ConfigError
+from megatron_lynx.units import MIB
 from megatron_lynx.validation import validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -91,6 +92,8 @@ def test_keys_are_text(tmp_path: Path) -> None:
         ("a: " + "[" * 3000, ["file.yaml: brackets nested too deeply"]),
         (b"a: 1\nb: \xff\n", ["file.yaml:2: found a byte that is no text (0xff), needed UTF-8"]),
         (b"a: \x00\n", ["file.yaml: unacceptable character"]),
+        ("a: 1\nb: " + "9" * 5000, ["file.yaml:2: found a number of 5000 digits, needed at most 300"]),
+        ("#" * 16 * MIB + "\n", ["file.yaml: found more than 16.00 MiB"]),
     ],
 )
 def test_refused(tmp_path: Path, text: str | bytes, answers: list[str]) -> None:
@@ -100,7 +103,7 @@ def test_refused(tmp_path: Path, text: str | bytes, answers: list[str]) -> None:
 
 
 def test_unreadable(tmp_path: Path) -> None:
-    for path, found in ((tmp_path / "none.yaml", "no such file"), (tmp_path, "is a directory")):
+    for path, found in ((tmp_path / "none.yaml", "no such file"), (tmp_path, "a folder")):
         with pytest.raises(ConfigError, match=found):
             read_yaml(path)
 

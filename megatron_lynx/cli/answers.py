@@ -76,7 +76,7 @@ def show_estimate(answer: Estimate) -> None:
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
     table = Table(header_style="bold", title="GiB of each device")
     for column in ("stage", *parts):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for stage, memory in enumerate(named):
         table.add_row(str(stage), *(f"{memory[part] / GIB:.2f}" for part in parts))
     show(table)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from megatron_lynx.cli.terminal import show_error
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import LynxError, in_words
 from megatron_lynx.version import __version__
 
 
@@ -26,6 +27,13 @@ class ErrorBoundary(TyperGroup):
         except LynxError as error:
             show_error(error)
             raise typer.Exit(error.exit_status) from None
+        except BrokenPipeError:  # `| head` has seen enough, which is no answer of ours
+            drop_output()
+            raise typer.Exit(OUTPUT_CLOSED) from None
+
+
+OUTPUT_CLOSED = 141
+"""Exit status of a command whose output nobody reads any more: what a shell says of one that SIGPIPE ends."""
 
 
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -48,6 +56,8 @@ def megatron_lynx(
 
 def main() -> None:
     """The console script. An answer that nobody can be given is an error like others."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have characters that a terminal has not
     try:
         try:
             app(prog_name="megatron-lynx")
@@ -55,6 +65,13 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of the answer must not be tried again
-        typer.echo(f"standard output cannot be written: {(error.strerror or str(error)).lower()}", err=True)
+        if error.filename is None:
+            drop_output()
+        place = "standard output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        typer.echo(f"{place}: {in_words(error)}", err=True)
         sys.exit(2)
+
+
+def drop_output() -> None:
+    """What is left of an answer must not be tried again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

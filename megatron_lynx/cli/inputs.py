@@ -36,6 +36,12 @@ def mention_experts(job: Job) -> None:
         typer.echo(f"experts in layers {layers}: {text}", err=True)
 
 
+def job_path(name: str) -> Path:
+    from megatron_lynx.config import loader
+
+    return loader.job_path(name)
+
+
 def job_or_launch(
     words: list[str],
     cluster: str | None,

@@ -16,6 +16,7 @@ from megatron_lynx.cli.inputs import (
     figures_for,
     job_named,
     job_or_launch,
+    job_path,
     measured_here,
     place_of,
     understood_as_json,
@@ -31,7 +32,8 @@ from megatron_lynx.cli.options import (
     PlanFile,
     finite,
 )
-from megatron_lynx.cli.terminal import awaited, check_writable, show, show_json
+from megatron_lynx.cli.outputs import check_writable
+from megatron_lynx.cli.terminal import awaited, show, show_json
 
 
 @app.command()
@@ -44,7 +46,7 @@ def profile(
     from megatron_lynx.profiler.profile import save_profile
 
     job = job_named(job_file)
-    check_writable(output)
+    check_writable(output, read=[job_path(job_file)])
     with place_of(job) as place:
         measured = measured_here(job, place)
     save_profile(measured, output)
@@ -72,7 +74,7 @@ def plan(
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
-    check_writable(output)
+    check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
@@ -125,7 +127,7 @@ def simulate(
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
-    check_writable(plot, trace)
+    check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
         simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)

@@ -11,7 +11,8 @@ from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, 
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, place_of, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, JobName, ProfileOption
-from megatron_lynx.cli.terminal import announced, make_folder, page, quieten_megatron, show_json
+from megatron_lynx.cli.outputs import make_folder
+from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job

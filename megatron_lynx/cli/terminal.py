@@ -7,10 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EISDIR
 from io import StringIO
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,6 +21,9 @@ if TYPE_CHECKING:
 WIDTH_OF_FILES = 180
 """Columns of a table that goes to a file or a pipe, where nobody says how wide the page is."""
 
+
+MOST_PROBLEMS = 100
+"""Told of one request."""
 
 PATIENCE_S = 2.0
 """Before a progress bar."""
@@ -43,8 +43,12 @@ def show(answer: RenderableType) -> None:
 def page() -> Console:
     from rich.console import Console
 
+    class Page(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # Rich ends the command with 1, which is the answer no
+
     page = sys.stdout or StringIO()  # none where the shell has closed it
-    return Console(file=page, width=None if page.isatty() else WIDTH_OF_FILES)
+    return Page(file=page, width=None if page.isatty() else WIDTH_OF_FILES)
 
 
 def show_error(error: LynxError) -> None:
@@ -54,8 +58,10 @@ def show_error(error: LynxError) -> None:
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text(error.headline, style="bold red"))
-    for problem in error.problems:
+    for problem in error.problems[:MOST_PROBLEMS]:
         console.print(Text("  - ").append(str(problem)))
+    if (more := len(error.problems) - MOST_PROBLEMS) > 0:
+        console.print(f"  - and {more} more")
 
 
 @contextmanager
@@ -148,38 +154,3 @@ def quieten_megatron() -> None:
 
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-def check_writable(*files: Path | None) -> None:
-    """Before anything takes long: whether the answers can be written. All files that cannot be are named at once.
-
-    Devices and pipes are left alone, opening one may have an effect."""
-    from megatron_lynx.errors import ConfigError, Problem
-
-    problems = []
-    for file in files:
-        if file is None or (file.exists() and not file.is_file() and not file.is_dir()):
-            continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.is_dir():
-                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            with TemporaryFile(dir=file.resolve().parent):
-                pass
-        except OSError as error:
-            problems.append(Problem(os.fspath(file), str(error.strerror or error).lower(), "a file that can be written"))
-    if problems:
-        raise ConfigError("the answer could not be written", problems)
-
-
-def make_folder(folder: Path) -> None:
-    """Before anything takes long: whether the answer can be written."""
-    from megatron_lynx.errors import ConfigError, Problem
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        problem = Problem(os.fspath(folder), str(error.strerror or error).lower(), "a folder that can be written")
-        raise ConfigError(f"{folder} cannot be used", [problem]) from None

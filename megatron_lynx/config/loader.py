@@ -46,7 +46,7 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     Raises `ConfigError` with every problem of the job and of the files it names.
     """
     overrides = overrides or {}
-    file = _found(os.fspath(path), beside=Path(), where=os.fspath(path))
+    file = job_path(path)
     data = read_yaml(file)
     problems: list[Problem] = []
     top, inner = _by_depth(overrides)
@@ -69,10 +69,15 @@ def load_job(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None =
     return job
 
 
+def job_path(name: str | os.PathLike[str]) -> Path:
+    """The file that a job's name stands for. Raises `ConfigError` where there is none."""
+    return _found(os.fspath(name), beside=Path(), where=os.fspath(name), kind="jobs")
+
+
 def load_cluster(name: str, where: str) -> Cluster:
     """A cluster by its name among the bundled ones (`a100-80g`, `clusters/a100-80g`), or its file. `where` asked for it."""
     bundled = name if os.sep in name or name.endswith(".yaml") else f"clusters/{name}"
-    file = _found(bundled, Path(), where)
+    file = _found(bundled, Path(), where, "clusters")
     return validated(Cluster, read_yaml(file), file)
 
 
@@ -87,24 +92,23 @@ def _part(key: str, value: Any, job_file: Path) -> Any:
 def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"{where} names no file", [Problem(where, repr(name), f"a name, as {key}s/NAME, or a path")])
-    file = _found(name, job_file.parent, where)
+    file = _found(name, job_file.parent, where, f"{key}s")
     data = read_yaml(file)
     validated(PARTS[key], data, file)
     return data
 
 
-def _found(name: str, beside: Path, where: str) -> Path:
-    """The file that a name stands for."""
+def _found(name: str, beside: Path, where: str, kind: str) -> Path:
+    """The file that a name stands for, or the pipe; `kind`: the folder of the bundled ones that would do."""
     for folder in (beside, bundled_configs()):
         for candidate in (folder / name, folder / f"{name}.yaml"):
-            if candidate.is_file():
+            if os.path.exists(candidate) and not os.path.isdir(candidate):
                 return candidate
-    known = sorted(str(file.relative_to(bundled_configs()).with_suffix("")) for file in bundled_configs().glob("*/*.yaml"))
-    alike = [one for one in known if Path(one).parent == Path(name).parent] or known
-    close = difflib.get_close_matches(name, alike, n=1)
+    known = sorted(str(file.relative_to(bundled_configs()).with_suffix("")) for file in bundled_configs().glob(f"{kind}/*.yaml"))
+    close = difflib.get_close_matches(name, known, n=1)
     todo = f"did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"{name} was not found", [Problem(where, f"no file {name!r}", f"a path, or one of {', '.join(alike)}", todo)]
+        f"{name} was not found", [Problem(where, f"no file {name!r}", f"a path, or one of {', '.join(known)}", todo)]
     )
 
 

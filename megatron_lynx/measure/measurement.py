@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.measure.machine import Machine
 from megatron_lynx.measure.steps import Summary, summarise
 from megatron_lynx.validation import validated
@@ -206,7 +206,7 @@ def load_measurement(path: str | os.PathLike[str]) -> Measurement:
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
-        found = str(error.strerror or error).lower()
+        found = in_words(error)
     except ValueError as error:  # not UTF-8, or not JSON
         found = str(error)
     else:

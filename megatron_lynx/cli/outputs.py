@@ -1,0 +1,61 @@
+"""Files and folders for answers, looked at before anything takes long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from megatron_lynx.errors import ConfigError, Problem, in_words
+
+
+def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> None:
+    """Whether the answers can be written, each to a place of its own, and none over what is `read`. All problems at once."""
+    problems: list[Problem] = []
+    taken = {_place(file): "a file that is read" for file in read if file is not None}
+    for file in files:
+        if file is None or _is_device(file):
+            continue
+        if (place := _place(file)) in taken:
+            problems.append(Problem(os.fspath(file), taken[place], "another place for the answer"))
+        elif (found := _in_the_way(file)) is not None:
+            problems.append(Problem(os.fspath(file), found, "a file that can be written"))
+        taken[place] = "another answer's place"
+    if problems:
+        raise ConfigError("the answer could not be written", problems)
+
+
+def make_folder(folder: Path) -> None:
+    """A folder for answers."""
+    if (found := _against_folder(folder)) is not None:
+        raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
+
+
+def _place(file: Path) -> str:
+    return os.path.realpath(file)
+
+
+def _is_device(file: Path) -> bool:
+    """Devices and pipes are left alone, opening one may have an effect."""
+    return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)
+
+
+def _in_the_way(file: Path) -> str | None:
+    """Why the file cannot be written. Its folder is made."""
+    try:
+        if file.is_dir():
+            return in_words(IsADirectoryError())
+        return _against_folder(file.resolve().parent)
+    except OSError as error:
+        return in_words(error)
+
+
+def _against_folder(folder: Path) -> str | None:
+    """Why nothing can be written into the folder, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return in_words(error)
