@@ -43,7 +43,6 @@ def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
     chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
-        _check_alike(plan)
         return simulate_without_flushes(
             plan.batch.microbatches,
             [passes for (passes,) in chunks],
@@ -141,13 +140,6 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
         )
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
-
-
-def _check_alike(plan: Plan) -> None:
-    places = [f"plan: stages.{at}.whole" for at, stage in enumerate(plan.stages) if stage.whole is not None]
-    if places:
-        needed = "none: without flushes the simulator treats all micro-batches of a stage alike"
-        raise PlanMismatch("this plan cannot be simulated", [Problem(place, "some micro-batches", needed) for place in places])
 
 
 def _halves(stage: Stage) -> Iterator[tuple[int, Half]]:

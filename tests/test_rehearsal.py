@@ -217,13 +217,6 @@ def with_all(simulation):
     return simulation.step_s, [(simulation.memory(stage).peak_bytes, simulation.hidden_replay_s(stage)) for stage in stages]
 
 
-def test_without_flushes_whole_micro_batches_are_not_simulated_as_if_there_were_none():
-    job = job_of(LAYOUTS["pp"]).model_copy(update={"schedule": "double_buffered"})
-    plan = with_whole(uniform_plan(job), of_every=2, first=1)
-    with pytest.raises(PlanMismatch, match=r"stages\.0\.whole"):
-        rehearse(plan, made_up_profile(job))
-
-
 @pytest.mark.parametrize("layout", CHUNKED.values(), ids=CHUNKED.keys())
 @pytest.mark.parametrize("link_s", [1e-5, 1.0])
 def test_chunks_hold_at_most_what_the_planner_said_and_hide_as_much(layout, link_s):
