@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict
 
 Recipe = Literal["delayed", "tensorwise", "mxfp8", "blockwise"]
 
+RUN_BY_PLANS: tuple[Recipe, ...] = ("delayed", "tensorwise")
+"""Those whose replays have been shown to leave no trace."""
+
 
 class Fp8(BaseModel):
     """Megatron's `--fp8-format` and `--fp8-recipe`. Weights themselves stay in the model's type."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.config.fp8 import RUN_BY_PLANS
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
@@ -22,7 +23,7 @@ NOT_MODELLED = {
 
 
 def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
-    """Nothing where it is not on. `planning`: for a plan, which cannot be run yet."""
+    """Nothing where it is not on. `planning`: for a plan, which not all recipes can have."""
     if not (found := given["fp8"]):
         return
     flag, recipe = given.origin("fp8"), given["fp8_recipe"]
@@ -38,5 +39,6 @@ def fp8_facts(given: Given, problems: list[Problem], *, planning: bool) -> Itera
     for name, (needed, why) in NOT_MODELLED.items():
         if name in given.values and given[name] != needed:
             problems.append(Problem(given.origin(name), "given", f"a launch without it, or without {flag}", why))
-    if planning:
-        problems.append(Problem(flag, found, "none", "plans for it cannot be run yet; megatron-lynx estimate can price it"))
+    if planning and recipe not in (*RUN_BY_PLANS, "custom"):
+        todo = "plans for it cannot be run yet; megatron-lynx estimate can price it"
+        problems.append(Problem(given.origin("fp8_recipe"), str(recipe), " or ".join(RUN_BY_PLANS), todo))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_lynx.config.fp8 import RUN_BY_PLANS
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.profile import Profile, shape_of
@@ -12,8 +13,9 @@ def check_plannable(job: Job) -> None:
     problems = []
     if job.parallel.context > 1:
         problems.append(Problem("job: parallel.context", str(job.parallel.context), "1", "the job can be estimated"))
-    if job.model.fp8 is not None:
-        problems.append(Problem("job: model.fp8", str(job.model.fp8_recipe), "none", "plans for it cannot be run yet"))
+    if job.model.fp8 is not None and job.model.fp8.recipe not in RUN_BY_PLANS:
+        needed = f"{' or '.join(RUN_BY_PLANS)}, or none"
+        problems.append(Problem("job: model.fp8.recipe", job.model.fp8.recipe, needed, "the job can be estimated"))
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

@@ -147,7 +147,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
         ("--multi-latent-attention", "multi-latent"),
         ("--fp4-format e2m1", "FP4"),
-        ("--fp8-format hybrid", "--fp8-format: found hybrid, needed none; plans for it cannot be run yet"),
+        (
+            "--fp8-format hybrid --fp8-recipe mxfp8",
+            "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
+        ),
         ("--tp-comm-overlap", "userbuffers"),
         ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
         ("--recompute-activations", "drop --recompute-*"),
@@ -316,7 +319,7 @@ def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     assert "model.qk_norm" not in facts(SMALL)
     assert facts(f"{SMALL} --qk-layernorm")["model.qk_norm"] is True
     fp8 = "--fp8-format e4m3 --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
-    job = job_of(read(f"{SMALL} {fp8}", planning=False), "h100-80g")
+    job = job_of(read(f"{SMALL} {fp8}"), "h100-80g")
     assert (job.model.fp8.format, job.model.fp8_recipe) == ("e4m3", "delayed")
     assert facts(f"{SMALL} {fp8} --fp8-recipe tensorwise")["model.fp8.recipe"] == "tensorwise"
     assert "model.fp8" not in "".join(facts(f"{SMALL} --fp8-recipe tensorwise"))

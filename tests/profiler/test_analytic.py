@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
@@ -72,6 +73,22 @@ def test_a_linear_in_fp8_is_twice_as_fast_and_pays_for_its_casts():
     searched_s = current.mlp.items["linear_fc2"].forward_s - fc2.forward_s
     assert searched_s == pytest.approx(start_s + 2 * taken / hbm.byte_per_s)
     assert delayed.attention.items["core_attention"].forward_s == current.attention.items["core_attention"].forward_s
+
+
+def test_plans_are_made_for_the_recipes_that_a_replay_is_known_to_leave_alone():
+    job = catalogued_job(
+        "llama-7b",
+        "h800-80g",
+        gpus=8,
+        batch=16,
+        parallel={"tensor": 2, "distributed_optimizer": True},
+        policy="planned",
+        fp8="tensorwise",
+    )
+    assert make_plan(job, analytic_profile(job)).model.fp8 == "tensorwise"
+    block = job.model_copy(update={"model": job.model.model_copy(update={"fp8": Fp8(recipe="blockwise")})})
+    with pytest.raises(ConfigError, match=r"model\.fp8\.recipe: found blockwise, needed delayed or tensorwise, or none"):
+        make_plan(block, analytic_profile(block))
 
 
 def test_what_is_gathered_in_fp8_is_half_of_it():
