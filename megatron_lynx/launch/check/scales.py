@@ -1,7 +1,7 @@
 """Scales and amax histories of FP8, which every pass changes. Transformer Engine makes them in a module's first forward.
 
-Its modules' extra states, which checkpoints hold, say nothing of one that did not run yet; a pass behind the first one would
-begin with the scales that that one left.
+Its modules' extra states, which checkpoints hold, say nothing of one that did not run yet: a pass behind the first one would
+begin with the scales that that one left. And they are pickled, which newer releases refuse to read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from torch.nn import Module
 Place = tuple[int, str, str]
 
 
+def in_fp8(module: Module) -> bool:
+    """Whether it is one of Transformer Engine's, which may run in FP8."""
+    return hasattr(module, "fp8_meta")
+
+
 class Scales:
     """Those of some modules, as they were when this was made."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        self._modules = [module for module in modules if hasattr(module, "fp8_meta")]
+        self._modules = [module for module in modules if in_fp8(module)]
         self._before = {place: tensor.clone() for place, tensor in self._present()}
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.launch.check.scales import Scales
+from megatron_lynx.launch.check.scales import Scales, in_fp8
 from megatron_lynx.nest import map_nest
 
 
@@ -104,7 +104,8 @@ def _rerun_state_machine() -> Iterator[Any]:
 
 
 def _has_extra_state(module: Module) -> bool:
-    return type(module).get_extra_state is not Module.get_extra_state
+    """Not of Transformer Engine: newer releases refuse to read their own."""
+    return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
 def _shallow(owner: Any) -> dict[str, Any]:
