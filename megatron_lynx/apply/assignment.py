@@ -35,6 +35,7 @@ def _policy(plan: Plan, stage: Stage, layer: int, half: Half, gather: Callable[[
         gather_site=layout.column_parallel if gathers else None,
         gather=gather if gathers else None,
         chunk=stage.chunk,
+        opaque=half == "mlp" and plan.model.has_experts(layer),
     )
 
 

@@ -15,7 +15,8 @@ OFF = {
     "delay_wgrad_compute": "--delay-wgrad-compute: weight gradients would be computed after their frame is gone",
     "enable_cuda_graph": "--enable-cuda-graph: graphs bypass every hook",
     "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
-    "num_moe_experts": "experts: mixture-of-experts layers are not planned yet",
+    "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",
+    "moe_paged_stash": "--moe-paged-stash: it packs what experts save, by hooks of its own on all layers",
     "multi_latent_attention": "--multi-latent-attention: its projections are not sites",
     "mtp_num_layers": "--mtp-num-layers: multi-token prediction has layers outside decoder.layers",
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
@@ -30,6 +31,11 @@ OFF = {
     "experimental_attention_variant": "--experimental-attention-variant: its projections are not sites",
 }
 """Config fields that must be off, and what to drop."""
+
+NOT = {
+    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU"),
+}
+"""Config fields that must not have a value, which ones they may have, and what to launch with."""
 
 OFF_WITH_ENGINE = {
     "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
@@ -55,6 +61,9 @@ def refused_features(config: Any, *, engine: bool) -> Iterator[Problem]:
         value = getattr(config, name, 1)
         if value != 1:
             yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")
+    for name, (value, needed, instead) in NOT.items():
+        if config.num_moe_experts and getattr(config, name, None) == value:
+            yield Problem(f"config.{name}", value, f"{needed} under a plan", f"launch with {instead}")
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"

@@ -1,4 +1,5 @@
-"""Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine."""
+"""Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine; in place of
+its MLP there may be a mixture of experts, of which nothing is asked but that it is Megatron's."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch.nn import Module
 
 from megatron_lynx.apply.live_run import ENGINE, LiveRun, name_of
-from megatron_lynx.apply.site import LAYOUTS
+from megatron_lynx.apply.site import layouts_of
 from megatron_lynx.errors import Problem
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
@@ -41,7 +42,7 @@ _ENGINE_FLAGS = (
 """Attributes of its linears that must be off: userbuffers remove the windows; the others hand on or hold what no item names."""
 
 
-_OTHER_KINDS = "mixture-of-experts and hybrid layers are not planned yet"
+_OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
 
 def refused_layers(run: LiveRun) -> Iterator[Problem]:
@@ -52,9 +53,9 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
         try:
-            sites = {site: module for layout in LAYOUTS.values() for site, module in layout.modules_of(layer).items()}
+            sites = {site: module for layout in layouts_of(layer) for site, module in layout.modules_of(layer).items()}
         except AttributeError as missing:
-            yield Problem(f"layer {number}", str(missing), "the sites of a dense layer", _OTHER_KINDS)
+            yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
         yield from _other_classes(number, sites, _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES)
         if run.engine and number == first:  # all are built from one config

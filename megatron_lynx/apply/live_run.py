@@ -12,6 +12,9 @@ from megatron_lynx.errors import Problem
 ENGINE = "megatron.core.extensions.transformer_engine."
 """Where Megatron's classes are that have Transformer Engine's layers inside."""
 
+EXPERTS = "megatron.core.transformer.moe.moe_layer.MoELayer"
+"""The class of a mixture of experts, in place of a layer's MLP."""
+
 
 @dataclass(frozen=True)
 class LiveRun:
@@ -32,6 +35,11 @@ class LiveRun:
     def layers(self) -> dict[int, Module]:
         """The rank's transformer layers by Megatron's layer number, chunk by chunk."""
         return {layer.layer_number: layer for chunk in self.chunks for layer in chunk.decoder.layers}  # type: ignore[union-attr]
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the rank's layers whose MLP half is a mixture of experts."""
+        return tuple(number for number, layer in self.layers.items() if has_experts(layer))
 
     @property
     def engine(self) -> bool:
@@ -85,6 +93,11 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
         wrappers.append(model)
         model = model.module  # type: ignore[assignment]
     return tuple(wrappers), model
+
+
+def has_experts(layer: Module) -> bool:
+    """Whether a layer's MLP half is a mixture of experts."""
+    return name_of(getattr(layer, "mlp", None)) == EXPERTS
 
 
 def name_of(module: object) -> str:

@@ -21,7 +21,7 @@ def mismatches(plan: Plan, run: LiveRun, overlapping: bool = False) -> list[Prob
     if not plan.chunks_of(run.stage):
         problems.append(Problem("plan: stages", f"no stage {run.stage}", f"one for each of {run.pipeline} pipeline ranks"))
     elif plan.parallel.chunks == len(run.chunks):
-        problems += _layers(plan, run)
+        problems += [*_layers(plan, run), *_experts(plan, run)]
     return problems
 
 
@@ -58,6 +58,19 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         if getattr(plan.model, name) != needed:
             found = getattr(plan.model, name)
             yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
+
+
+def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Layers that have a mixture of experts, or an MLP, where the plan has the other."""
+    planned = {number for number in run.layers if plan.model.has_experts(number)}
+    live = set(run.expert_layers)
+    for numbers, found, needed in (
+        (live - planned, "an MLP", "experts"),
+        (planned - live, "experts", "an MLP"),
+    ):
+        if numbers:
+            place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
+            yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:

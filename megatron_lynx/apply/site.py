@@ -5,6 +5,8 @@
 
 The names have been stable from megatron-core 0.12 to 0.20. With Transformer Engine a norm is no submodule of the layer (an
 identity is in its place): it is the first part of the linear behind it, and an item all the same.
+
+In place of an MLP there may be a mixture of experts. Such a half is kept whole and not looked into: it has no sites.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from types import MappingProxyType
 
 from torch.nn import Module
 
+from megatron_lynx.apply.live_run import has_experts
 from megatron_lynx.items import Half
 
 
@@ -33,6 +36,11 @@ class HalfLayout:
     def modules_of(self, layer: Module, *, engine: bool = False) -> dict[str, Module]:
         """The sites of a layer. `engine`: the layer is Transformer Engine's."""
         return {site: attrgetter(path)(layer) for site, path in self.paths.items() if not engine or site != self.norm}
+
+
+def layouts_of(layer: Module) -> tuple[HalfLayout, ...]:
+    """The halves of a layer that have sites."""
+    return tuple(layout for half, layout in LAYOUTS.items() if half == "attention" or not has_experts(layer))
 
 
 LAYOUTS: dict[Half, HalfLayout] = {

@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def in_half(self) -> bool:
-        """Whether a half runs, or its backward does."""
+        """Whether a half runs, or its backward does, and may be looked into."""
         return self._progress.in_half
 
     @property
@@ -134,7 +134,7 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         if micro_batch.index in self._agendas[policy.chunk].whole:
             policy = policy.keeping
-        shipment = self._shipping.shipment_of(micro_batch, (args, kwargs))
+        shipment = None if policy.opaque else self._shipping.shipment_of(micro_batch, (args, kwargs))
         recorded = policy.replay or shipment is not None
         if recorded:
             refuse_foreign_hooks(policy.name)
@@ -169,10 +169,19 @@ class Engine:
         return frame
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:
-        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
+        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it.
+
+        It goes when it was called: routers of experts keep a tensor until their next call, and with it the whole graph.
+        """
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
-        if output is not None:
-            output.register_hook(lambda _: self._enter(frame))
+        if output is None:
+            return
+
+        def entered(_: Tensor) -> None:
+            hook.remove()
+            self._enter(frame)
+
+        hook = output.register_hook(entered)
 
     # --- backward ------------------------------------------------------------------------------------------------------
 

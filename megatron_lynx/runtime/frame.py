@@ -56,6 +56,8 @@ class HalfPolicy:
     gather: Gather | None = None
     chunk: int = 0
     """Which of the stage's chunks the layer is in."""
+    opaque: bool = False
+    """Kept whole and not looked into: nothing of it is let go or leaves for the host, and no collective in it is a window."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:

@@ -180,7 +180,7 @@ class Recorder:
 
 
 class Passage:
-    """One call of a half that lets nothing go: only its collectives are counted."""
+    """One call of a half that lets nothing go: only its collectives are counted. Of an opaque one not even those."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame

@@ -8,6 +8,7 @@ What megatron.core asks, and who answers while the stand-in is active:
     torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
       default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
     streams, events, synchronize, empty_cache        torch.cpu's empty versions
+    all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
 
 Functions are replaced where they are looked up; a `TorchFunctionMode` would do the same, but it is consulted on every
@@ -57,6 +58,7 @@ def stand_in_for_cuda() -> StandIn:
         answer_device_calls(undo)
         answer_random_numbers(undo)
         answer_placement(undo)
+        answer_exchanges(undo)
     return StandIn(undo)
 
 
@@ -114,6 +116,20 @@ def answer_placement(undo: ExitStack) -> None:
     replace(undo, torch.nn.Module, "cuda", stay)
 
 
+def answer_exchanges(undo: ExitStack) -> None:
+    """What dispatches tokens to experts."""
+    original = torch.distributed.all_to_all_single
+
+    @functools.wraps(original)
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def numbers(value: Any) -> Any:
+            return value.tolist() if isinstance(value, torch.Tensor) else value
+
+        return original(output, input, *map(numbers, args), **{name: numbers(value) for name, value in kwargs.items()})
+
+    replace(undo, torch.distributed, "all_to_all_single", all_to_all_single)
+
+
 def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which takes CUDA (as `device=`, or as `Tensor.to`'s first argument) for the CPU."""
 
@@ -163,6 +179,9 @@ class CpuStream(torch.cpu.Stream):
 
     def synchronize(self) -> None:
         """Everything on a CPU stream is done when the call that did it returns."""
+
+    def record_event(self) -> CpuEvent:  # type: ignore[override]
+        return CpuEvent()
 
 
 class CpuEvent(torch.cpu.Event):

@@ -32,7 +32,10 @@ def initialise(job: Job, seed: int = 1234) -> None:
     if not _has_layout_of(job):
         _drop_groups()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=job.parallel.tensor, pipeline_model_parallel_size=job.parallel.pipeline
+            tensor_model_parallel_size=job.parallel.tensor,
+            pipeline_model_parallel_size=job.parallel.pipeline,
+            expert_model_parallel_size=job.parallel.expert,
+            expert_tensor_parallel_size=job.parallel.expert_tensor_size,
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
     seed_random_numbers(seed)
@@ -41,8 +44,14 @@ def initialise(job: Job, seed: int = 1234) -> None:
 def _has_layout_of(job: Job) -> bool:
     if not parallel_state.is_initialized():
         return False
-    sizes = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
-    return sizes == (job.parallel.tensor, job.parallel.pipeline)
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    layout = job.parallel
+    return sizes == (layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor_size)
 
 
 def _drop_groups() -> None:

@@ -7,6 +7,7 @@
       triton without looking whether it is there
     the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
     Transformer Engine's compiled part       `testbed.transformer_engine`, where its Python is on the import path
+    Transformer Engine's GEMM, in routers of experts (0.15 and 0.16 ask for it by name)       "none": then torch's is used
     typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
 
 Found by removing each alone and running megatron-core and the scripts of 0.16 to 0.19 on a CPU. What is installed is left alone.
@@ -37,6 +38,10 @@ APEX = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm")
 HELPER = "megatron.core.datasets.helpers_cpp"
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
 """Compiled with nvcc when 0.16 starts."""
+
+ROUTERS = "megatron.core.transformer.moe.moe_utils"
+THEIR_GEMM = "te_general_gemm"
+"""Imported there with Transformer Engine; without it 0.15 and 0.16 have no such name, and ask for it all the same."""
 
 UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
 """In a module that does not look whether triton is there."""
@@ -84,6 +89,8 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not name.startswith("megatron.") or not path:
             return None
         folder = Path(next(iter(path)))
+        if name == ROUTERS:
+            return naming_their_gemm(importlib.machinery.PathFinder.find_spec(name, path))
         if name == HELPER:
             return helper_spec(folder)
         if name == FUSED_KERNELS or (self._no_triton and _needs_triton(folder / f"{name.rpartition('.')[2]}.py")):
@@ -100,6 +107,19 @@ class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _needs_triton(source: Path) -> bool:
     return source.is_file() and UNGUARDED.search(source.read_text(encoding="utf-8")) is not None
+
+
+def naming_their_gemm(spec: importlib.machinery.ModuleSpec | None) -> importlib.machinery.ModuleSpec | None:
+    """The module as it is, with the name of a GEMM that is not there."""
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            vars(module).setdefault(THEIR_GEMM, None)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec
 
 
 class Inert(ModuleType):

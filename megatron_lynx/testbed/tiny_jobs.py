@@ -15,6 +15,7 @@ def tiny_job(
     *,
     tensor: int = 1,
     expert: int = 1,
+    expert_tensor: int | None = None,
     pipeline: int = 1,
     partition: tuple[int, ...] | None = None,
     layers_per_chunk: int | None = None,
@@ -36,6 +37,7 @@ def tiny_job(
     layout = Parallel(
         tensor=tensor,
         expert=expert,
+        expert_tensor=expert_tensor,
         pipeline=pipeline,
         partition=partition,
         layers_per_chunk=layers_per_chunk,

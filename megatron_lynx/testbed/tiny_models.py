@@ -2,21 +2,17 @@
 
     job.model, job.parallel ──> TransformerConfig ──> one GPTModel per chunk ──> weights drawn by global name
 
-Megatron seeds weights by rank. Here each parameter is drawn whole, seeded by its name in the unsplit model, and each rank
-takes its slice: two builds are equal in every bit, and layouts can be compared with each other up to rounding. So can the
-two kinds of layers, whose norms have other names (`SAME`).
+Weights are drawn by `weights`, so two builds are equal in every bit.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,12 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-SAME = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
-"""Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -83,9 +76,29 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
+    fields |= expert_fields(job)
     if len(set(job.partition)) > 1:
         fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
     return TransformerConfig(**{**fields, **overrides})
+
+
+def expert_fields(job: Job) -> dict[str, Any]:
+    """Fields of TransformerConfig for a job's mixture of experts; none without one."""
+    experts = job.model.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_layer_freq": [int(number in job.model.expert_layers) for number in range(1, job.model.layers + 1)],
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": job.parallel.expert,
+        "expert_tensor_parallel_size": job.parallel.expert_tensor_size,
+    }
 
 
 def build_model(
@@ -129,27 +142,31 @@ def _build_chunk(
     return whole
 
 
-def share_weights(chunk: torch.nn.Module, like: torch.nn.Module) -> None:
-    """Give a chunk the parameters of another one of the same make: the same objects, so gradients are shared as well."""
-    for place, module in chunk.named_modules():
-        other = like.get_submodule(place)
-        for name in list(module._parameters):
-            setattr(module, name, other._parameters[name])
-
-
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layer, its norms exchanged for ours, once for every layer of this stage, or of one of its chunks."""
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    attention = layer.submodules.self_attention.submodules
+    """Megatron's local layers of this stage, or of one of its chunks, their norms exchanged for ours."""
+    if config.num_moe_experts:
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+        layers, block.layer_norm = block.layer_specs, Norm
+    else:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        layers = [layer] * get_num_layers_to_build(config, vp_stage)
+        block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    for layer in layers:
+        exchange_norms(layer.submodules)
+    return block
+
+
+def exchange_norms(layer: Any) -> None:
+    """Of one layer's submodules. A second time changes nothing: layers that are alike share them."""
+    attention = layer.self_attention.submodules
     for owner, name in (
-        (layer.submodules, "input_layernorm"),
-        (layer.submodules, "pre_mlp_layernorm"),
+        (layer, "input_layernorm"),
+        (layer, "pre_mlp_layernorm"),
         (attention, "q_layernorm"),
         (attention, "k_layernorm"),
     ):
         if getattr(owner, name) is not IdentityOp:
             setattr(owner, name, Norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=Norm)
 
 
 def engine_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -157,6 +174,8 @@ def engine_block_spec(config: TransformerConfig, vp_stage: int | None = None) ->
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
 
@@ -173,38 +192,3 @@ class Norm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
-
-
-@torch.no_grad()
-def draw_weights(chunk: GPTModel, seed: int) -> None:
-    """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name."""
-    for name, parameter in chunk.named_parameters():
-        name = global_name(chunk, name)
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
-        whole = torch.randn(whole_shape(parameter), generator=generator) * 0.05
-        parameter.copy_(slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole))
-
-
-def global_name(chunk: GPTModel, name: str) -> str:
-    """A parameter's name in the unsplit model of local layers: layers counted over all stages, one name for tied embeddings."""
-    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    for fused, own in SAME.items():
-        name = name.replace(fused, own)
-    return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda index: str(chunk.decoder.layers[int(index[0])].layer_number - 1), name)
-
-
-def whole_shape(parameter: torch.nn.Parameter) -> list[int]:
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()  # type: ignore[attr-defined]
-    return shape
-
-
-def slice_of_rank(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This tensor-parallel rank's part. SwiGLU's first GEMM has two strides, gate and up, each cut on its own."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    dim, strides = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
-    return torch.cat([part.chunk(ranks, dim)[rank] for part in whole.chunk(strides, dim)], dim)

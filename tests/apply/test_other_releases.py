@@ -26,6 +26,7 @@ NEW = {
         "use_transformer_engine_op_fuser": True,
         "use_grouped_gemm_for_dense_mlp": True,
         "mlp_chunks_for_training": 2,
+        "moe_paged_stash": True,
     },
     "0.19": {"gtp_weight_remat_size": 2},
 }

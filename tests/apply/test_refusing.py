@@ -25,7 +25,7 @@ FEATURES = {
     "delay_wgrad_compute": True,
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
-    "num_moe_experts": 4,
+    "moe_layer_recompute": True,
     "multi_latent_attention": True,
     "mtp_num_layers": 1,
     "heterogeneous_block_specs": True,

@@ -78,7 +78,7 @@ def losses_and_differences(
 
 def far_apart(run: Run, other: Run) -> float:
     """The largest difference of losses and gradients, relative to the largest of each tensor. Fused norms by own names."""
-    from megatron_lynx.testbed.tiny_models import SAME
+    from megatron_lynx.testbed.weights import SAME
 
     def tensors(of: Run) -> dict[str, torch.Tensor]:
         named = {f"loss {index}": loss for index, loss in enumerate([*of.losses, *of.evaluation])}

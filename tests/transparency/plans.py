@@ -26,12 +26,13 @@ def plan_for(
     ahead_depth: int = 1,
     whole: dict[str, int] | None = None,
 ) -> Plan:
-    """One rule per layer: `replays(layer)` are its replayed items."""
+    """One rule per layer: `replays(layer)` are its replayed items, of a layer with experts as far as they are in its attention
+    half."""
     places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
     stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
     layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "microbatch_group", "sequence_parallel")}
-    facts = ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation")
+    facts = ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation", "moe_layers")
     return Plan.model_validate(
         {
             "version": 1,
@@ -51,7 +52,7 @@ def _stage(
     layers = job.layers_of(*place)
     rules = []
     for layer in layers:
-        replayed = set(replays(layer))
+        replayed = set(replays(layer)) - set(ITEMS_OF["mlp"] if layer in job.model.expert_layers else ())
         rule: dict[str, Any] = {"layers": layer, "keep": [i for i in ITEMS if i not in replayed]}
         rule["replay"] = [item for item in ITEMS if item in replayed]
         halves = [half for half in HALVES if replayed & set(ITEMS_OF[half])]
@@ -70,7 +71,7 @@ def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: 
     if job.parallel.tensor == 1:
         return _first_window(job, place, layer, half, replayed)
     last = "2" if job.parallel.sequence_parallel else "0"
-    if half == "attention":
+    if half == "attention" and layer not in job.model.expert_layers:
         return f"bwd.mlp.{last}"
     if layer < job.layers_of(*place)[-1]:
         return f"bwd.attention.{last}+1"
@@ -80,17 +81,18 @@ def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: 
 def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
     needs_gather = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replayed
-    if needs_gather or layer < job.layers_of(*place)[-1] or half == "attention":
+    behind_mlp = half == "attention" and layer not in job.model.expert_layers
+    if needs_gather or layer < job.layers_of(*place)[-1] or behind_mlp:
         return "on_demand"
     if place == (job.parallel.pipeline - 1, job.chunks - 1):
-        in_time = job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.engine
+        in_time = half == "mlp" and job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.engine
         return "bwd.mlp.0" if in_time else "on_demand"
     in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
-    steady = "fwd.mlp.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"
+    steady = f"fwd.{half}.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"
     return {"steady": steady, "cooldown": "pipe.recv_backward"}
 
 
 def _gather(job: Job, place: tuple[int, int], layer: int, half: Half) -> str:
-    if half == "attention":
+    if half == "attention" and layer not in job.model.expert_layers:
         return "bwd.mlp.0"
     return "bwd.attention.0+1" if layer < job.layers_of(*place)[-1] else "on_demand"

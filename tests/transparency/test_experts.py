@@ -1,0 +1,141 @@
+"""Layers with a mixture of experts: the attention half is recorded, replayed and hidden as any other, the MLP half kept whole.
+
+Megatron's own layers, routers and dispatchers, local ones with an MLP for each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.plan.strategies import drawn, plans
+from tests.transparency.offloaded import offloading
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.test_every_bit import checked
+from tests.transparency.trials import Outcome, Trial
+
+Pools = Callable[[int], RankPool]
+
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 32}
+SPREAD = {"replicas": 2, "expert": 2}
+TP2 = {"tensor": 2, "sequence_parallel": True}
+PP2 = {"pipeline": 2, "microbatches": 4}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": ({}, {}),
+    "EP2, every second layer": (SPREAD, {"layers": 2}),
+    "TP2+SP, experts cut": (TP2, {"shared_ffn": 32}),
+    "TP2+SP, EP2, every second layer": ({**TP2, "expert": 2, "expert_tensor": 1}, {"layers": 2, "shared_ffn": 32}),
+    "PP2, the first layer dense": (PP2, {"layers": ("2-4",)}),
+    "PP2xVPP2": ({**PP2, "layers_per_chunk": 1}, {"layers": (1, 4)}),
+}
+"""A layout, and the layers with experts."""
+
+STATEFUL = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.01, 0.02, 0.03],
+    "moe_z_loss_coeff": 0.001,
+    "moe_input_jitter_eps": 0.1,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "routers that count, draw and are corrected": ("one rank", STATEFUL),
+    "routers that count, in chunks": ("PP2xVPP2", STATEFUL),
+    "tokens dropped": ("one rank", {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}),
+    "dispatched by gathers": ("TP2+SP, EP2, every second layer", {"moe_token_dispatcher_type": "allgather"}),
+    "shared experts beside the dispatch": ("TP2+SP, EP2, every second layer", {"moe_shared_expert_overlap": True}),
+}
+"""A layout, and fields of TransformerConfig."""
+
+
+def job_of(layout: str, **model: Any) -> Job:
+    fields, experts = LAYOUTS[layout]
+    return tiny_job("gpt", **fields, experts={**EXPERTS, **experts}, bias=False, **model)
+
+
+def trial_of(**fields: Any) -> Trial:
+    return Trial(training={"ddp": True, "optimizer": "megatron"}, traced=True, counted=True, **fields)
+
+
+def checked_too(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial) -> None:
+    """Nothing that stock would not have communicated, nothing left, and every half's backward seen, those of experts as well."""
+    for rank, outcomes in enumerate(checked(pool_of, job, candidates, trial)):
+        stage = rank // (job.parallel.tensor * job.replicas)
+        for outcome in outcomes:
+            assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
+            assert max(outcome.planned.live_bytes) <= max(outcome.stock.live_bytes)
+            check_backwards(job, stage, outcome)
+
+
+def check_backwards(job: Job, stage: int, outcome: Outcome) -> None:
+    """Half by half from the last layer of the chunk up; no window lies in experts, no replay is of their half."""
+    backwards: dict[int, list[tuple[int, str]]] = {}
+    for event in outcome.planned.events:
+        place = f"{event['window']}"
+        assert not any(f".mlp.{n}@{layer}" in place for n in range(3) for layer in job.model.expert_layers), place
+        assert event["kind"] != "replay" or (event["half"], event["layer"] in job.model.expert_layers) != ("mlp", True)
+        if event["kind"] == "backward":
+            backwards.setdefault(event["micro_batch"], []).append((event["layer"], event["half"]))
+    layers = [layer for chunk in reversed(range(job.chunks)) for layer in reversed(job.layers_of(stage, chunk))]
+    expected = [(layer, half) for layer in layers for half in ("mlp", "attention")]
+    assert list(backwards.values()) == [expected] * job.microbatches
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit(pool_of: Pools, layout: str) -> None:
+    job = job_of(layout)
+    everything = replayable(job)
+    candidates = [
+        plan_for(job, lambda layer: ()),
+        plan_for(job, lambda layer: everything, windows=False),
+        plan_for(job, lambda layer: everything),
+    ]
+    if job.parallel.sequence_parallel:
+        candidates.append(plan_for(job, lambda layer: replayable(job, gather=True)))
+    checked_too(pool_of, job, candidates, trial_of())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(pool_of: Pools, variant: str) -> None:
+    layout, fields = VARIANTS[variant]
+    job = job_of(layout)
+    plan = plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel))
+    checked_too(pool_of, job, [plan], trial_of(model=fields, steps=3))
+
+
+def test_offloaded_with_replay(pool_of: Pools) -> None:
+    """What experts save stays; of attention halves, and of layers with an MLP, it goes."""
+    job = job_of("PP2, the first layer dense")
+    keeping, replaying = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: replayable(job))
+    candidates = [offloading(keeping, 1 << 20), offloading(keeping, 8_000), offloading(replaying, 4_000)]
+    for rank, outcomes in enumerate(checked(pool_of, job, candidates, Trial(tampered=True))):
+        for outcome in outcomes:
+            last = outcome.planned.counts[-1]
+            assert last.offloaded_bytes == last.reloaded_bytes
+            assert (last.offloaded_bytes > 0) == (rank == 0)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", "PP2xVPP2"])
+def test_random_plans(pool_of: Pools, layout: str) -> None:
+    job = job_of(layout)
+    of_this_job = plans(
+        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
+        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        partition=job.partition,
+    )
+
+    @drawn(1)
+    @given(st.lists(of_this_job, min_size=4, max_size=4))
+    def check(candidates: list[Plan]) -> None:
+        checked(pool_of, job, candidates, Trial(steps=1, backward_thread=True, canaries=True))
+
+    check()
