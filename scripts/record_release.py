@@ -65,6 +65,11 @@ BESIDE_ENGINE = (
     f"{CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
     f"{CORE}.extensions.transformer_engine:TEDotProductAttention.forward",
 )
+BESIDE_EXPERTS = (
+    f"{CORE}.transformer.moe.moe_layer:MoELayer.forward",
+    f"{CORE}.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
+    f"{CORE}.transformer.moe.router:TopKRouter.forward",
+)
 
 ENGINE = "transformer_engine.pytorch"
 RELIED_ON_OF_ENGINE = (
@@ -119,6 +124,7 @@ def draft() -> str:
     with suppress(HookRefused):
         installed_engine()
         lines += _mapping("beside_engine", BESIDE_ENGINE)
+    lines += _mapping("beside_experts", BESIDE_EXPERTS)
     return "\n".join([*lines, ")", ""])
 
 

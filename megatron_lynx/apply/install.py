@@ -114,6 +114,8 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("megatron-core does not read as recorded", stale)
     if run.engine and (stale := _stale_engine(release, run)):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
+    if run.expert_layers and (stale := release.stale_beside_experts()):
+        raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)

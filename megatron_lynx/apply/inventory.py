@@ -20,13 +20,15 @@ RELIES_ON = {
         "transformer.dot_product_attention",
         "fusions.fused_bias_dropout",
     ),
+    "experts": ("transformer.moe.moe_layer", "transformer.moe.moe_utils", "transformer.moe.router"),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
     "steps": ("pipeline_parallel.schedules",),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) that counts on what is in them."""
+"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) that counts on what is in them. Of
+experts nothing is held: their half is kept whole, as it reads."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,18 @@ def held_here() -> list[Held]:
     Raises `HookRefused` for a megatron-core that is not known.
     """
     release = present_release()
-    held = list(inventory(release))
+    held = [*inventory(release), *beside_experts(release)]
     try:
         engine = present_engine()
     except HookRefused:  # the doctor says so
         return held
     return [*held, *beside_engine(release), *inventory(engine), *_rows(engine.version, engine.in_fp8)]
+
+
+def beside_experts(release: Release) -> Iterator[Held]:
+    """The functions of megatron-core that matter with mixtures of experts alone."""
+    for site, recorded in release.beside_experts.items():
+        yield Held(hook_of(site), site, release.version, recorded, _found(site))
 
 
 def beside_engine(release: Release) -> Iterator[Held]:

@@ -40,6 +40,9 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
     else:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
+    if given["num_experts"]:
+        costs = "their MLP half is kept whole: plans replay, hide and offload attention halves and dense layers"
+        yield Finding("experts", "note", given.origin("num_experts"), costs)
     if pipeline > 1:
         yield _messages(reading)
     if given["fine_grained_activation_offloading"] and variables.get("NVTE_CPU_OFFLOAD_V1") != "1":

@@ -169,19 +169,10 @@ class Engine:
         return frame
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:
-        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it.
-
-        It goes when it was called: routers of experts keep a tensor until their next call, and with it the whole graph.
-        """
+        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
-        if output is None:
-            return
-
-        def entered(_: Tensor) -> None:
-            hook.remove()
-            self._enter(frame)
-
-        hook = output.register_hook(entered)
+        if output is not None:
+            frame.mark = output.register_hook(lambda _: self._enter(frame))
 
     # --- backward ------------------------------------------------------------------------------------------------------
 

@@ -205,6 +205,8 @@ class Frame:
     let_go_bytes: int = 0
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
+    mark: Any = None
+    """The hook in the graph that tells when backward reaches this half. It owns the frame, until the half's backward is over."""
 
     @property
     def key(self) -> FrameKey:
@@ -231,6 +233,12 @@ class Frame:
         self.let_go_bytes += size_bytes
         self.wanted.add(key)
         return Handle(self, key)
+
+    def left(self) -> None:
+        """Its backward is over. The graph may live on: a router of experts keeps a tensor of its last call."""
+        if self.mark is not None:
+            self.mark.remove()
+            self.mark = None
 
     def give_up_inputs(self) -> None:
         """The replay is over; nothing will run from the inputs again."""

@@ -151,11 +151,13 @@ class Ledger:
 
     def enter(self, frame: Frame) -> None:
         """Backward reaches a half."""
+        self.leave()
         self._entered = weakref.ref(frame)
-        self.ordinal = 0
         frame.micro_batch.ahead.discard(frame.key)
 
     def leave(self) -> None:
+        if self.entered is not None:
+            self.entered.left()
         self._entered = None
         self.ordinal = 0
 

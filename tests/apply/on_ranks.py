@@ -173,6 +173,24 @@ def rewrite_function(training: Any, undo: ExitStack) -> None:
     undo.callback(setattr, p2p_communication, "_batched_p2p_ops", original)
 
 
+def rewrite_router(training: Any, undo: ExitStack) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    undo.enter_context(patch.object(TopKRouter, "forward", forward))
+
+
+def other_experts(training: Any, undo: ExitStack) -> None:
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    layers = training.chunks[0].decoder.layers
+    layers[0].__class__ = MoETransformerLayer
+    layers[2].mlp.__class__ = type("MyExperts", (type(layers[2].mlp),), {"__module__": "mine"})
+    undo.enter_context(patch.object(training.chunks[0].config, "moe_token_dispatcher_type", "flex"))
+
+
 def rename_release(training: Any, undo: ExitStack, version: str) -> None:
     import megatron.core
 

@@ -62,6 +62,26 @@ def test_features_that_work_against_a_plan(pool_of):
     assert all(problem.todo.startswith("drop ") for problem in refusal.error.problems)
 
 
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "layers": ("2-3",)}
+
+
+@pytest.mark.parametrize(("planned", "live", "needed"), [(None, EXPERTS, "experts"), (EXPERTS, None, "an MLP")])
+def test_experts_where_the_plan_has_none_or_the_other_way_round(pool_of, planned, live, needed):
+    [refusal] = refused(pool_of, tiny_job(experts=live), None, plan_of(tiny_job(experts=planned)))
+    assert (type(refusal.error), refusal.error.exit_status) == (PlanMismatch, 2)
+    assert refusal.places == ["plan: model.moe_layers: layers 2, 3"]
+    assert refusal.error.problems[0].needed == f"{needed}, as this run has it"
+
+
+def test_experts_of_another_make(pool_of):
+    """Dispatched by something that needs a GPU; in a layer of another class; their router reads differently."""
+    job = tiny_job(experts=EXPERTS)
+    [refusal] = refused(pool_of, job, on_ranks.other_experts)
+    assert refusal.places == ["config.moe_token_dispatcher_type", "layer 1", "layer 3"]
+    [refusal] = refused(pool_of, job, on_ranks.rewrite_router)
+    assert refusal.places == ["megatron.core.transformer.moe.router:TopKRouter.forward"]
+
+
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_stock_recomputation(pool_of, granularity):
     [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.set_config, recompute_granularity=granularity))

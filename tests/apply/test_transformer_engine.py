@@ -95,6 +95,14 @@ def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
 
 
+def test_experts_are_kept_whole(pool_of):
+    """Their linears are its own, shared experts' windows look like those of an MLP, and neither is looked at."""
+    experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
+    job = engine_job(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=experts, bias=False)
+    candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: replayable(job, gather=True))]
+    checked(pool_of, job, candidates, Trial(training={"ddp": True, "optimizer": "megatron"}))
+
+
 def test_sharded_by_its_own_adam(pool_of):
     """Megatron takes the engine's FusedAdam where it is. Gradients are reduced in backward, weights gathered in forward."""
     job = engine_job("llama", replicas=2, distributed_optimizer=True, dtype="bf16")

@@ -48,6 +48,18 @@ MODEL = shlex.split(
 ENGINE = ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
 """Behind `MODEL`: Transformer Engine's layers instead of local ones."""
 
+EXPERTS = shlex.split(
+    """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-layer-freq ([0]+[1]*3)
+    --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --no-bias-gelu-fusion
+    """
+)
+"""Behind `MODEL`: a mixture of experts in all layers but the first, shared out over pairs of ranks."""
+WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128, "layers": ("2-4",)}, "expert": 2, "expert_tensor": 1}
+"""The same in a job."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -98,8 +110,11 @@ def launch(
     return Launched(done.returncode, GLUED.sub("\n", done.stdout))
 
 
-def plan_of(layout: str, *, implementation: str = "local", schedule: str = "flush", **options: Any) -> Plan:
-    job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, implementation=implementation)
+def plan_of(
+    layout: str, *, implementation: str = "local", schedule: str = "flush", experts: bool = False, **options: Any
+) -> Plan:
+    also = WITH_EXPERTS if experts else {}
+    job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 
 

@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lynx.plan.plan import Plan
 
 from ..engines import folder_of
-from .launched import ENGINE, LAYOUTS, MODEL, Launched, flags_of, launch, offloading, plan_of, saved
+from .launched import ENGINE, EXPERTS, LAYOUTS, MODEL, Launched, flags_of, launch, offloading, plan_of, saved
 from .test_patches import apply
 
 VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
@@ -49,6 +50,12 @@ def test_every_printed_digit_is_stocks(script, layout, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
+def test_with_experts(script, layout, tmp_path):
+    """Their routers' biases move from step to step, and count tokens: a checked step leaves both as they were."""
+    check_every_digit(script, [*MODEL, *EXPERTS, "--mock-data"], layout, tmp_path, experts=True)
+
+
+@pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""
     folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
@@ -56,13 +63,13 @@ def test_with_transformer_engine(script, layout, tmp_path):
     check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
 
 
-def check_every_digit(script, flags, layout, folder, *, path=(), implementation="local"):
+def check_every_digit(script, flags, layout, folder, *, path=(), **model):
     ranks = 1 if layout == "1" else 4
     flags = [*flags, *flags_of(layout)]
     stock = launch(script, flags, ranks=ranks, path=path)
     assert stock.status == 0, stock.text
     assert len(stock.iterations) == 5
-    for number, plan in enumerate(plans_of(layout, implementation)):
+    for number, plan in enumerate(plans_of(layout, **model)):
         file = saved(plan, folder / f"{number}.yaml")
         planned = launch(script, [*flags, "--lynx-plan", file, "--lynx-check", "2"], ranks=ranks, path=path)
         assert planned.status == 0, planned.text
@@ -184,8 +191,8 @@ def engine_of(script: Path) -> str:
     return ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
 
 
-def plans_of(layout: str, implementation: str) -> Iterator[Plan]:
+def plans_of(layout: str, **model: Any) -> Iterator[Plan]:
     """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
-    yield plan_of(layout, gather="keep" if layout == "1" else "once", implementation=implementation)
+    yield plan_of(layout, gather="keep" if layout == "1" else "once", **model)
     if layout == INTERLEAVED:
-        yield offloading(plan_of(layout, implementation=implementation), 200_000)
+        yield offloading(plan_of(layout, **model), 200_000)

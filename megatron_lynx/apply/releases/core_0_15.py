@@ -36,4 +36,9 @@ CORE_0_15 = Release(
         "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops": "4b0901807501c561",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": "ae2076579364bb1e",
     },
+    beside_experts={
+        "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "0ce911f8680b0b10",
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "6d2a2d84672f1ac8",
+        "megatron.core.transformer.moe.router:TopKRouter.forward": "b1b0027d1432cbee",
+    },
 )

@@ -41,4 +41,9 @@ CORE_0_17 = Release(
         "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward": "c1efb1ce3dd88e91",
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "52433b62e8a3fda4",
     },
+    beside_experts={
+        "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "e337479cc4f53280",
+        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "2eedb2e604cedee5",
+        "megatron.core.transformer.moe.router:TopKRouter.forward": "506f0c26dedb8d88",
+    },
 )

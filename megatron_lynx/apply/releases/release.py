@@ -26,9 +26,16 @@ class Release:
     beside_engine: Mapping[str, str] = field(default_factory=dict)
     """The functions that matter with Transformer Engine's layers alone; without it they cannot be imported."""
 
+    beside_experts: Mapping[str, str] = field(default_factory=dict)
+    """The functions that matter with mixtures of experts alone. None is held: a half of experts is kept whole."""
+
     def stale(self) -> list[Problem]:
         """Every function that does not read as recorded."""
         return differing(self.fingerprints)
+
+    def stale_beside_experts(self) -> list[Problem]:
+        """The same for layers with a mixture of experts."""
+        return _differing(self.beside_experts)
 
     def stale_beside_engine(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
