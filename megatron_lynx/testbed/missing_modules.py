@@ -3,11 +3,12 @@
     imported                                         answered by
     Apex's fused norm                                torch's; without it the local layers refuse sequence parallelism
     the compiled part of an Apex that is there   `testbed.apex_norms`
-    fused kernels (nvcc), modules that import        modules whose functions do nothing: training without experts calls none
-      triton without looking whether it is there
+    fused kernels (nvcc), modules that import        modules whose functions do nothing: training without padded or fused
+      triton without looking whether it is there       routing calls none
     the compiled dataset helper                      the one that pip's megatron-core brings, where its source is the same
     Transformer Engine's compiled part       `testbed.transformer_engine`, where its Python is on the import path
-    Transformer Engine's GEMM, in routers of experts (0.15 and 0.16 ask for it by name)       "none": then torch's is used
+    Transformer Engine's GEMM, in routers (0.15,     "none": torch's is used then
+      0.16 ask for it although it is not there)
     typing.override (0.18 on Python < 3.12)          a decorator that changes nothing
 
 Found by removing each alone and running megatron-core and the scripts of 0.16 to 0.19 on a CPU. What is installed is left alone.
