@@ -64,6 +64,10 @@ def refused_features(config: Any, *, engine: bool) -> Iterator[Problem]:
     for name, (value, needed, instead) in NOT.items():
         if config.num_moe_experts and getattr(config, name, None) == value:
             yield Problem(f"config.{name}", value, f"{needed} under a plan", f"launch with {instead}")
+    if config.num_moe_experts and config.fp8:
+        yield Problem(
+            "config.fp8", str(config.fp8), "none with experts under a plan", "drop --fp8-format: not shown with experts"
+        )
     graphs = getattr(config, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"

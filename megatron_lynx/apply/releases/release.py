@@ -35,7 +35,7 @@ class Release:
 
     def stale_beside_experts(self) -> list[Problem]:
         """The same for layers with a mixture of experts."""
-        return _differing(self.beside_experts)
+        return differing(self.beside_experts)
 
     def stale_beside_engine(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
