@@ -79,3 +79,30 @@ def measure_sleeping(rank: int, longer: float) -> float:
     seconds = chain(repeat(0.004, WARMUP + 3), cycle((0.004, 0.004 * longer)))
     message = LinkPoint(kind="all_reduce", bytes=1 << 16, seconds=1e-3)
     return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
+
+
+def bytes_saved_by_experts(rank: int, job: Job) -> int:
+    """What the MLP half of a model's first layer saves in one forward: its input, and every block that is no parameter."""
+    import torch
+
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import DTYPES, build_model
+
+    initialise(job)
+    (chunk,) = build_model(job)
+    seed_random_numbers(7)
+    layer = getattr(chunk, "module", chunk).decoder.layers[0]
+    rows = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
+    hidden = torch.randn(rows, job.batch.micro, job.model.hidden, dtype=DTYPES[job.model.dtype]).requires_grad_()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer._forward_mlp(hidden)
+    return sum(storage.nbytes() for storage in held.values())

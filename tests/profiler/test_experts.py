@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from megatron_lynx.config import Job
+from megatron_lynx.config import Experts, Job
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.expert_seconds import all_to_all_s
-from megatron_lynx.profiler.expert_tensors import routed_rows, saved_parts
+from megatron_lynx.profiler.expert_tensors import routed_rows, saved_bytes, saved_parts
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
+from tests.profiler.on_ranks import bytes_saved_by_experts
 
 
 def mixtral(cluster: str = "h800-80g", **layout: object) -> Job:
@@ -74,3 +79,22 @@ def test_few_rows_for_each_of_many_experts_take_longer_than_as_many_for_one() ->
     assert many is not None
     assert few.communication_s == 0
     assert few.forward_s > 1.01 * (many.forward_s - many.communication_s / 2)
+
+
+EIGHT = Experts(count=8, per_token=2, ffn=96)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        tiny_job("llama", seq=64, hidden=64, experts=EIGHT),
+        tiny_job("gpt", seq=64, hidden=64, bias=False, experts=EIGHT),
+        tiny_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts=Experts(count=8, per_token=3, ffn=96, shared_ffn=48)),
+        tiny_job("llama", seq=64, hidden=64, tensor=2, sequence_parallel=True, experts=EIGHT),
+    ],
+    ids=["one rank", "GELU and dropout", "shared out, with shared ones", "cut"],
+)
+def test_megatrons_own_layers_save_what_their_shape_says(pool_of: Callable[[int], RankPool], job: Job) -> None:
+    """`SequentialMLP` behind the all-to-all dispatcher, eager. Over all ranks together no load is out of balance."""
+    saved = sum(pool_of(job.gpus).run(bytes_saved_by_experts, job))
+    assert saved == pytest.approx(job.gpus * saved_bytes(LayerShape.of(job)), rel=1e-3)
