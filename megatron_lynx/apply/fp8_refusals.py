@@ -1,4 +1,4 @@
-"""What about a run in FP8 the hooks cannot work with: recipes not run under a plan yet, flags beside them, the plan itself."""
+"""What about a run in FP8 the hooks cannot work with: recipes not run under a plan yet, flags beside them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_lynx.apply.live_run import LiveRun
-from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import PHASES, frames_of, window_of
-from megatron_lynx.plan.plan import Plan
-from megatron_lynx.schedule.windows import ON_DEMAND
 
 RECIPES = ("delayed", "tensorwise")
 """One scale per tensor. Replays of them were shown to leave everything as it was."""
@@ -25,7 +21,7 @@ OFF = {
 OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 
 
-def refused_in_fp8(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
     if not getattr(run.config, "fp8", None):
         return
     if not run.engine and run.layers:
@@ -36,8 +32,6 @@ def refused_in_fp8(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         todo = "drop --fp8-recipe, or train without a plan"
         yield Problem("config.fp8_recipe", recipe, f"{' or '.join(RECIPES)} under a plan", todo)
     yield from _flags(run.config)
-    if recipe == "tensorwise":
-        yield from _amaxes_in_windows(plan, run)
 
 
 def recipe_of(config: Any) -> str:
@@ -52,17 +46,3 @@ def _flags(config: Any) -> Iterator[Problem]:
         yield Problem("config.fp8_wgrad", "False", "True under a plan", "drop --no-fp8-wgrad: what its nodes save is not known")
     if os.environ.get(OVERRIDE):
         yield Problem(OVERRIDE, os.environ[OVERRIDE], "unset under a plan", "unset it: what nodes save then is not known")
-
-
-def _amaxes_in_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """With sequence parallelism each rank has a part of what a norm puts out, and one scale is for all of it: its amax is reduced
-    in every call, and a replay in a window would communicate (rule R2)."""
-    if run.tensor == 1 or not run.config.sequence_parallel:
-        return
-    for entry in plan.chunks_of(run.stage):
-        for layer, half in frames_of(entry):
-            norm, found = LAYOUTS[half].norm, {window_of(entry, (layer, half), phase) for phase in PHASES} - {ON_DEMAND}
-            if norm in entry.rule_for(layer).replays(half) and found:
-                place = f"plan: {plan.place_of(entry)}, layer {layer}.windows.{half}"
-                todo = f"plan {norm} on demand, or kept, with --fp8-recipe tensorwise and sequence parallelism"
-                yield Problem(place, ", ".join(sorted(map(str, found))), f"on_demand: {norm} reduces an amax", todo)

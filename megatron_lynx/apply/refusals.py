@@ -24,7 +24,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     return [
         *_stock_recomputation(run),
         *refused_features(run.config, engine=run.engine),
-        *refused_in_fp8(plan, run),
+        *refused_in_fp8(run),
         *_context_parallelism(run),
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),

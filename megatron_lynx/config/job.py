@@ -173,6 +173,12 @@ class Job(BaseModel):
         return self.parallel.microbatch_group or self.parallel.pipeline
 
     @property
+    def reduces_amaxes(self) -> bool:
+        """Whether a norm communicates in every call: each rank has a part of what it puts out, and one scale, found anew, is for
+        all of it."""
+        return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
+
+    @property
     def chunks(self) -> int:
         """Chunks of one stage (v); 1 in plain 1F1B."""
         return len(self.partition) // self.parallel.pipeline

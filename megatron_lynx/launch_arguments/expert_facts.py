@@ -32,8 +32,11 @@ def has_experts(given: Given) -> bool:
     return bool(given["num_experts"])
 
 
-def expert_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """Nothing without experts. What Megatron's dispatch would do that is not modelled is added to `problems`."""
+def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> Iterator[Fact]:
+    """Nothing without experts. What Megatron's dispatch would do that is not modelled is added to `problems`.
+
+    `planning`: for a plan, which not every dispatcher runs under.
+    """
     if not has_experts(given):
         return
     yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
@@ -43,6 +46,8 @@ def expert_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))
+    if planning and given[DISPATCHER] == "flex":
+        problems.append(Problem(given.origin(DISPATCHER), "flex", "alltoall under a plan", "it can be estimated"))
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"

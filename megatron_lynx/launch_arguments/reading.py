@@ -61,7 +61,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
-    facts += [*expert_facts(given, problems), *layer_facts(given, problems, left_open=planning)]
+    facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)

@@ -76,6 +76,7 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
     for half in HALVES:
         yield from _unmade_inputs(plan, rule, half)
+        yield from _reduced_amaxes(plan, rule, half)
         if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in order.PHASES):
             yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
         window = getattr(rule.windows, half)
@@ -96,6 +97,19 @@ def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
         yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
     if not sequence_parallel and gather is not None:
         yield f"gather.{half} is given without sequence parallelism"
+
+
+def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
+    """With sequence parallelism each rank has a part of what a norm puts out, and one scale found anew is for all of it: its amax
+    is reduced in every call, and a replay in a window would communicate (rule R2)."""
+    norm = ITEMS_OF[half][0]
+    if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
+        return
+    windows = {rule.windows.of(half, phase) for phase in order.PHASES}
+    for place, names in (("windows", windows), ("gather", {rule.gather.of(half)})):
+        if found := names - {ON_DEMAND, None}:
+            todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
+            yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, but {norm} reduces an amax in every call: {todo}"
 
 
 def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:

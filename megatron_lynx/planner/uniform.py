@@ -58,13 +58,14 @@ def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collectio
     gathers: dict[Half, str | None] = {}
     for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
         first = top and (half == "mlp" or layer in job.model.expert_layers)
+        hidden = ahead and not (job.reduces_amaxes and ITEMS_OF[half][0] in items)
         gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
         too_late = gathers_once or f"{half}_bda" in items or job.model.engine
         own = job.parallel.sequence_parallel and not too_late
-        window = _usual_window(job, place, (layer, half), first, own) if ahead and not (first and gathers_once) else ON_DEMAND
+        window = _usual_window(job, place, (layer, half), first, own) if hidden and not (first and gathers_once) else ON_DEMAND
         windows[half] = window
         if gathers_once:
-            gathers[half] = ON_DEMAND if first or not ahead else f"bwd.{_before(job, layer, half)}".format(0)
+            gathers[half] = ON_DEMAND if first or not hidden else f"bwd.{_before(job, layer, half)}".format(0)
     return rule_of(layer, items, windows, gathers)
 
 

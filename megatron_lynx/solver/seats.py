@@ -19,7 +19,8 @@ too early for it. With several chunks on a stage:
 [6] Only the last chunk's backwards wait as long as in [2]; in the others all stages run backwards, and a message is all that is
     waited for. In groups larger than the pipeline that is there in time, too, and on the last stage much too early. Before that,
     messages are overlapped with passes, and only the first gradient is waited for.
-Every window has one half to hide, so no two replays share one. A window without length has no seats.
+Every window has one half to hide, so no two replays share one. A window without length has no seats. A replay that communicates
+has none: in FP8 with one scale for all ranks' parts of a norm's output, that of a norm (rule R2).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, Half
+from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
 from megatron_lynx.schedule import interleaved
 from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
@@ -78,10 +79,11 @@ class Seats:
         if not replay:
             return (ON_DEMAND_SEAT,)
         half = half_of(place)
-        windows = [NOWHERE, *backward]
+        communicates = self.communicates(half, replay)
+        windows = [NOWHERE, *(() if communicates else backward)]
         if not self.gathers(half, replay):
             return tuple(_seat(window) for window in windows)
-        if place in NO_WINDOWS_BEFORE:
+        if place in NO_WINDOWS_BEFORE or communicates:
             return (Seat(ON_DEMAND, ON_DEMAND, gather=ON_DEMAND, gather_s=self._gathers_s[half, None]),)
         before, above = BEFORE[half]
         gather, gather_s = f"bwd.{before}.0{above}", self._gathers_s[half, before]
@@ -90,6 +92,10 @@ class Seats:
     def gathers(self, half: Half, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
         return self.job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replay
+
+    def communicates(self, half: Half, replay: Collection[str]) -> bool:
+        """Whether the replay makes a norm anew that reduces its amax."""
+        return self.job.reduces_amaxes and ITEMS_OF[half][0] in replay
 
     @cached_property
     def message_bytes(self) -> int:
@@ -148,7 +154,7 @@ class StageSeats:
     def of(self, place: Place, replay: Collection[str], backward: Sequence[Wait]) -> Iterator[Seat]:
         """`backward`: what `Seats.backward()` says of this half."""
         half = half_of(place)
-        if not replay or self.seats.gathers(half, replay):
+        if not replay or self.seats.gathers(half, replay) or self.seats.communicates(half, replay):
             return
         steady, late = [*self._forwards[half]], [*backward]
         if place == "last_mlp" and self.received_s is not None:  # in cool-down it may hide more than a window of its backward

@@ -129,13 +129,6 @@ def test_what_is_refused(pool_of):
     assert refusal.changed == []
 
 
-def test_an_amax_is_not_reduced_in_a_window(pool_of):
-    """With one scale for all ranks' parts of a norm's output (rule R2)."""
-    job = fp8_job("tensorwise", **LAYOUTS["tp+sp"])
-    for refusal in pool_of(2).run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS)):
-        assert refusal.places[0].endswith("windows.attention")
-
-
 def test_a_plan_for_another_precision_is_refused(pool_of):
     in_bf16 = plan_for(tiny_job("llama", implementation="transformer_engine", dtype="bf16"), lambda layer: NORMS)
     for plan in (in_bf16, plan_for(fp8_job("tensorwise"), lambda layer: NORMS)):

@@ -143,6 +143,7 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "a balanced load, without dropped or padded tokens"),
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
+        ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
         ("--multi-latent-attention", "multi-latent"),

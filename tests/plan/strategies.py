@@ -58,7 +58,11 @@ def plans(
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
     owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
     engine = model.implementation == "transformer_engine"
-    stages = [draw(stages_of(number, layers, parallel, engine, model)) for number, layers in enumerate(owned)]
+    least = [min(len(layers) for layers in owned[at :: parallel.pipeline]) for at in range(parallel.pipeline)]
+    stages = [
+        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], engine, model))
+        for number, layers in enumerate(owned)
+    ]
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
@@ -97,10 +101,12 @@ def stages_of(
     number: int,
     layers: LayerRange,
     parallel: ParallelFacts,
+    least: int,
     engine: bool = False,
     model: ModelFacts | None = None,
 ) -> Stage:
-    """`number`: of the virtual stage. `engine`: of Transformer Engine's layers. `model`: says which layers have experts."""
+    """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `engine`: of Transformer Engine's layers.
+    `model`: says which layers have experts."""
     last = number == parallel.pipeline * parallel.chunks - 1
     experts = () if model is None else model.moe_layers
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
@@ -114,7 +120,7 @@ def stages_of(
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                stage = draw(with_windows(stage, index, half, last, parallel, engine, experts))
+                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, engine, experts))
     needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, engine))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
@@ -135,12 +141,15 @@ def with_windows(
     stage: Stage,
     index: int,
     half: Half,
-    last: bool,
+    least: int,
     parallel: ParallelFacts,
     engine: bool,
     experts: Sequence[LayerRange] = (),
 ) -> Stage:
-    """The stage with a window for one half and a place for its gather, out of those that come in time for every layer."""
+    """The stage with a window for one half and a place for its gather, out of those that come in time for every layer.
+
+    `least`: layers of the forward that runs just before a backward; 0 on the last virtual stage, where none does.
+    """
 
     def in_time(windows: str | ByPhase, gather: str | None) -> bool:
         names = [gather or ON_DEMAND, *((windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,))]
@@ -151,19 +160,20 @@ def with_windows(
     gather = None
     if stage.rules[index].gather.of(half) is not None:
         gather = draw(st.sampled_from([name for name in [ON_DEMAND, *_backward(parallel)] if in_time(ON_DEMAND, name)]))
-    any_phase = [ON_DEMAND, *([] if last else [RECV_BACKWARD]), *_backward(parallel)]
+    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel)]
     cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
-    forward = [] if last else _forward(parallel)
+    reach = stage.rules[index].layers.last - stage.layers.first + 1
+    forward = _forward(parallel, above=reach < least) if reach <= least else []
     steady = [name for name in [*any_phase, *forward] if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
     by_phase = st.builds(ByPhase, steady=st.sampled_from(steady), cooldown=st.sampled_from(cooldown))
     return _with(stage, index, half, draw(st.sampled_from(cooldown) | by_phase), gather)
 
 
-def _forward(parallel: ParallelFacts) -> list[str]:
+def _forward(parallel: ParallelFacts, *, above: bool) -> list[str]:
     if parallel.tensor == 1:
         return []
     ordinals = range(collectives_of("fwd", parallel.sequence_parallel))
-    return [f"fwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
+    return [f"fwd.{half}.{n}{layer}" for layer in ("", "+1")[: 1 + above] for half in HALVES for n in ordinals]
 
 
 def _backward(parallel: ParallelFacts) -> list[str]:

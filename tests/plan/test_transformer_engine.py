@@ -7,8 +7,11 @@ from pydantic import ValidationError
 
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan
+from megatron_lynx.planner import make_plan, uniform_plan
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..config.jobs import catalogued_job
 from ..transparency.plans import plan_for, replayable
 
 ENGINE = {"implementation": "transformer_engine"}
@@ -58,3 +61,23 @@ def test_fp8_is_said_where_it_is_used():
     raw["model"]["implementation"] = "local"
     with pytest.raises(ValidationError, match="fp8 \\(tensorwise\\) needs implementation transformer_engine"):
         Plan.model_validate(raw)
+
+
+def test_a_norm_that_reduces_its_amax_is_replayed_on_demand():
+    """With one scale for all ranks' parts of its output; a replay in a window must not communicate (rule R2)."""
+    layout = {"tensor": 2, "sequence_parallel": True, "dtype": "bf16", **ENGINE}
+    delayed, tensorwise = (tiny_job("gpt", **layout, fp8={"recipe": recipe}) for recipe in ("delayed", "tensorwise"))
+    raw = plan_for(delayed, lambda layer: ["pre_mlp_layernorm"]).model_dump(mode="json")
+    raw["model"]["fp8"] = "tensorwise"
+    with pytest.raises(ValidationError, match="pre_mlp_layernorm reduces an amax in every call: plan it on demand"):
+        Plan.model_validate(raw)
+    assert uniform_plan(tensorwise).model.fp8 == "tensorwise"
+
+
+def test_the_planner_knows_that_such_a_norm_has_no_window():
+    layout = {"tensor": 8, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    sizes = {"gpus": 16, "batch": 32, "parallel": layout, "budget": {"activation_mib": 1500}}
+    job = catalogued_job("llama-7b", policy="planned", fp8="tensorwise", **sizes)
+    plan = make_plan(job, analytic_profile(job))
+    norms = {"input_layernorm", "pre_mlp_layernorm"}
+    assert any(norms & set(rule.replay) for stage in plan.stages for rule in stage.rules)
