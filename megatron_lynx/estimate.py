@@ -41,7 +41,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """In [0, 1], causal attention counted half."""
+        """Of the peak of the model's type, with FP8, too; causal attention counted half."""
         if self.tokens_per_s is None or self.job.cluster.matmul is None:
             return None
         return mfu(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, gathered_input_bytes, head_of
 from megatron_lynx.cost.memory import expert_memory, half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
@@ -134,10 +135,12 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
         for name, value in found.items()
         if value != facts[name]
     ]
-    if plan.model.moe_layers and profile.experts is None:
-        problems.append(
-            Problem("profile: experts", "none", "figures of experts, which the plan's model has", "plan on a cluster")
-        )
+    layers = range(1, plan.model.layers + 1)
+    needed = {layer for layer in layers if plan.model.has_experts(layer)}
+    having = set() if profile.shape.experts is None else profile.shape.experts.numbers(plan.model.layers)
+    if having != needed:
+        said, wanted = (", ".join(map(str, as_spans(numbers))) or "none" for numbers in (having, needed))
+        problems.append(Problem("profile: layers with experts", said, f"{wanted}, as in the plan", "take the plan's job"))
     if problems:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 

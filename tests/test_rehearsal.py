@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
+from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, make_plan, uniform_plan
-from megatron_lynx.profiler.profile import LinkPoint
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse, stage_passes_of
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
@@ -18,6 +21,7 @@ from megatron_lynx.testbed.candidates import without_windows
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests import layouts
+from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 
 LAYOUTS = {
@@ -251,3 +255,14 @@ def test_windows_of_forwards_of_other_chunks_hide_replays():
     assert (exposed_s[0, 0], exposed_s[0, 1]) == pytest.approx((0, 0))
     spans = [span for span in simulation.timeline().ranks[0] if span.kind == "replay" and span.window.startswith("fwd.")]
     assert {(span.layer, span.window) for span in spans} == {(2, "fwd.mlp.0@6"), (6, "fwd.mlp.0@2")}
+
+
+def test_a_profile_of_other_experts_is_not_the_plans():
+    job = catalogued_job("mixtral-8x7b", gpus=8, batch=8, parallel={"tensor": 1, "expert": 8})
+    plan, profile = uniform_plan(job, "none"), analytic_profile(job)
+    rehearse(plan, profile)
+    some = plan.model_copy(update={"model": plan.model.model_copy(update={"moe_layers": (LayerRange(first=1, last=8),)})})
+    with pytest.raises(PlanMismatch, match="layers with experts: found 1-32, needed 1-8, as in the plan"):
+        rehearse(some, profile)
+    with pytest.raises(ValidationError, match=r"shape\.experts and experts belong together"):
+        Profile.model_validate(profile.model_dump() | {"experts": None})

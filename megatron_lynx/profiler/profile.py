@@ -184,6 +184,8 @@ class Profile(_Part):
                 problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
             for index, tensor in enumerate(self.half(half).tensors):
                 problems += _misplaced(tensor, f"{half}.tensors.{index}", items)
+        if (self.shape.experts is None) != (self.experts is None):
+            problems.append("shape.experts and experts belong together: give both, or none")
         sizes = [(point.kind, point.bytes) for point in self.links]
         problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in _repeated(sizes)]
         if problems:
