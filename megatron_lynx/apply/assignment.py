@@ -10,8 +10,8 @@ from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.items import HALVES, Half
 from megatron_lynx.plan.order import PHASES, frames_of, gather_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.runtime.frame import HalfPolicy
 from megatron_lynx.runtime.ledger import Order
+from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.turns import Turn, Turns
 from megatron_lynx.runtime.window import Agenda, FrameKey, Place, WindowKey
 from megatron_lynx.schedule.one_stage import passes_of

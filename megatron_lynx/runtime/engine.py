@@ -27,9 +27,10 @@ from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.counts import Counts
-from megatron_lynx.runtime.frame import Frame, HalfPolicy, SiteCall
+from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
 from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
@@ -37,6 +38,7 @@ from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.shipping import Shipping
+from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.state import Autocast, State, Surroundings
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.turns import Turns

@@ -13,20 +13,15 @@ when the graph goes, the frame goes (rule R8).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.items import Half
-from megatron_lynx.nest import map_nest
+from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.refusals import asked_twice
-from megatron_lynx.runtime.saved import detached, nodes_between, tensors_in
-from megatron_lynx.runtime.state import SiteState
 from megatron_lynx.runtime.window import FrameKey
 
 if TYPE_CHECKING:
@@ -34,39 +29,6 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """(segment, ordinal within the segment)."""
-
-Gather = Callable[[Tensor], tuple[Tensor, Any]]
-"""Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
-
-
-@dataclass(frozen=True)
-class HalfPolicy:
-    """What the plan says about one half of one layer, in the runtime's terms."""
-
-    layer: int
-    half: Half
-    replay: frozenset[str]
-    """Items whose saved tensors are let go."""
-    code_behind: Mapping[str, str]
-    """The item that the code behind a site belongs to; sites that are not listed own the code behind them."""
-    row_parallel: str
-    """The site whose call is never repeated, and whose output no replay needs."""
-    gather_site: str | None = None
-    """The replayed site whose first argument is gathered once (sequence parallelism)."""
-    gather: Gather | None = None
-    chunk: int = 0
-    """Which of the stage's chunks the layer is in."""
-    opaque: bool = False
-    """Kept whole and not looked into: nothing of it is let go or leaves for the host, and no collective in it is a window."""
-
-    @cached_property
-    def keeping(self) -> HalfPolicy:
-        """The same half where nothing is let go."""
-        return replace(self, replay=frozenset(), gather_site=None, gather=None)
-
-    @property
-    def name(self) -> str:
-        return f"{self.half}({self.layer})"
 
 
 @dataclass(frozen=True)
@@ -115,73 +77,6 @@ class Memo:
 
     outputs: Any
     random: Any | None
-
-
-@dataclass(frozen=True)
-class FirstPart:
-    """What a site does first, where that is an item of its own: Transformer Engine makes a norm inside the linear behind it.
-
-    argument ──> first part ──> rest of the site ──> output          one node of autograd, which saves both parts' tensors
-                 run alone ──> the tensors it saves
-    """
-
-    item: str
-    run: Callable[[Tensor], tuple[Tensor | None, ...]]
-    """This part alone, of the site's argument: what the node saves of it, beginning with what the rest of the site reads."""
-    node: str
-    """The name of the node."""
-    slots: Callable[[Any], tuple[int, ...]]
-    """Where among what such a node saves the tensors of `run` are."""
-
-    def saved(self, outputs: Any, arguments: Any) -> tuple[Tensor | None, ...]:
-        """The same tensors, of a call that ran."""
-        for node in nodes_between(outputs, arguments):
-            if type(node).__name__ == self.node:
-                saved = node.saved_tensors
-                return tuple(saved[slot] for slot in self.slots(node))
-        raise AssertionError(f"no {self.node} in what {self.item} is part of")
-
-
-@dataclass(frozen=True, eq=False)
-class SiteCall:
-    """One submodule call of a half, about to be made."""
-
-    name: str
-    module: torch.nn.Module
-    forward: Callable[..., Any]
-    """The module's own forward, without hooks."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    first: FirstPart | None = None
-    state: SiteState | None = None
-
-    def __call__(self) -> Any:
-        return self.forward(*self.args, **self.kwargs)
-
-    @property
-    def arguments(self) -> list[Tensor]:
-        return list(tensors_in((self.args, self.kwargs)))
-
-    @property
-    def owns_parameters(self) -> bool:
-        return next(self.module.parameters(), None) is not None
-
-    @property
-    def lasting(self) -> Iterator[Tensor]:
-        """Tensors that its nodes may save and that are nobody's activations."""
-        yield from self.module.parameters()
-        if self.state is not None:
-            yield from self.state.lasting()
-
-    @contextmanager
-    def as_recorded(self, captured: Any) -> Iterator[None]:
-        """Inside, the site's state is what it was."""
-        with nullcontext() if self.state is None else self.state.as_captured(captured):
-            yield
-
-    def without_graph(self) -> SiteCall:
-        """The same call on arguments that do not lead back."""
-        return replace(self, args=map_nest(Tensor, detached, self.args), kwargs=map_nest(Tensor, detached, self.kwargs))
 
 
 @dataclass(eq=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import HalfPolicy
 from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.shipment import OffloadPolicy
 from megatron_lynx.runtime.turns import Turn, Turns
 from megatron_lynx.runtime.window import Agenda

@@ -21,7 +21,7 @@ from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.frame import HalfPolicy
+from megatron_lynx.runtime.policy import HalfPolicy
 
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], shape_SB: tuple[int, int]) -> Iterator[Claim]:
