@@ -141,9 +141,7 @@ class Job(BaseModel):
         pipeline, found, todo = self.parallel.pipeline, self.microbatches, "or train with schedule flush"
         if pipeline == 1:
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
-        problems = []
-        if self.model.fp8 is not None:
-            problems.append(f"model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two, {todo}")
+        problems = [f"{why}, {todo}" for why in needs_flushes(self.model)]
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             problems.append(
@@ -239,6 +237,16 @@ class Job(BaseModel):
         if self.model.fp8 is None:
             off["cluster"] = {"fp8"}
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
+
+
+def needs_flushes(model: Model) -> list[str]:
+    """What of a model does not go together with two versions of its weights, and why."""
+    reasons = []
+    if model.fp8 is not None:
+        reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
+    if model.experts is not None:
+        reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
+    return reasons
 
 
 def _nearest(number: int, step: int) -> str:

@@ -31,6 +31,10 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "schedule is double_buffered, but pipeline is 1: it needs at least 2 stages"
     if layout.chunks > 1:
         yield f"schedule is double_buffered, but parallel.chunks is {layout.chunks}: it needs 1, as it cannot be interleaved"
+    if plan.model.moe_layers:
+        found_layers = ", ".join(map(str, plan.model.moe_layers))
+        why = "it needs none, as routers keep state from batch to batch, and two are in flight"
+        yield f"schedule is double_buffered, but model.moe_layers is {found_layers}: {why}"
     for entry in plan.stages:
         if entry.whole is not None:
             found_whole = f"{entry.whole.first} of every {entry.whole.of_every} micro-batches"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.config.job import Job, Policy, needs_flushes
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.analytic import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch
@@ -120,8 +120,10 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
 
 def _what_is_short(space: Space, first: Job | None) -> Problem:
     """Of layouts that could be interleaved or go without flushes, the one that lacks least."""
+    names = ", ".join(space.schedules)
+    if "double-buffered" in space.schedules and (reasons := needs_flushes(space.job.model)):
+        return Problem("--schedules", names, "flush, or interleaved, too", "; ".join(reasons))
     if first is None:
-        names = ", ".join(space.schedules)
         return Problem("--schedules", names, "layouts of several stages, or of several chunks", "add flush, or change --gpus")
     closest = max(space.short_of_microbatches(), key=lambda job: job.microbatches / job.parallel.pipeline)
     found = f"{closest.microbatches} micro-batches with {closest.parallel.pipeline} stages ({in_words(closest)})"

@@ -8,9 +8,10 @@
     context    cuts each sequence into two slices for every rank; needs fused attention
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
-    schedule   with flushes, or without: then stages have one chunk, there are at least two, and as many micro-batches
+    schedule   with flushes, or without: then stages have one chunk, there are at least two, and as many micro-batches; the model
+               has neither FP8 nor experts
     data       what is left; it divides the batch
-    micro      divides a replica's share of the batch
+    micro      divides a replica's share of the batch; FP8 takes only matrices of some sizes, whose rows it counts
 
 Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it, with
 flushes before without.
@@ -21,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule
+from megatron_lynx.config.fp8_fit import fp8_problems
+from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule, needs_flushes
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.search.schedules import EXACT, Name
 
@@ -55,7 +57,7 @@ class Space:
 
     def layouts(self) -> Iterator[Layout]:
         """Each has a micro-batch size that goes with it."""
-        return (layout for layout in self._layouts() if layout.schedule == "flush" or next(self.on(layout), None) is not None)
+        return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
     def on(self, layout: Layout) -> Iterator[Job]:
         """The jobs of one layout, by micro-batch size."""
@@ -69,8 +71,9 @@ class Space:
 
     def _sizes(self, layout: Layout) -> Iterator[tuple[int, int]]:
         """Micro-batch sizes, and how many micro-batches a pipeline then has."""
-        share = self._share(layout.parallel.ranks)
-        return ((micro, share // micro) for micro in divisors(share))
+        job, share = self.job, self._share(layout.parallel.ranks)
+        sizes = ((micro, share // micro) for micro in divisors(share))
+        return (size for size in sizes if not fp8_problems(job.model, layout.parallel, size[0], job.cluster))
 
     def _job(self, layout: Layout, micro: int) -> Job:
         stated = {"gpus": self.gpus, "parallel": layout.parallel, "policy": "none", "offload_ratio": 0.0}
@@ -89,8 +92,13 @@ class Space:
         flushes: Name = "flush" if parallel.layers_per_chunk is None else "interleaved"
         if flushes in self.schedules:
             yield Layout(parallel)
-        if "double-buffered" in self.schedules and flushes == "flush" and parallel.pipeline > 1:
+        if "double-buffered" in self.schedules and flushes == "flush" and parallel.pipeline > 1 and not self._needs_flushes:
             yield Layout(parallel, "double_buffered")
+
+    @cached_property
+    def _needs_flushes(self) -> bool:
+        """Whether two versions of the weights do not go together with the model."""
+        return bool(needs_flushes(self.job.model))
 
     @property
     def distributed_optimizer(self) -> bool:

@@ -243,6 +243,12 @@ def test_fp8_needs_an_engine_two_bytes_and_one_version_of_the_weights(tmp_path: 
     assert "model.fp8: weights have copies in FP8, of one version" in found
 
 
+def test_experts_need_a_schedule_that_flushes(tmp_path: Path) -> None:
+    """Such jobs were planned, and the launch refused the plans."""
+    (found,) = refusals(tmp_path, PIPELINE, **{"model.experts": EXPERTS | {"layers": "all"}})
+    assert "model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight" in found
+
+
 def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
     """Of the job as it was written before there were `fp8`, `qk_norm` and experts."""
     job = load_job("jobs/llama-7b-h800-80g")

@@ -390,6 +390,7 @@ def test_too_few_micro_batches_for_two_versions() -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
+        ("--num-experts 8", "routers keep state"),
         ("--async-save", "weights move to other memory"),
         ("--rampup-batch-size 4 4 100", "as many micro-batches"),
         ("--rerun-mode validate_results", "none can be run again alone"),

@@ -206,6 +206,7 @@ def test_whole_micro_batches_are_the_first_of_each_group() -> None:
         ({"batch": {"micro": 1, "microbatches": 1}}, "batch.microbatches is 1: it needs at least pipeline (2)"),
         ({"parallel": {"tensor": 2, "pipeline": 1}}, "pipeline is 1: it needs at least 2 stages"),
         ({"parallel": {"tensor": 2, "pipeline": 2, "chunks": 2}}, "parallel.chunks is 2: it needs 1"),
+        ({"model": {**small_plan()["model"], "moe_layers": ["1-2"]}}, "model.moe_layers is 1-2: it needs none, as routers"),
         ({"schedule": "flush", "defer_updates": False}, "schedule flush has nothing to defer"),
     ],
 )

@@ -119,6 +119,9 @@ def test_too_few_sequences_for_two_versions() -> None:
     assert "1 micro-batches with 2 stages" in str(caught.value)
     with pytest.raises(ConfigError, match="layouts of several stages"):
         search(small_job(batch=1, layers=4), 1, schedules=("double-buffered",))
+    in_fp8 = small_job("llama-65b", "h800-80g", fp8="delayed")
+    with pytest.raises(ConfigError, match="of one version"):
+        search(in_fp8, 8, schedules=("double-buffered",))
     with pytest.raises(ConfigError, match="double-buffered"):
         search(small_job(batch=1, layers=4), 2, schedules=("gpipe",))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_lynx.config import Job
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.search.schedules import NAMES
 from megatron_lynx.search.space import Space, divisors
 from tests.config.jobs import catalogued_job
 from tests.search.jobs import small_job
@@ -100,6 +103,30 @@ def test_the_optimizer_is_distributed_unless_the_job_says_otherwise() -> None:
     jobs = {name: catalogued_job("llama-7b", "a800-80g", gpus=1, batch=8, parallel=said) for name, said in layouts.items()}
     found = {name: {each.parallel.distributed_optimizer for each in Space(job, 8)} for name, job in jobs.items()}
     assert found == {"said": {False}, "unsaid": {True}}
+
+
+def with_model(job: Job, **fields: Any) -> Job:
+    return job.model_copy(update={"model": job.model.model_copy(update=fields)})
+
+
+@pytest.mark.parametrize("asked", ["fp8", "experts"])
+def test_every_layout_is_one_that_a_job_accepts(asked: str) -> None:
+    """A search ranked layouts in FP8 first whose matrices cuBLAS does not take: with t = 2 this width is no multiple of 16."""
+    job = small_job("llama-65b", "h800-80g", seq=4096, fp8="delayed" if asked == "fp8" else None)
+    experts = Experts(count=8, per_token=2, ffn=1024)
+    job = with_model(job, ffn=22000) if asked == "fp8" else with_model(job, experts=experts)
+    jobs = list(Space(job, 8, schedules=NAMES))
+    assert jobs
+    assert {each.schedule for each in jobs} == {"flush"}
+    assert {each.parallel.tensor for each in jobs} == ({1} if asked == "fp8" else {1, 2, 4, 8})
+    for each in jobs:
+        assert Job.model_validate(each.model_dump(by_alias=True)) == each
+
+
+def test_rows_that_fp8_does_not_take_are_no_micro_batch() -> None:
+    """Twelve rows are no multiple of 8."""
+    job = with_model(small_job("llama-65b", "h800-80g", batch=4, fp8="delayed"), seq=12)
+    assert {each.batch.micro for each in Space(job, 1)} == {2, 4}
 
 
 def test_it_is_lazy() -> None:

@@ -33,6 +33,7 @@ NEEDED: Needed = {
     "decoder_seq_length": (None, "all stages exchange messages of one length"),
     "vision_pretraining": (False, "it was not tried"),
     "hybrid_context_parallel": (False, "it has a schedule of its own"),
+    "num_experts": unproven.MODEL["num_moe_experts"],
     "use_torch_fsdp2": (False, "it moves weights itself"),
     **{name: needed for name, needed in unproven.MODEL.items() if name != "overlap_p2p_comm"},  # interleaving sets it
     **unproven.DDP,
