@@ -25,6 +25,7 @@ from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
 from megatron_lynx.items import HALVES, Half
+from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
@@ -179,6 +180,7 @@ def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
 
     t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
                                      node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
+    Rings begin with a stage's first rank, because Megatron numbers tensor ranks first, then context, data and pipeline ranks.
     The members in one node pool their NICs; where there are fewest, the ring is slowest.
     """
     node, nic, nvlink = job.cluster.node, job.cluster.nic, job.cluster.nvlink
@@ -186,25 +188,7 @@ def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
         return float("inf")
     inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
     starts = {stage * stride * sharers % node.gpus for stage in range(job.parallel.pipeline)}
-    together = min(_fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
+    together = min(fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
     if together == sharers:
         return inside
     return min(inside, together * nic.per_node / node.gpus * nic.byte_per_s)
-
-
-def _fewest_in_a_node(first: int, stride: int, sharers: int, node_gpus: int) -> int:
-    """Of the ring of ranks `first`, `first + stride`, ...: a stage's first, because Megatron numbers tensor ranks first, then
-    context, data and pipeline ranks. In whole nodes the counts repeat after `stride` nodes."""
-    if stride >= node_gpus:
-        return 1
-    begin, end = (rank // node_gpus for rank in (first, first + stride * (sharers - 1)))
-    nodes = {begin, end, *range(begin + 1, min(end, begin + 1 + stride))}
-    return min(
-        _members_below(node + 1, first, stride, sharers, node_gpus) - _members_below(node, first, stride, sharers, node_gpus)
-        for node in nodes
-    )
-
-
-def _members_below(node: int, first: int, stride: int, sharers: int, node_gpus: int) -> int:
-    """Members of a ring in nodes before this one."""
-    return min(sharers, max(0, -((first - node * node_gpus) // stride)))

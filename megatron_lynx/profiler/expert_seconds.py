@@ -9,7 +9,10 @@ are part of the half's seconds, not windows. Of an all-to-all over `expert` rank
     to others                over its share of the node's NICs                  the two at once: the longer one counts
 
 The ranks of such a group are consecutive but for the `expert_tensor` ranks among which each expert is cut, as
-`parallel_state.initialize_model_parallel` numbers them (order tp-ep-dp).
+`parallel_state.initialize_model_parallel` numbers them (order tp-ep-dp). Where nodes cut groups, the rank with fewest others in
+its node is waited for:
+
+    6 ranks, nodes of 8     node 0  0 1 2 3 4 5 | 6 7     node 1  8 9 10 11 | ...     6 and 7 send four parts of six far away
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.expert_tensors import expert_width, local_experts, routed_rows, saved_bytes
-from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.profiler.link_levels import fewest_in_a_node, link_among
 from megatron_lynx.profiler.profile import ExpertHalf
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES
@@ -55,13 +58,15 @@ def expert_half(job: Job, shape: LayerShape, roof: Roofline, around: Passes) -> 
     )
 
 
-def all_to_all_s(cluster: Cluster, ranks: int, stride: int, size_bytes: float) -> float:
-    """Of `size_bytes` that each of so many ranks hands out, `stride` ranks apart."""
+def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
+    """Of `size_bytes` that each of so many ranks hands out, `stride` ranks apart, in the slowest of the groups on `gpus`."""
     assert cluster.node is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     if ranks == 1:
         return 0.0
-    inside = max(1, min(ranks, cluster.node.gpus // stride))
+    blocks = range(0, gpus, ranks * stride)[: cluster.node.gpus]  # groups side by side; then they begin as before in a node
+    starts = {(block + rank) % cluster.node.gpus for block in blocks for rank in range(min(stride, cluster.node.gpus))}
+    inside = min(fewest_in_a_node(start, stride, ranks, cluster.node.gpus) for start in starts)
     near_s = link_among(cluster, min(ranks * stride, cluster.node.gpus)).seconds(size_bytes * (inside - 1) / ranks)
     if inside == ranks:
         return near_s
@@ -73,7 +78,7 @@ def _exchanges(job: Job, shape: LayerShape) -> Passes:
     """Rows out and back, in backward the same with their gradients; cut experts gather rows, and scatter their sums."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
     rows = routed_rows(shape)
-    sent_s = all_to_all_s(job.cluster, shape.parallel.expert, tensor, rows // tensor * row_bytes)
+    sent_s = all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, rows // tensor * row_bytes)
     gathered = rows * row_bytes * (tensor - 1) / tensor
     gathered_s = link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
     return Passes(2 * (sent_s + gathered_s), 2 * (sent_s + gathered_s))

@@ -1,4 +1,4 @@
-"""Which link lies between the ranks of a group: within a node, or between nodes."""
+"""Which link lies between the ranks of a group: within a node, or between nodes; and how nodes cut a group."""
 
 from __future__ import annotations
 
@@ -15,3 +15,20 @@ def link_among(cluster: Cluster, ranks: int) -> Link:
     if cluster.nvlink is not None:
         return cluster.nvlink
     return cluster.pcie.model_copy(update={"gb_per_s": cluster.pcie.gb_per_s / cluster.pcie.gpus_per_link})
+
+
+def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> int:
+    """Of a group of so many ranks: `first`, `first + stride`, ... In whole nodes the counts repeat after `stride` nodes."""
+    if stride >= node_gpus:
+        return 1
+    begin, end = (rank // node_gpus for rank in (first, first + stride * (members - 1)))
+    nodes = {begin, end, *range(begin + 1, min(end, begin + 1 + stride))}
+    return min(
+        _members_below(node + 1, first, stride, members, node_gpus) - _members_below(node, first, stride, members, node_gpus)
+        for node in nodes
+    )
+
+
+def _members_below(node: int, first: int, stride: int, members: int, node_gpus: int) -> int:
+    """Members of a group in nodes before this one."""
+    return min(members, max(0, -((first - node * node_gpus) // stride)))

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
-from megatron_lynx.cost.step import _fewest_in_a_node, replaying_stage_s, step_seconds
+from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
@@ -82,7 +83,7 @@ def test_replicas_that_nodes_cut_badly_update_slowly():
 @given(first=st.integers(0, 63), stride=st.integers(1, 20), sharers=st.integers(2, 200), node_gpus=st.sampled_from([1, 4, 6, 8]))
 def test_the_fewest_members_of_a_ring_in_a_node_are_as_counted(first, stride, sharers, node_gpus):
     counted = Counter((first + stride * member) // node_gpus for member in range(sharers))
-    assert _fewest_in_a_node(first, stride, sharers, node_gpus) == min(counted.values())
+    assert fewest_in_a_node(first, stride, sharers, node_gpus) == min(counted.values())
 
 
 def test_stages_are_alike_with_as_many_layers_and_the_same_end():

@@ -55,11 +55,24 @@ def test_an_exchange_goes_over_nvlink_within_a_node_and_over_nics_between_nodes(
     cluster, size = mixtral().cluster, 1e9
     assert cluster.nvlink is not None
     assert cluster.nic is not None
-    assert all_to_all_s(cluster, 1, 1, size) == 0
-    assert all_to_all_s(cluster, 8, 1, size) == cluster.nvlink.seconds(size * 7 / 8)
+    assert all_to_all_s(cluster, 64, 1, 1, size) == 0
+    assert all_to_all_s(cluster, 64, 8, 1, size) == cluster.nvlink.seconds(size * 7 / 8)
     shared = cluster.node.gpus / cluster.nic.per_node
-    assert all_to_all_s(cluster, 16, 1, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
-    assert all_to_all_s(cluster, 8, 2, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
+    assert all_to_all_s(cluster, 64, 16, 1, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
+    assert all_to_all_s(cluster, 64, 8, 2, size) == pytest.approx(cluster.nic.seconds(shared * size / 2))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "stride", "inside"),
+    [(6, 6, 1, 6), (12, 6, 1, 2), (48, 6, 1, 2), (12, 12, 1, 4), (24, 12, 1, 4), (24, 6, 2, 2), (24, 3, 1, 1), (32, 2, 16, 1)],
+)
+def test_an_exchange_waits_for_the_rank_with_fewest_near(gpus: int, ranks: int, stride: int, inside: int) -> None:
+    """It was priced as the best rank has it: 6 ranks on nodes of 8 as if no group were on two of them."""
+    cluster, size = mixtral().cluster, 1e9
+    near_s, far_s = cluster.nvlink.seconds(size * (inside - 1) / ranks), 0.0
+    if inside < ranks:
+        far_s = cluster.nic.seconds(size * (ranks - inside) / ranks * cluster.node.gpus / cluster.nic.per_node)
+    assert all_to_all_s(cluster, gpus, ranks, stride, size) == pytest.approx(max(near_s, far_s))
 
 
 def test_experts_take_the_time_of_their_gemms_and_exchanges() -> None:
