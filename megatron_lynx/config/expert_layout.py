@@ -30,8 +30,6 @@ def problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
         yield f"parallel.tensor ({parallel.tensor}) with experts needs parallel.sequence_parallel: true, found false"
     if model.bias and parallel.expert_tensor_size > 1:
         yield f"parallel.expert_tensor ({parallel.expert_tensor_size}) must be 1 for experts with biases (model.bias: true)"
-    if model.fp8 is not None:
-        yield "model.fp8 goes with no experts yet: what theirs keep in FP8 is not counted"
     if model.bias and experts.shared_ffn:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) needs model.bias: false, found true"
 
@@ -44,5 +42,5 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
-    if beyond := sorted(number for number in experts.named if number > model.layers):
-        yield f"model.experts.layers names layer {beyond[0]}, but model.layers is {model.layers}"
+    if (beyond := experts.beyond(model.layers)) is not None:
+        yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"

@@ -60,11 +60,10 @@ class Experts(BaseModel):
         """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""
         return _numbers_of(self.layers, layers)
 
-    @property
-    def named(self) -> frozenset[int]:
-        """Every layer that is named one by one or in a range: none may be beyond the model."""
-        spans = self.layers if isinstance(self.layers, tuple) else ()
-        return frozenset(number for span in spans for number in _numbers(span))
+    def beyond(self, layers: int) -> int | None:
+        """The first layer that is named, one by one or in a range, of those that a model with so many does not have."""
+        spans = [_numbers(span) for span in self.layers] if isinstance(self.layers, tuple) else []
+        return min((max(span.start, layers + 1) for span in spans if span.stop - 1 > layers), default=None)
 
 
 def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
@@ -77,7 +76,8 @@ def as_spans(numbers: Iterable[int]) -> tuple[int | str, ...]:
 @lru_cache(maxsize=256)
 def _numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: int) -> frozenset[int]:
     if isinstance(stated, tuple):
-        return frozenset(number for span in stated for number in _numbers(span) if number <= layers)
+        spans = (_numbers(span) for span in stated)
+        return frozenset(number for span in spans for number in range(span.start, min(span.stop, layers + 1)))
     return frozenset(range(1, layers + 1, 1 if stated == "all" else stated))
 
 

@@ -21,7 +21,7 @@ def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster)
 
 def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
     if model.experts is not None:
-        yield "model.experts are not counted with model.fp8: their GEMMs are grouped"
+        yield "model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
     tensor = parallel.tensor
     rows = model.seq // parallel.context * micro // (tensor if parallel.sequence_parallel else 1)
     sizes = {

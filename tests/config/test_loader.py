@@ -279,6 +279,14 @@ def test_experts_are_in_the_layers_that_are_named(tmp_path: Path) -> None:
     assert load_job(tmp_path / "job.yaml", {"model.experts": None}).digest == load_job(tmp_path / "job.yaml").digest
 
 
+@pytest.mark.parametrize("span", ["1-99999999999", "1-99999999999999999999999", 99999999999])
+def test_a_mistyped_range_of_layers_is_answered_at_once(tmp_path: Path, span: str | int) -> None:
+    """Every layer of it was listed first, in all of the memory."""
+    (found,) = refusals(tmp_path, JOB, **{"model.experts": EXPERTS | {"layers": [span]}, "parallel.tensor": 1})
+    first = 5 if isinstance(span, str) else span
+    assert found == f"job.yaml: model.experts.layers names layer {first}, but model.layers is 4"
+
+
 def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
     wrong = {"count": 9, "per_token": 2, "ffn": 129, "shared_ffn": 33, "layers": ["2-9"]}
     found = refusals(tmp_path, JOB, **{"model.experts": wrong, "parallel.expert": 4})
@@ -291,6 +299,10 @@ def test_experts_that_megatron_cannot_spread(tmp_path: Path) -> None:
         "parallel.tensor (2) with experts needs parallel.sequence_parallel: true, found false",
     ]
     assert refusals(tmp_path, JOB, **{"parallel.expert": 2}) == ["job.yaml: parallel.expert (2) needs model.experts, found none"]
+    in_fp8 = {"model.fp8": {}, "model.implementation": "transformer_engine", "model.dtype": "bf16", "parallel.tensor": 1}
+    assert refusals(tmp_path, JOB, **in_fp8, **{"model.experts": EXPERTS}) == [
+        "job.yaml: model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
+    ]
     assert "layers has 'x', needed a layer" in refusals(tmp_path, JOB, **{"model.experts": {**EXPERTS, "layers": ["x"]}})[0]
 
 
