@@ -2,7 +2,9 @@
 
     rank 1   out of memory ─ says why ─ rings ─────────── until all have heard ─ exit 1
     rank 0   in a collective, waiting for rank 1 ·······································
-             its watcher looks every second ───────────── hears ─────────────────────── exit 1, silent
+             its watcher looks every second ───────────── hears ─ until all have ──────── exit 1, silent
+
+Nobody leaves before all have heard: the store may live in any of them, and goes with it.
 
 Ranks that wait in a collective cannot be asked (`agreement`), and NCCL would let them wait for ten minutes. The bell is a key in
 the store that the process group was made with; a thread of each rank looks there, and only while `ending_together` is in force.
@@ -45,15 +47,15 @@ def ending_together() -> Iterator[None]:
             agree(error)
         return
     store = _store()
-    with _watching(store):
-        try:
+    try:
+        with _watching(store):  # not any more while this one rings: its watcher would hear that
             yield
-        except LynxError as error:
-            _ring(store, error)
-        except Exception:
-            if _hears(store):  # it fails because a rank is gone
-                _leave()
-            raise
+    except LynxError as error:
+        _ring(store, error)
+    except Exception:
+        if _rung(store):  # it fails because a rank is gone
+            _follow(store)
+        raise
 
 
 def _store() -> Any:
@@ -67,10 +69,18 @@ def _watching(store: Any) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
+        answered = False
         while not over.wait(LOOK_EVERY_S):
-            if _hears(store):
-                time.sleep(LOOK_EVERY_S)  # the one that rang goes first: torchrun reports who did
-                _leave()
+            try:
+                rung = store.check([RUNG])
+            except RuntimeError:
+                if answered and not over.wait(LOOK_EVERY_S):  # not at the end of all, where its host may be faster
+                    say(f"megatron-lynx: rank {dist.get_rank()}: the rank that hosts the store is gone, so this one ends")
+                    _leave()
+                return
+            answered = True
+            if rung:
+                _follow(store)
 
     watcher = threading.Thread(target=watch, name="megatron-lynx alarm", daemon=True)
     watcher.start()
@@ -81,24 +91,43 @@ def _watching(store: Any) -> Iterator[None]:
         watcher.join()
 
 
-def _hears(store: Any) -> bool:
-    """A store that is gone rings no bell: whoever waits for its rank is ended by the group's timeout."""
-    with suppress(RuntimeError):
-        if store.check([RUNG]):
-            store.set(f"{HEARD}{dist.get_rank()}", "")
-            return True
+def _rung(store: Any) -> bool:
+    with suppress(RuntimeError):  # a store that is gone
+        return bool(store.check([RUNG]))
     return False
 
 
 def _ring(store: Any, error: LynxError) -> NoReturn:
-    if store.add(FIRST, 1) > 1:  # another speaks
+    if _another_speaks(store):
         _wait_for(store, [RUNG])
-        _hears(store)
-        _leave(error.exit_status)
+        _follow(store, error.exit_status)
     say(f"megatron-lynx: rank {dist.get_rank()}: {error}")
-    store.set(RUNG, "")
-    _wait_for(store, [f"{HEARD}{rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()])
+    _set(store, RUNG)
+    _until_all_have_heard(store)
     _leave(error.exit_status)
+
+
+def _another_speaks(store: Any) -> bool:
+    with suppress(RuntimeError):
+        return bool(store.add(FIRST, 1) > 1)
+    return False
+
+
+def _follow(store: Any, status: int = 1) -> NoReturn:
+    """The one that rang goes first: torchrun reports who did."""
+    _until_all_have_heard(store)
+    time.sleep(LOOK_EVERY_S)
+    _leave(status)
+
+
+def _until_all_have_heard(store: Any) -> None:
+    _set(store, f"{HEARD}{dist.get_rank()}")
+    _wait_for(store, [f"{HEARD}{rank}" for rank in range(dist.get_world_size())])
+
+
+def _set(store: Any, key: str) -> None:
+    with suppress(RuntimeError):
+        store.set(key, "")
 
 
 def _wait_for(store: Any, keys: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""One of three ranks: `waiting_rank.py RANK FOLDER`. Ranks 1 and 2 cannot go on; rank 0 is in a call that would not notice."""
+"""One rank: `waiting_rank.py RANK RANKS RENDEZVOUS SPEAKERS LATE_S`. SPEAKERS (`1,0`) cannot go on, one behind the other; the
+others are in a call that would not notice, the last rank LATE_S behind the rest."""
 
-import os
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,12 +11,20 @@ import torch.distributed as dist
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.alarm import ending_together
 
+
+class Stuck(LynxError):
+    exit_status = 2
+
+
 if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), sys.argv[2]
-    rendezvous = f"file://{os.path.join(folder, 'store')}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=3, timeout=timedelta(seconds=90))
+    rank, ranks, rendezvous, speakers = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
+    dist.barrier()
+    if rank == ranks - 1:
+        time.sleep(float(sys.argv[5]))
     with ending_together():
-        if rank > 0:
-            raise LynxError("this cannot go on", [Problem("memory", "none", "some")])
+        if str(rank) in speakers:
+            time.sleep(0.05 * speakers.index(str(rank)))
+            raise Stuck("this cannot go on", [Problem("memory", "none", "some")])
         threading.Event().wait(90)
-        print("rank 0 was left waiting")
+        print(f"rank {rank} was left waiting")
