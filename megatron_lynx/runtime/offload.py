@@ -90,6 +90,7 @@ class Offloader:
         """Let go of what was copied, where the copies are over."""
         for parcel in self._still_leaving():
             parcel.settle(self.out)
+        self.out.settle()
         self.back.settle()
 
     def depart(self, shipment: Shipment, outputs: Any) -> None:

@@ -31,3 +31,29 @@ def there_and_back_on_streams(rank: int) -> dict[str, bool]:
         "no wait": back.take_waited_s() == 0,
         "lets go": held() is None,
     }
+
+
+def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
+    """Whether the original is held before things are settled, and behind that."""
+    import numpy as np
+
+    from megatron_lynx.runtime.offload import Offloader
+    from megatron_lynx.runtime.shipment import OffloadPolicy
+    from megatron_lynx.runtime.stream_copier import StreamCopier
+    from megatron_lynx.runtime.trace import Trace
+
+    device = torch.device("cpu")
+    made = Offloader({0: OffloadPolicy(10**4, 1, 1, 1)}, device=device, limit_bytes=10**6)
+    made.out, made.back = (StreamCopier(direction, Trace(), device) for direction in ("offload", "reload"))
+    bytes_of_it = np.arange(100, dtype=np.uint8)
+    held = weakref.ref(bytes_of_it)
+    shipment = made.open(0, 0)
+    handle = shipment.stow(torch.from_numpy(bytes_of_it))
+    del bytes_of_it
+    made.depart(shipment, None)
+    del handle
+    before = held() is not None
+    made.settle()
+    behind = held() is not None
+    made.close()
+    return before, behind

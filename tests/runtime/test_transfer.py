@@ -16,7 +16,7 @@ from megatron_lynx.runtime.thread_copier import ThreadCopier
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.transfer import Copier, Owner
 from megatron_lynx.testbed.ranks import RankPool
-from tests.runtime.on_ranks import there_and_back_on_streams
+from tests.runtime.on_ranks import a_graph_that_is_dropped_on_streams, there_and_back_on_streams
 
 OWNER = Owner("stage 1, chunk 0", 7)
 
@@ -135,6 +135,11 @@ def test_streams_are_asked_for_what_they_can_do(pool_of: Callable[[int], RankPoo
     """As far as a machine without a GPU can run it."""
     found = pool_of(1).run(there_and_back_on_streams)[0]
     assert [name for name, true in found.items() if not true] == []
+
+
+def test_what_a_dropped_graph_sent_out_is_let_go(pool_of: Callable[[int], RankPool]) -> None:
+    """Its parcels are gone, so nobody asked their copies: they held the originals until the next copy out."""
+    assert pool_of(1).run(a_graph_that_is_dropped_on_streams) == [(True, False)]
 
 
 def test_a_wait_for_a_copy_is_in_the_trace() -> None:
