@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.errors import Problem
@@ -22,8 +23,8 @@ FREQ, DISPATCHER, EXPERT, EXPERT_TENSOR = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-MOST_LAYERS = 1_000
-"""A mistyped number must not fill the memory."""
+MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
+"""Of a pattern, its text and its brackets: a mistyped number must not fill the memory."""
 
 TOKENS = re.compile(r"\d+|[\[\]()+*,]")
 
@@ -38,6 +39,9 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     `planning`: for a plan, which not every dispatcher runs under.
     """
     if not has_experts(given):
+        if (given[EXPERT] or 1) > 1:
+            needed = "1 without --num-experts, or --num-experts with it"
+            problems.append(Problem(given.origin(EXPERT), str(given[EXPERT]), needed, "Megatron stops here"))
         return
     yield Fact("model.experts.count", given["num_experts"], given.origin("num_experts"))
     yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
@@ -70,7 +74,7 @@ def _widths(given: Given) -> Iterator[Fact]:
 
 def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     said, origin, layers = str(given[FREQ]).replace(" ", ""), given.origin(FREQ), given["num_layers"]
-    if said.isdecimal() and int(said) > 0:
+    if said.isdecimal() and len(said) < 10 and int(said) > 0:
         if int(said) > 1:
             yield Fact("model.experts.layers", int(said), f"{origin}: the first of every {said}")
         return
@@ -88,9 +92,13 @@ def _layers(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 def pattern_of(text: str) -> list[int]:
     """Lists of 0 and 1, added and repeated, as Megatron has them: `([0]+[1]*2)` is 0, 1, 1. Raises ValueError for others."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"a text of {len(text)} characters (at most {MOST_CHARACTERS})")
     words = TOKENS.findall(text)
     if "".join(words) != text or not words:
         raise ValueError(f"{text!r} is no list")
+    if (deep := max(accumulate({"(": 1, ")": -1}.get(word, 0) for word in words))) > DEEPEST:
+        raise ValueError(f"{deep} brackets in each other (at most {DEEPEST})")
     value = _sum(words)
     if words or not set(value) <= {0, 1}:
         raise ValueError(f"{text!r} is no list of 0 and 1")
@@ -101,7 +109,9 @@ def _sum(words: list[str]) -> list[int]:
     value = _product(words)
     while words[:1] == ["+"]:
         words.pop(0)
-        value = value + _product(words)
+        more = _product(words)
+        _few_enough(len(value) + len(more))
+        value = value + more
     return value
 
 
@@ -110,8 +120,14 @@ def _product(words: list[str]) -> list[int]:
     while words[:1] == ["*"]:
         words.pop(0)
         times = int(_next(words, "a number"))
-        value = value * min(times, MOST_LAYERS)
+        _few_enough(len(value) * times)
+        value = value * min(times, MOST_LAYERS)  # of an empty list too
     return value
+
+
+def _few_enough(layers: int) -> None:
+    if layers > MOST_LAYERS:
+        raise ValueError(f"a pattern of more than {MOST_LAYERS} layers")
 
 
 def _list(words: list[str]) -> list[int]:

@@ -70,6 +70,7 @@ _NO_WINDOWS = "it goes round the windows that replays run in"
 _OTHER_OFFLOAD = "the plan decides what is offloaded"
 _TOO_OLD = "Megatron itself no longer takes it"
 _UNBALANCED = "experts are priced for a balanced load, without dropped or padded tokens"
+_ONE_PARAMETER = "experts that share one parameter are not modelled"
 _SHARDED = "sharded parameters are not modelled"
 _OPTIMIZER = "all of the optimizer's state on the device"
 
@@ -129,6 +130,13 @@ REFUSED = {
     "moe_enable_routing_replay": "reinforcement learning is not modelled",
     "moe_extended_tp": _TOO_OLD,
     "moe_paged_stash": _OTHER_OFFLOAD,
+    "moe_mlp_glu_interleave_size": _MORE_SAVED,
+    "moe_shared_expert_glu_interleave_size": _MORE_SAVED,
+    "moe_single_grouped_weight": _ONE_PARAMETER,
+    "moe_single_grouped_bias": _ONE_PARAMETER,
+    "moe_ncclep_static_shape": _UNBALANCED,
+    "moe_ncclep_zero_copy": "its buffers in symmetric memory are not counted",
+    "use_grouped_gemm_for_shared_expert": _OTHER_CALLS,
     "expert_tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "delay_wgrad_compute": "weight gradients would be computed after what they need is gone",
     "defer_embedding_wgrad_compute": _MORE_SAVED,
@@ -180,6 +188,13 @@ PRICED_AS = {
     "moe_router_dtype": "a router whose probabilities are in fp32",
     "moe_enable_deepep": _DISPATCH,
     "moe_flex_dispatcher_backend": _DISPATCH,
+    "moe_flex_dispatcher_num_sms": _DISPATCH,
+    "moe_deepep_num_sms": _DISPATCH,
+    "moe_hybridep_num_sms": _DISPATCH,
+    "moe_hybridep_num_sms_preprocessing": _DISPATCH,
+    "moe_hybridep_num_blocks_permute": _DISPATCH,
+    "moe_hybridep_num_blocks_unpermute": _DISPATCH,
+    "moe_hybridep_pad_uneven_dispatch_inputs": _DISPATCH,
     "moe_shared_expert_overlap": "shared experts before the dispatch, not beside it",
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
@@ -220,7 +235,6 @@ GROUPS = {
     "mixed precision": "loss scale",
     "mla": "a feature that is not switched on",
     "modelopt-generic": "a feature that is not switched on",
-    "moe": "a feature that is not switched on",
     "msc": "data",
     "one logger": "logging",
     "profiling": "logging",
@@ -236,11 +250,11 @@ GROUPS = {
     "distributed": "data-parallel communication",
     "distributed init": "data-parallel communication",
 }
-"""Megatron's own headings, whole: what they are about."""
+"""Megatron's own headings, whole: what they are about. Not "moe": in a launch with experts that is switched on, flag by flag."""
 
 PREFIXES: dict[str, tuple[str, ...]] = {
     "a feature that is not switched on": (
-        *("moe_", "mtp_", "mup_", "mamba_", "dsa_", "linear_", "expert_", "fp8_", "fp4_", "tp_comm_", "cuda_graph_", "kitchen_"),
+        *("mtp_", "mup_", "mamba_", "dsa_", "linear_", "fp8_", "fp4_", "tp_comm_", "cuda_graph_", "kitchen_"),
         *(
             "inference_",
             "cpu_offloading_",
@@ -259,7 +273,8 @@ NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
         min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
-        use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert wgrad_deferral_limit high_priority_a2a_comm_stream
+        use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
+        moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         use_mamba_mem_eff_path fp4_param_gather mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
@@ -284,7 +299,8 @@ NO_MATTER: dict[str, frozenset[str]] = {
         """
     ),
     "pipeline's plumbing": frozenset({"pipeline_model_parallel_comm_backend", "clone_scatter_output_in_embedding"}),
-    "logging": frozenset({"config_logger_dir"}),
+    "logging": frozenset({"config_logger_dir", "moe_per_layer_logging"}),
+    "inference": frozenset({"moe_pad_experts_for_cuda_graph_inference"}),
     "no effect with core models": frozenset({"use_flash_attn", "deprecated_use_mcore_models"}),
     "length of the training, and how it ends": names_in(
         """

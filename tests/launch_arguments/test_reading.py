@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,17 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--num-experts 8 --expert-model-parallel-size 2", "found allgather, Megatron's default, needed alltoall"),
         ("--num-experts 8 --moe-layer-freq ([0]+[1]*6)", "found a pattern of 7 layers, needed one of --num-layers (8)"),
         ("--num-experts 8 --moe-token-dispatcher-type flex", "found flex, needed alltoall under a plan"),
+        ("--expert-model-parallel-size 8", "found 8, needed 1 without --num-experts"),
+        ("--num-experts 8 --moe-mlp-glu-interleave-size 32", "saves for backward is not counted"),
+        ("--num-experts 8 --moe-single-grouped-weight", "share one parameter"),
+        ("--num-experts 8 --moe-ncclep-static-shape", "dropped or padded"),
+        ("--num-experts 8 --moe-layer-freq ([1]*1000*1000*1000*1000)", "a pattern of more than 1000 layers"),
+        (f"--num-experts 8 --moe-layer-freq []*{10**30}", "found a pattern of 0 layers"),
+        (f"--num-experts 8 --moe-layer-freq {'9' * 5000}", "needed a number, or lists"),
+        (f"--num-experts 8 --moe-layer-freq [1]*{10**18}", "a pattern of more than 1000 layers"),
+        ("--num-experts 8 --moe-layer-freq " + "+".join(["[0]*1000"] * 3), "a pattern of more than 1000 layers"),
+        (f"--num-experts 8 --moe-layer-freq {'(' * 3000}[1]{')' * 3000}", "3000 brackets in each other (at most 50)"),
+        (f"--num-experts 8 --moe-layer-freq {'[1]+' * 5000}[1]", "characters (at most 10000)"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
         ("--multi-latent-attention", "multi-latent"),
@@ -185,6 +196,25 @@ def test_layers_of_experts(flags: str, layers: object) -> None:
     experts = {place.removeprefix("model.experts."): value for place, value in found.items() if place.startswith("model.experts")}
     assert experts == {"count": 8, "per_token": 2, "ffn": 256} | ({"layers": layers} if layers else {})
     assert "model.experts.count" not in facts(f"{SMALL} --moe-layer-freq 2")
+
+
+def test_what_experts_may_have_beside_them() -> None:
+    """A launch with experts was told that they are "a feature that is not switched on"."""
+    reading = read(f"{SMALL} --num-experts 8 --moe-per-layer-logging --moe-deepep-num-sms 24")
+    assert reading.problems == ()
+    assert reading.no_matter["logging"] == ("--moe-per-layer-logging",)
+    assert "--moe-deepep-num-sms" in dict(reading.priced_as)
+    assert "a feature that is not switched on" not in reading.no_matter
+    without = read(f"{SMALL} --moe-mlp-glu-interleave-size 32")
+    assert (without.problems, without.priced_as) == ((), ())
+    assert "--moe-mlp-glu-interleave-size" in without.no_matter["a feature that is not switched on"]
+
+
+def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
+    """As the next release may have one: of what it does to experts nothing is known."""
+    known = next(flag for flag in flag_table().flags if flag.sets == "moe_router_topk")
+    for group in ("moe", "transformer configuration"):
+        assert kind_of(replace(known, sets="moe_of_tomorrow", group=group)) is None
 
 
 def test_everything_wrong_is_said_at_once() -> None:
