@@ -122,7 +122,7 @@ def _what_is_short(space: Space, first: Job | None) -> Problem:
     """Of layouts that could be interleaved or go without flushes, the one that lacks least."""
     names = ", ".join(space.schedules)
     if "double-buffered" in space.schedules and (reasons := needs_flushes(space.job.model)):
-        return Problem("--schedules", names, "flush, or interleaved, too", "; ".join(reasons))
+        return Problem("--schedules", names, "flush or interleaved", "; ".join(reasons))
     if first is None:
         return Problem("--schedules", names, "layouts of several stages, or of several chunks", "add flush, or change --gpus")
     closest = max(space.short_of_microbatches(), key=lambda job: job.microbatches / job.parallel.pipeline)
