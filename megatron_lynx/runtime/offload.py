@@ -89,7 +89,7 @@ class Offloader:
     def settle(self) -> None:
         """Let go of what was copied, where the copies are over."""
         for parcel in self._still_leaving():
-            parcel.settle(self.out)
+            parcel.settle()
         self.out.settle()
         self.back.settle()
 

@@ -48,10 +48,10 @@ class Parcel:
         """Whether it is on its way, and its original still here."""
         return self._out is not None and self._original is not None
 
-    def settle(self, out: Copier) -> None:
-        """Let the original go if its copy is over."""
-        if self._out is not None and self._out.done:
-            out.check(self._out)
+    def settle(self) -> None:
+        """Let the original go if its copy is over. One that failed is told by whoever waits for it, at a place that does not
+        depend on when it failed (rule R1)."""
+        if self._out is not None and self._out.done and self._out.error is None:
             self._let_go()
 
     def release(self, out: Copier) -> None:

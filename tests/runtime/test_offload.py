@@ -165,6 +165,24 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
         assert [int(handle.tensor()[0]) for handle in handles] == [0, 1]
 
 
+def test_looking_whether_copies_are_over_never_ends_a_step() -> None:
+    """When a copy fails, and where a step ends for it, must not depend on the clock: other ranks wait for messages."""
+
+    def broken(target: Tensor, source: Tensor) -> None:
+        raise OSError("the link is down")
+
+    with offloader(10**6) as made:
+        made.out.move = broken  # type: ignore[attr-defined]
+        shipment = made.open(0, 0)
+        (handle,) = stowed(shipment, torch.zeros(64))
+        made.depart(shipment, None)
+        made.out.drain()
+        made.settle()
+        made.fetch(shipment)
+        with pytest.raises(OffloadError, match="copying activations to the host failed"):
+            handle.tensor()
+
+
 def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
     policy = OffloadPolicy(10**6, 1, 1, 1, avoids_messages=True)
     made = Offloader({0: policy}, device=CPU, limit_bytes=10**7)
