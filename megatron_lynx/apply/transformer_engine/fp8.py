@@ -9,7 +9,8 @@ Scales of delayed scaling change with every micro-batch. The engine's own recomp
 forward, to be taken by exactly one replay, in that order; a norm alone, a kept micro-batch and a replay that stops early would
 take none. So frames keep their own copy, and a replay runs with quantizers of its own: the live ones, their usages, amax
 histories and scales are never touched. With current scaling there is nothing to copy, and the quantizers are the replay's own
-all the same: a replay may run inside a call of the same linear.
+all the same: a replay may run inside a call of the same linear. (In 2.9 and 2.14, no more in 2.17, they share two one-element
+workspaces with the live ones, `scale` and `amax`: harmless, as the call that writes them reads them, on the same stream.)
 
 Weights are quantized in the first micro-batch of a step and kept by the linear; a replay finds them there.
 """
