@@ -83,8 +83,9 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
     copier.start = starting
 
 
-SHORT = timedelta(seconds=10)
-"""Of the process groups of a step that fails: nobody waits longer for a rank that is gone."""
+SHORT = timedelta(seconds=20)
+"""Of the process groups of a step that fails: nobody waits longer for a rank that is gone, nor, on a busy machine, for one that
+still makes groups and models."""
 
 MIDDLE = 1
 """The micro-batch, of four, that fails."""
