@@ -72,8 +72,7 @@ def held_here() -> list[Held]:
 
 def beside_experts(release: Release) -> Iterator[Held]:
     """The functions of megatron-core that matter with mixtures of experts alone."""
-    for site, recorded in release.beside_experts.items():
-        yield Held(hook_of(site), site, release.version, recorded, _found(site))
+    yield from _rows(release.version, release.beside_experts)
 
 
 def beside_engine(release: Release) -> Iterator[Held]:

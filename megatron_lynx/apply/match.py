@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.apply.fp8_refusals import recipe_of
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
@@ -52,7 +53,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "heads": config.num_attention_heads,
         "kv_groups": config.num_query_groups,
         **({"implementation": "transformer_engine" if run.engine else "local"} if run.layers else {}),
-        "fp8": str(getattr(config.fp8_recipe, "value", config.fp8_recipe)) if config.fp8 else None,
+        "fp8": recipe_of(config) if config.fp8 else None,
     }
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:

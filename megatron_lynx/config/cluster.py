@@ -129,6 +129,11 @@ class Cluster(_Part):
     nic: Nic | None = None
     node: Node | None = None
 
+    @property
+    def transposes_fp8(self) -> bool:
+        """Whether what is read in FP8 by columns has a transposed copy. The testbed plays a Hopper."""
+        return self.fp8 is None or self.fp8.transposes
+
     @model_validator(mode="after")
     def _reserve_below_memory(self) -> Cluster:
         if self.reserve_gib >= self.memory_gib:

@@ -112,14 +112,15 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
     model, tensor, recipe = job.model, job.parallel.tensor, job.model.fp8_recipe
     if recipe is None:
         return 0
-    transposes = job.cluster.fp8 is None or job.cluster.fp8.transposes  # the testbed plays a Hopper
     rows_and_columns = (
         (model.qkv_width // tensor, model.hidden),
         (model.hidden, model.hidden // tensor),
         (model.fc1_width // tensor, model.hidden),
         (model.hidden, model.ffn // tensor),
     )
-    return job.layers_on(stage) * sum(weight_bytes(recipe, *size, transposes=transposes) for size in rows_and_columns)
+    return job.layers_on(stage) * sum(
+        weight_bytes(recipe, *size, transposes=job.cluster.transposes_fp8) for size in rows_and_columns
+    )
 
 
 def parameter_bytes(job: Job, count: int) -> int:

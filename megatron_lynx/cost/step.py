@@ -161,7 +161,7 @@ def _cast_bytes(job: Job) -> int:
     if job.model.fp8_recipe is None:
         return 0
     matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
-    casts = Casts(job.model.fp8_recipe, transposes=job.cluster.fp8 is None or job.cluster.fp8.transposes)
+    casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
     return casts.of(matrices, both=True)[0]
 
 

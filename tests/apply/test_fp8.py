@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.items import ITEMS_OF
-from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..engines import pool_with
 from ..layouts import LAYOUTS
-from ..plan.strategies import drawn, plans
+from ..plan.strategies import drawn, plans_for
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -69,14 +69,7 @@ def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
 
 def test_random_plans(pool_of):
     job = fp8_job(**LAYOUTS["tp+sp"])
-    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}
-    of_this_job = plans(
-        model=ModelFacts(**facts, fp8="delayed"),
-        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        partition=job.partition,
-        whole=True,
-    )
+    of_this_job = plans_for(job, whole=True)
 
     @drawn(1)
     @given(st.lists(of_this_job, min_size=4, max_size=4))

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF
-from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..engines import pool_with
-from ..plan.strategies import drawn, plans
+from ..plan.strategies import drawn, plans_for
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -73,13 +73,7 @@ def test_kept_replayed_and_mixed(pool_of, layout):
 @pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP"])
 def test_random_plans(pool_of, layout):
     job = engine_job("llama", **LAYOUTS[layout])
-    of_this_job = plans(
-        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        partition=job.partition,
-        whole=True,
-    )
+    of_this_job = plans_for(job, whole=True)
 
     @drawn(1)
     @given(st.lists(of_this_job, min_size=6, max_size=6))

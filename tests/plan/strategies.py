@@ -1,4 +1,4 @@
-"""Random valid plans: `@given(plans())`, or `@given(plans(model=..., parallel=..., batch=..., partition=...))` for a run."""
+"""Random valid plans: `@given(plans())`, or `@given(plans_for(job))` for a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.config.job import Job
 from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
@@ -67,6 +68,18 @@ def plans(
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
     return Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
+
+
+def plans_for(job: Job, *, whole: bool = False) -> st.SearchStrategy[Plan]:
+    """Plans that a run of this job takes."""
+    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}
+    return plans(
+        model=ModelFacts(**facts, fp8=job.model.fp8_recipe),
+        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
+        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
+        partition=job.partition,
+        whole=whole,
+    )
 
 
 @st.composite

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.items import ITEMS_OF
-from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.plan.strategies import drawn, plans
+from tests.plan.strategies import drawn, plans_for
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.trials import Outcome, Trial, compare_with_stock
@@ -79,14 +79,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
 @every_model
 def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
-    model, parallel = job.model, job.parallel
-    of_this_job = plans(
-        model=ModelFacts(**{name: getattr(model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(chunks=job.chunks, **parallel.model_dump(include=ParallelFacts.model_fields.keys())),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        partition=job.partition,
-        whole=True,
-    )
+    of_this_job = plans_for(job, whole=True)
 
     @drawn(1 if job.chunks > 1 else 2)
     @given(st.lists(of_this_job, min_size=5, max_size=5))

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.plan.strategies import drawn, plans
+from tests.plan.strategies import drawn, plans_for
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
@@ -124,12 +124,7 @@ def test_offloaded_with_replay(pool_of: Pools) -> None:
 @pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", "PP2xVPP2"])
 def test_random_plans(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
-    of_this_job = plans(
-        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        partition=job.partition,
-    )
+    of_this_job = plans_for(job)
 
     @drawn(1)
     @given(st.lists(of_this_job, min_size=3, max_size=3))

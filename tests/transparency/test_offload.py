@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, kept_bytes
-from megatron_lynx.plan.plan import BatchFacts, ModelFacts, ParallelFacts, Plan
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.rehearsal import rehearse
@@ -25,8 +25,7 @@ from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.plan.strategies import drawn
-from tests.plan.strategies import plans as plans_of
+from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
@@ -90,14 +89,7 @@ def assert_adds_up(plan: Plan, counts: Counts) -> None:
 @every_model
 def test_random_plans(pool_of: Pools, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS["TP2xPP2xVPP2+SP"])
-    parallel = job.parallel.model_dump(include=ParallelFacts.model_fields.keys())
-    of_this_job = plans_of(
-        model=ModelFacts(**{name: getattr(job.model, name) for name in ModelFacts.model_fields}),
-        parallel=ParallelFacts(chunks=job.chunks, **parallel),
-        batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
-        partition=job.partition,
-        whole=True,
-    )
+    of_this_job = plans_for(job, whole=True)
     offloaded = st.builds(
         lambda plan, size, smallest, prefetch: offloading(plan, size, smallest=smallest, prefetch=prefetch),
         of_this_job,
