@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident_bytes import count
+from megatron_lynx.anatomy import CODE_ITEMS, COLUMN_PARALLEL, ITEMS, ROW_PARALLEL
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS, ROW_PARALLEL
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.measure.process_peak import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
@@ -86,7 +86,7 @@ def plan_of(job: Job, gather: Any) -> Plan:
     """Everything that saves something is replayed, one frame ahead (no dropout here, so the bda items save nothing)."""
     items = [item for item in ITEMS if item not in ROW_PARALLEL and not (item in CODE_ITEMS and item.endswith("bda"))]
     if job.parallel.sequence_parallel and gather == "keep":
-        items = [item for item in items if item not in COLUMN_PARALLEL.values()]
+        items = [item for item in items if item not in COLUMN_PARALLEL]
     return uniform_plan(job, items, gather=gather)
 
 
@@ -99,7 +99,7 @@ def rate_for(ratio: float, job: Job, plan: Plan, profile: Profile) -> float:
     replay = statistics.mean(sum(half.items[item].forward_s for item in half.items if item in replayed) for half in halves)
     if job.parallel.sequence_parallel:  # two ranks exchange halves; the plan uses windows that stock leaves exposed
         return gathered / 2 * 8 / (ratio * replay) / 1e6
-    behind = statistics.mean(half.items[linear].wgrad_s for half, linear in zip(halves, COLUMN_PARALLEL.values(), strict=True))
+    behind = statistics.mean(half.items[linear].wgrad_s for half, linear in zip(halves, COLUMN_PARALLEL, strict=True))
     return gathered * 8 / (ratio * replay + behind) / 1e6
 
 

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config import load_job
 from megatron_lynx.cost.layer import LayerShape, half_tensors
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.items import HALVES
 from megatron_lynx.measure.memory import count_step
 from megatron_lynx.measure.process_peak import ENVIRONMENT, ProcessPeak
 from megatron_lynx.measure.steps import Summary, summarise

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from megatron_lynx.anatomy import HALVES, ITEMS, Half
+from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, gathered_input_bytes, head_of
 from megatron_lynx.cost.memory import expert_memory, half_memory, movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
-from megatron_lynx.items import HALVES, ITEMS, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Rule, Stage
 from megatron_lynx.profiler.profile import Profile
@@ -23,7 +24,6 @@ from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.schedule.windows import Collective
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import simulate_without_flushes
 from megatron_lynx.simulator.halves import stage_passes
@@ -169,7 +169,7 @@ def _treated_half(stage: Stage, layer: int, half: Half, profile: Profile) -> Tre
     gather = order.gather_of(stage, (layer, half))
     gathered_bytes, gather_s = 0, 0.0
     if gather is not None:
-        behind = gather.half if isinstance(gather, Collective) else None
+        behind = gather.half if isinstance(gather, WindowAddress) else None
         message_bytes = message_bytes_of(profile)
         gathered_bytes = gathered_input_bytes(profile, message_bytes)
         gather_s = gather_once_s(profile, half, behind, message_bytes)

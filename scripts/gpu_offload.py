@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from benchmarks.reload_targets import OWNER
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, half_tensors
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.items import HALVES
 from megatron_lynx.runtime.copiers import copiers_for
 from megatron_lynx.runtime.host_memory import HostLimit
 from megatron_lynx.runtime.host_pool import HostPool

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cli import app
 from megatron_lynx.config.job import Budget
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
-from megatron_lynx.items import HALVES
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ItemProfile, save_profile

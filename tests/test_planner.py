@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.anatomy import COLUMN_PARALLEL, HALVES
 from megatron_lynx.config import Experts
 from megatron_lynx.config.job import Budget
 from megatron_lynx.cost.layer import LayerShape, half_tensors, replayed_flops
 from megatron_lynx.errors import ConfigError, Infeasible
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES
 from megatron_lynx.plan.plan import ByPhase
 from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import REPLAYABLE, decide, make_plan, uniform_plan
@@ -63,7 +63,7 @@ def test_uniform_plans_are_valid(layout, like, replay, windows, gather):
     job = tiny_job(like, **layout)
     plan = uniform_plan(job, replay, windows=windows, gather=gather)
     wanted = {"all": set(REPLAYABLE), "none": set()}.get(replay) if isinstance(replay, str) else set(replay)
-    kept = set(COLUMN_PARALLEL.values()) if job.parallel.sequence_parallel and gather == "keep" else set()
+    kept = set(COLUMN_PARALLEL) if job.parallel.sequence_parallel and gather == "keep" else set()
     for stage in plan.stages:
         assert {item for rule in stage.rules for item in rule.replay} == wanted - kept
         assert stage.ahead_depth <= int(windows)
@@ -126,7 +126,7 @@ def test_sequence_parallelism_keeps_or_gathers_once_as_the_budget_allows():
     gathering = planned(link_s=1e-5, **layout).stages[0]
     assert gathering.rules[0].gather.attention == "bwd.mlp.0"
     assert gathering.rules[0].gather.mlp == "bwd.attention.0+1"
-    assert set(COLUMN_PARALLEL.values()) <= set(gathering.rules[0].replay)
+    assert set(COLUMN_PARALLEL) <= set(gathering.rules[0].replay)
     roomy = planned(link_s=1e-5, budget_mib=8, **layout).stages[0]
     assert all(rule.gather.of(half) is None for rule in roomy.rules for half in HALVES)
     assert roomy.predicted.resident_activation_bytes > gathering.predicted.resident_activation_bytes

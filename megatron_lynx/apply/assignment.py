@@ -6,46 +6,48 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from megatron_lynx.apply.site import LAYOUTS
-from megatron_lynx.items import HALVES, Half
-from megatron_lynx.plan.order import PHASES, frames_of, gather_of, window_of
+from megatron_lynx.anatomy import Half, Section, sections_of
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, FrameKey, Window
+from megatron_lynx.plan.order import frames_of, gather_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.ledger import Order
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.turns import Turn, Turns
-from megatron_lynx.runtime.window import Agenda, FrameKey, Place, WindowKey
+from megatron_lynx.runtime.window import Agenda
 from megatron_lynx.schedule.one_stage import passes_of
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
 
 
 def policies(plan: Plan, stage: Stage, gather: Callable[[Any], Any]) -> dict[int, dict[Half, HalfPolicy]]:
     """The policy of every half, by layer number."""
-    return {layer: {half: _policy(plan, stage, layer, half, gather) for half in HALVES} for layer in stage.layers}
+    return {
+        layer: {
+            section.half: _policy(plan, stage, layer, section, gather)
+            for section in sections_of(experts=plan.model.has_experts(layer))
+        }
+        for layer in stage.layers
+    }
 
 
-def _policy(plan: Plan, stage: Stage, layer: int, half: Half, gather: Callable[[Any], Any]) -> HalfPolicy:
-    layout, replayed = LAYOUTS[half], frozenset(stage.rule_for(layer).replays(half))
-    gathers = plan.parallel.sequence_parallel and layout.column_parallel in replayed
+def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any]) -> HalfPolicy:
+    replayed = frozenset(stage.rule_for(layer).replays(section.half))
+    gathers = plan.parallel.sequence_parallel and not section.opaque and section.column_parallel in replayed
     return HalfPolicy(
         layer=layer,
-        half=half,
+        section=section,
         replay=replayed,
-        code_behind=layout.code_behind,
-        row_parallel=layout.row_parallel,
-        gather_site=layout.column_parallel if gathers else None,
+        gather_site=section.column_parallel if gathers else None,
         gather=gather if gathers else None,
         chunk=stage.chunk,
-        opaque=half == "mlp" and plan.model.has_experts(layer),
     )
 
 
 def agenda(stage: Stage) -> Agenda:
     """Which frames of a chunk run in which window, by phase. Frames of one window run in the order in which backward needs
     them."""
-    replays: dict[Any, dict[WindowKey, tuple[FrameKey, ...]]] = {phase: {} for phase in PHASES}
-    gathers: dict[WindowKey, tuple[FrameKey, ...]] = {}
+    replays: dict[Any, dict[Window, tuple[FrameKey, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
+    gathers: dict[Window, tuple[FrameKey, ...]] = {}
     for frame in frames_of(stage):
-        for phase in PHASES:
+        for phase in BACKWARD_PHASES:
             _assign(replays[phase], window_of(stage, frame, phase), frame)
         behind = gather_of(stage, frame)
         if behind is not None:
@@ -59,13 +61,10 @@ def agenda(stage: Stage) -> Agenda:
     )
 
 
-def _assign(table: dict[WindowKey, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
+def _assign(table: dict[Window, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
     if window == ON_DEMAND:
         return
-    key: WindowKey = RECV_BACKWARD
-    if isinstance(window, Collective):
-        key = Place(window.passing, window.layer, window.half, window.ordinal)
-    table[key] = (*table.get(key, ()), frame)
+    table[window] = (*table.get(window, ()), frame)
 
 
 def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> Order:

@@ -7,25 +7,21 @@ from collections.abc import Iterator, Mapping
 
 from torch.nn import Module
 
+from megatron_lynx.anatomy import Item, Role
 from megatron_lynx.apply.live_run import ENGINE, LiveRun, name_of
-from megatron_lynx.apply.site import layouts_of
+from megatron_lynx.apply.site import modules_of, sited_sections_of
 from megatron_lynx.errors import Problem
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_LOCAL_CLASSES = {
-    "linear_qkv": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
-    "linear_proj": "megatron.core.tensor_parallel.layers.RowParallelLinear",
-    "linear_fc1": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
-    "linear_fc2": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+_LOCAL_CLASSES: Mapping[Role, str] = {
+    "column_parallel": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
+    "row_parallel": "megatron.core.tensor_parallel.layers.RowParallelLinear",
 }
-_ENGINE_CLASSES = {
-    "input_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
-    "linear_qkv": f"{ENGINE}TELayerNormColumnParallelLinear",
-    "core_attention": f"{ENGINE}TEDotProductAttention",
-    "linear_proj": f"{ENGINE}TERowParallelLinear",
-    "pre_mlp_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
-    "linear_fc1": f"{ENGINE}TELayerNormColumnParallelLinear",
-    "linear_fc2": f"{ENGINE}TERowParallelLinear",
+_ENGINE_CLASSES: Mapping[Role, str] = {
+    "norm": "megatron.core.transformer.identity_op.IdentityOp",
+    "column_parallel": f"{ENGINE}TELayerNormColumnParallelLinear",
+    "core": f"{ENGINE}TEDotProductAttention",
+    "row_parallel": f"{ENGINE}TERowParallelLinear",
 }
 
 _ENGINE_FLAGS = (
@@ -53,7 +49,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
         try:
-            sites = {site: module for layout in layouts_of(layer) for site, module in layout.modules_of(layer).items()}
+            sites = {item: module for section in sited_sections_of(layer) for item, module in modules_of(section, layer).items()}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
@@ -62,16 +58,16 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield from _engine_flags(number, sites)
 
 
-def _other_classes(number: int, sites: Mapping[str, Module], classes: Mapping[str, str]) -> Iterator[Problem]:
+def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, str]) -> Iterator[Problem]:
     for site, module in sites.items():
-        needed = classes.get(site, name_of(module))
+        needed = classes.get(site.role, name_of(module))
         if name_of(module) != needed:
             todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
-            yield Problem(f"layer {number}.{site}", name_of(module), needed, todo)
+            yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
 
 
-def _engine_flags(number: int, sites: Mapping[str, Module]) -> Iterator[Problem]:
+def _engine_flags(number: int, sites: Mapping[Item, Module]) -> Iterator[Problem]:
     for site, module in sites.items():
         for flag in _ENGINE_FLAGS:
-            if site.startswith("linear_") and getattr(module, flag, None):
-                yield Problem(f"layer {number}.{site}.{flag}", str(getattr(module, flag)), "off under a plan")
+            if site.is_linear and getattr(module, flag, None):
+                yield Problem(f"layer {number}.{site.name}.{flag}", str(getattr(module, flag)), "off under a plan")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import PHASES, Phase, frames_of, window_of
+from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.schedule.windows import RECV_BACKWARD
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
@@ -76,7 +76,7 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     waited for right before each backward is a window then."""
     if run.stage != run.pipeline - 1 or run.group_size <= run.pipeline or len(run.chunks) == 1:
         return
-    phases: tuple[Phase, ...] = PHASES
+    phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
     if run.overlaps_exchanges:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
     for entry in plan.chunks_of(run.stage):
@@ -100,5 +100,5 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"plan: {plan.place_of(entry)}.offload.beside_messages", "avoid", needed, todo)
 
 
-def _receives(entry: Stage, phase: Phase) -> bool:
+def _receives(entry: Stage, phase: BackwardPhase) -> bool:
     return any(window_of(entry, frame, phase) == RECV_BACKWARD for frame in frames_of(entry))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_lynx.items import COLUMN_PARALLEL, Half
+from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
 
@@ -30,7 +30,7 @@ def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Hal
     """
     if profile.shape.tensor == 1:
         return ()
-    linear = profile.half(half).items[COLUMN_PARALLEL[half]]
+    linear = profile.half(half).items[DENSE[half].column_parallel]
     if not profile.shape.sequence_parallel:
         reduce = profile.link_s("all_reduce", message_bytes)
         return (reduce,) if passing == "fwd" else (max(0.0, reduce - linear.wgrad_s),)
@@ -83,7 +83,7 @@ def gather_once_s(profile: Profile, half: Half, behind: Half | None, message_byt
     which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
     gather = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
-    saved = max(0.0, gather - profile.half(half).items[COLUMN_PARALLEL[half]].dgrad_s)
+    saved = max(0.0, gather - profile.half(half).items[DENSE[half].column_parallel].dgrad_s)
     return max(0.0, gather - _compute_after_first_s(profile, behind) - saved)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
+from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, Half
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.items import HALVES, ITEMS, ITEMS_OF, Half
 from megatron_lynx.profiler.expert_tensors import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
@@ -62,7 +62,7 @@ def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) 
 def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:
     tensors = half_tensors(shape, half)
     if policy == "balanced":
-        return replay_of(half, tensors, [item for item in BALANCED if item in ITEMS_OF[half]]).stays_bytes
+        return replay_of(half, tensors, [item for item in BALANCED if item in DENSE[half].names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
     return sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)

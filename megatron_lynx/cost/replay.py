@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import CODE_ITEMS, DENSE, ROW_PARALLEL, Half
 from megatron_lynx.profiler.profile import SavedTensor
 
 
@@ -41,7 +41,7 @@ class Replay:
 
 def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
     """What follows from replaying exactly `replay` in this half."""
-    order = ITEMS_OF[half]
+    order = DENSE[half].names
     row = next(index for index, item in enumerate(order) if item in ROW_PARALLEL)
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(order, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
@@ -67,7 +67,7 @@ def sensible_choices(half: Half, tensors: Sequence[SavedTensor]) -> Iterator[tup
     A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
     again anyway need not hold what it saves.
     """
-    candidates = [item for item in ITEMS_OF[half] if item not in ROW_PARALLEL]
+    candidates = [item for item in DENSE[half].names if item not in ROW_PARALLEL]
     for size in range(len(candidates) + 1):
         for chosen in combinations(candidates, size):
             if replay_of(half, tensors, chosen).runs == chosen:

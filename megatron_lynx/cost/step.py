@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.expert_parameters import expert_sharers
@@ -24,7 +25,6 @@ from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
-from megatron_lynx.items import HALVES, Half
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import Casts

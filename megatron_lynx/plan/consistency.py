@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
+from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.plan import double_buffered, experts, order
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule.groups import groups_needed
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, window_at
 
 if TYPE_CHECKING:
     from megatron_lynx.plan.plan import Plan
@@ -31,11 +31,9 @@ def problems(plan: Plan) -> list[str]:
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
-    engine = plan.model.implementation == "transformer_engine"
+    te = plan.model.implementation == "transformer_engine"
     return [
-        f"stages.{at}: {text}"
-        for at, stage in enumerate(plan.stages)
-        for text in order.problems(stage, plan.parallel, engine=engine)
+        f"stages.{at}: {text}" for at, stage in enumerate(plan.stages) for text in order.problems(stage, plan.parallel, te=te)
     ]
 
 
@@ -77,19 +75,19 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
-        if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in order.PHASES):
+        if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in BACKWARD_PHASES):
             yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
         window = getattr(rule.windows, half)
         names = [] if window is None else [window] if isinstance(window, str) else [window.steady, window.cooldown]
         for name in names:
             yield from (f"windows.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
-        if isinstance(window, ByPhase) and window.cooldown.startswith("fwd."):
+        if isinstance(window, ByPhase) and is_forward(window.cooldown):
             yield f"windows.{half}.cooldown is {window.cooldown}, but no forward runs in cool-down"
 
 
 def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
-    norm, linear, gather = ITEMS_OF[half][0], COLUMN_PARALLEL[half], rule.gather.of(half)
+    norm, linear, gather = DENSE[half].norm, DENSE[half].column_parallel, rule.gather.of(half)
     sequence_parallel = plan.parallel.sequence_parallel
     if plan.model.implementation == "transformer_engine" and linear in rule.replay and norm not in rule.replay:
         yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
@@ -102,10 +100,10 @@ def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
 def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
     """With sequence parallelism each rank has a part of what a norm puts out, and one scale found anew is for all of it: its amax
     is reduced in every call, and a replay in a window would communicate (rule R2)."""
-    norm = ITEMS_OF[half][0]
+    norm = DENSE[half].norm
     if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
         return
-    windows = {rule.windows.of(half, phase) for phase in order.PHASES}
+    windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
     for place, names in (("windows", windows), ("gather", {rule.gather.of(half)})):
         if found := names - {ON_DEMAND, None}:
             todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
@@ -118,11 +116,11 @@ def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
     if name == RECV_BACKWARD and last:
         yield "but the last stage receives no gradient"
-    if name.startswith("fwd.") and plan.schedule == "double_buffered":
+    if is_forward(name) and plan.schedule == "double_buffered":
         yield double_buffered.NO_FORWARD_WINDOW
-    elif name.startswith("fwd.") and last:
+    elif is_forward(name) and last:
         yield "but on the last stage a micro-batch's own forward runs just before its backward"
-    elif name.startswith("fwd.") and layout.chunks > 1:
+    elif is_forward(name) and layout.chunks > 1:
         yield from _no_such_place(plan, stage, rule, name)
     if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
         yield "but tensor 1 has no collectives"
@@ -131,7 +129,7 @@ def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]
 def _no_such_place(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
     """The forward before a backward may be another chunk's. It has the same windows as far as it has layers."""
     window = window_at(name, rule.layers.last)
-    assert isinstance(window, Collective)
+    assert isinstance(window, WindowAddress)
     place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))
     if place > least:
         found = f"in layer {place} of the chunk whose forward runs just before"

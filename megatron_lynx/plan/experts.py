@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_lynx.items import HALVES
+from megatron_lynx.anatomy import EXPERTS, HALVES
+from megatron_lynx.anatomy.address import WindowAddress, window_at
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import ByPhase, Rule
-from megatron_lynx.schedule.windows import Collective, window_at
 
 if TYPE_CHECKING:
     from megatron_lynx.plan.plan import Plan
@@ -31,20 +31,20 @@ def misplaced(plan: Plan) -> Iterator[str]:
 def problems(plan: Plan, rule: Rule) -> Iterator[str]:
     """What a rule asks of the MLP half of layers of experts, in words, each with the layers and what to do."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
-    replayed = rule.replays("mlp")
+    replayed = rule.replays(EXPERTS.half)
     if affected and replayed:
         found = f"{', '.join(replayed)} replayed in {_spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
         yield f"found {found}, needed their MLP half kept whole: give these layers a rule that keeps all of it"
     for name in dict.fromkeys(_places(rule)):
         windows = ((layer, window_at(name, layer)) for layer in rule.layers)
-        inside = [layer for layer, window in windows if isinstance(window, Collective) and _lies_in_experts(plan, window)]
+        inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]
         if inside:
             found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
 
 
-def _lies_in_experts(plan: Plan, window: Collective) -> bool:
-    return window.half == "mlp" and plan.model.has_experts(window.layer)
+def _lies_in_experts(plan: Plan, window: WindowAddress) -> bool:
+    return window.half == EXPERTS.half and plan.model.has_experts(window.layer)
 
 
 def _places(rule: Rule) -> Iterator[str]:

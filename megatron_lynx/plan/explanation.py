@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lynx.items import HALVES, ITEMS_OF, Half
+from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
@@ -76,7 +76,7 @@ def _table(alike: Sequence[Stage], chunked: bool) -> Table:
         table.add_column(column)
     for rule in stage.rules:
         for half in HALVES:
-            kept = [item for item in ITEMS_OF[half] if item in rule.keep]
+            kept = [item for item in DENSE[half].names if item in rule.keep]
             table.add_row(str(rule.layers), half, _listed(kept), _listed(rule.replays(half)), _window(rule, half))
     return table
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.items import HALVES
-from megatron_lynx.schedule.windows import ON_DEMAND, PATTERN, RECV_BACKWARD
+from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, PATTERN, RECV_BACKWARD, examples
+from megatron_lynx.anatomy.dense import ItemName
 
-GATHER_PATTERN = r"(on_demand|bwd\.(attention|mlp)\.\d(\+\d+)?)"
-
-_BACKWARD = tuple(f"bwd.{half}.{ordinal}{above}" for ordinal in range(3) for half in HALVES for above in ("", "+1"))
-_FORWARD = tuple(f"fwd.{half}.{ordinal}" for ordinal in range(2) for half in HALVES)
+__all__ = ["GatherName", "ItemName", "WindowName"]
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
@@ -31,24 +28,11 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
 
 WindowName = Annotated[
     str,
-    _matching(PATTERN, (ON_DEMAND, RECV_BACKWARD, *_BACKWARD, *_FORWARD)),
+    _matching(PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{PATTERN}$"}),
 ]
 GatherName = Annotated[
     str,
-    _matching(GATHER_PATTERN, (ON_DEMAND, *_BACKWARD)),
+    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
-]
-ItemName = Literal[
-    "input_layernorm",
-    "linear_qkv",
-    "rotary",
-    "core_attention",
-    "linear_proj",
-    "attention_bda",
-    "pre_mlp_layernorm",
-    "linear_fc1",
-    "activation",
-    "linear_fc2",
-    "mlp_bda",
 ]

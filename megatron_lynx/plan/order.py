@@ -13,43 +13,48 @@ gradient: there that window comes too late.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
-from megatron_lynx.items import COLUMN_PARALLEL, Half
+from megatron_lynx.anatomy import DENSE, HALVES, Pass
+from megatron_lynx.anatomy.address import (
+    BACKWARD_PHASES,
+    ON_DEMAND,
+    RECV_BACKWARD,
+    BackwardPhase,
+    FrameKey,
+    Window,
+    WindowAddress,
+    window_at,
+)
+from megatron_lynx.anatomy.in_time import own_windows_in_time
 from megatron_lynx.plan.facts import ParallelFacts
 from megatron_lynx.plan.stage import Stage
-from megatron_lynx.schedule.windows import ON_DEMAND, Collective, Window, collectives_of, window_at
-
-Phase = Literal["steady", "cooldown"]
-PHASES: tuple[Phase, Phase] = ("steady", "cooldown")
-FrameKey = tuple[int, Half]
 
 
 def frames_of(stage: Stage) -> Iterator[FrameKey]:
     """The halves of a stage in the order in which backward reaches them."""
-    for layer in reversed(list(stage.layers)):
-        yield layer, "mlp"
-        yield layer, "attention"
+    return ((layer, half) for layer in reversed(list(stage.layers)) for half in reversed(HALVES))
 
 
-def windows_in_order(stage: Stage, sequence_parallel: bool, phase: Phase) -> list[Window]:
+def windows_in_order(stage: Stage, sequence_parallel: bool, phase: BackwardPhase) -> list[Window]:
     """Every window from which a backward of this stage can be served, in the order in which they come."""
     order: list[Window] = []
     if phase == "steady":
-        halves: tuple[Half, Half] = ("attention", "mlp")
-        places = ((layer, half) for layer in stage.layers for half in halves)
-        order += [
-            Collective("fwd", layer, half, n) for layer, half in places for n in range(collectives_of("fwd", sequence_parallel))
-        ]
-    order.append("pipe.recv_backward")
+        order += [at for layer in stage.layers for half in HALVES for at in _windows_in("fwd", (layer, half), sequence_parallel)]
+    order.append(RECV_BACKWARD)
     for layer, half in frames_of(stage):
         served = 1 if sequence_parallel and _replays_gemm(stage, (layer, half)) else None  # gathered once, before: no wait
-        ordinals = (n for n in range(collectives_of("bwd", sequence_parallel)) if n != served)
-        order += [Collective("bwd", layer, half, n) for n in ordinals]
+        order += [at for at in _windows_in("bwd", (layer, half), sequence_parallel) if at.ordinal != served]
     return order
 
 
-def window_of(stage: Stage, frame: FrameKey, phase: Phase) -> Window:
+def _windows_in(passing: Pass, frame: FrameKey, sequence_parallel: bool) -> Iterator[WindowAddress]:
+    """The windows of one half in one pass, in order."""
+    layer, half = frame
+    count = len(DENSE[half].collectives(passing, sequence_parallel))
+    return (WindowAddress(passing, layer, half, ordinal) for ordinal in range(count))
+
+
+def window_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window:
     """Where a plan replays a frame."""
     layer, half = frame
     return window_at(stage.rule_for(layer).windows.of(half, phase), layer)
@@ -62,17 +67,17 @@ def gather_of(stage: Stage, frame: FrameKey) -> Window | None:
     return None if name is None else window_at(name, layer)
 
 
-def problems(stage: Stage, layout: ParallelFacts, *, engine: bool = False) -> Iterator[str]:
+def problems(stage: Stage, layout: ParallelFacts, *, te: bool = False) -> Iterator[str]:
     """Everything that keeps the runtime from following this stage's windows, in words.
 
-    `engine`: the layers are Transformer Engine's.
+    `te`: the layers are Transformer Engine's.
     """
-    for phase in PHASES:
+    for phase in BACKWARD_PHASES:
         windows = windows_in_order(stage, layout.sequence_parallel, phase)
         for frame in frames_of(stage):
-            in_time = _last_in_time(stage, frame, layout, windows, engine)
+            in_time = _last_in_time(stage, frame, layout, windows, te)
             yield from _misplaced(stage, frame, phase, windows, in_time)
-    for phase in PHASES:
+    for phase in BACKWARD_PHASES:
         deepest, where = _deepest(stage, layout.sequence_parallel, phase)
         if deepest > stage.ahead_depth:
             yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead in {phase} at {where}"
@@ -80,10 +85,10 @@ def problems(stage: Stage, layout: ParallelFacts, *, engine: bool = False) -> It
 
 def depth(stage: Stage, sequence_parallel: bool) -> int:
     """How many frames its windows regenerate ahead at once."""
-    return max(_deepest(stage, sequence_parallel, phase)[0] for phase in PHASES)
+    return max(_deepest(stage, sequence_parallel, phase)[0] for phase in BACKWARD_PHASES)
 
 
-def _misplaced(stage: Stage, frame: FrameKey, phase: Phase, windows: list[Window], in_time: int) -> Iterator[str]:
+def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: list[Window], in_time: int) -> Iterator[str]:
     """`in_time`: the index of the last window that can hide this frame's replay."""
     layer, half = frame
     name = f"windows.{half} of layer {layer} ({stage.rule_for(layer).windows.of(half, phase)}, {phase})"
@@ -105,18 +110,18 @@ def _misplaced(stage: Stage, frame: FrameKey, phase: Phase, windows: list[Window
 
 def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:
     layer, half = frame
-    return COLUMN_PARALLEL[half] in stage.rule_for(layer).replay
+    return DENSE[half].column_parallel in stage.rule_for(layer).replay
 
 
-def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window], engine: bool) -> int:
+def _last_in_time(stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window], te: bool) -> int:
     """The index of the last window before backward needs a tensor of the half."""
     layer, half = frame
-    first_own = windows.index(Collective("bwd", layer, half, 0))
-    masked = f"{half}_bda" in stage.rule_for(layer).replay
-    return first_own if layout.sequence_parallel and not masked and not engine else first_own - 1
+    first_own = windows.index(WindowAddress("bwd", layer, half, 0))
+    replay = stage.rule_for(layer).replay
+    return first_own - 1 + own_windows_in_time(DENSE[half], replay, sequence_parallel=layout.sequence_parallel, te=te)
 
 
-def _deepest(stage: Stage, sequence_parallel: bool, phase: Phase) -> tuple[int, str]:
+def _deepest(stage: Stage, sequence_parallel: bool, phase: BackwardPhase) -> tuple[int, str]:
     """The most frames that are ahead at once, and the window where it happens."""
     served: dict[Window, list[FrameKey]] = {}
     for frame in frames_of(stage):
@@ -125,7 +130,7 @@ def _deepest(stage: Stage, sequence_parallel: bool, phase: Phase) -> tuple[int, 
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
     for window in windows_in_order(stage, sequence_parallel, phase):
-        entered = (window.layer, window.half) if isinstance(window, Collective) and window.passing == "bwd" else None
+        entered = window.frame if isinstance(window, WindowAddress) and window.passing == "bwd" else None
         ahead.discard(entered)
         ahead.update(frame for frame in served.get(window, []) if frame != entered)
         if len(ahead) > deepest:

@@ -12,23 +12,26 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ROW_PARALLEL
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.items import ITEMS_OF
 from megatron_lynx.plan.plan import PLAN_VERSION, Plan
 from megatron_lynx.validation import validated
 from megatron_lynx.version import __version__
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_yaml
 
+_ITEMS = "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in DENSE.items())
+_WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
+
 HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
-#   keep, replay  each item of a layer is in exactly one. linear_proj and linear_fc2 are always kept.
-#     attention   {" ".join(ITEMS_OF["attention"])}
-#     mlp         {" ".join(ITEMS_OF["mlp"])}
+#   keep, replay  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.
+{_ITEMS}
 #   windows       behind which wait a half is replayed (or {{steady: ..., cooldown: ...}} where the two differ):
-#                 bwd.mlp.0, bwd.attention.0+1, fwd.mlp.0: a collective of this layer, or of one above it (+1);
-#                 pipe.recv_backward; on_demand, which hides nothing
-#   gather        with sequence parallelism: where the input of a replayed linear_qkv or linear_fc1 is gathered
+#                 {_WINDOWS}: a collective of this layer, or of one above it (+1);
+#                 {RECV_BACKWARD}; {ON_DEMAND}, which hides nothing
+#   gather        with sequence parallelism: where the input of a replayed {" or ".join(COLUMN_PARALLEL)} is gathered
 #   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
 #   offload       how many bytes of every micro-batch go to the host; smaller tensors than smallest_tensor_bytes stay
 #   whole         micro-batches that keep everything: the first of every so many
@@ -78,7 +81,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:
     lines = _flow(rule, "keep", "replay", "windows", "gather")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
-        lines["windows"] = _flow(rule["windows"], "attention", "mlp")  # a line for each half, or they would be long
+        lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
     return lines
 
 

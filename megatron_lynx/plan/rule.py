@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import model_validator
 
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy.address import ON_DEMAND, BackwardPhase
 from megatron_lynx.plan.layer_range import Layers
 from megatron_lynx.plan.names import GatherName, ItemName, WindowName
 from megatron_lynx.plan.part import Part
-from megatron_lynx.schedule.windows import ON_DEMAND
 
 
 class ByPhase(Part):
@@ -30,8 +28,8 @@ class Windows(Part):
     attention: WindowName | ByPhase | None = None
     mlp: WindowName | ByPhase | None = None
 
-    def of(self, half: Half, phase: Literal["steady", "cooldown"]) -> str:
-        window = self.attention if half == "attention" else self.mlp
+    def of(self, half: Half, phase: BackwardPhase) -> str:
+        window: WindowName | ByPhase | None = getattr(self, half)
         if window is None:
             return ON_DEMAND
         return window if isinstance(window, str) else getattr(window, phase)
@@ -48,7 +46,8 @@ class Gather(Part):
     mlp: GatherName | None = None
 
     def of(self, half: Half) -> str | None:
-        return self.attention if half == "attention" else self.mlp
+        gather: GatherName | None = getattr(self, half)
+        return gather
 
 
 class Rule(Part):
@@ -62,7 +61,7 @@ class Rule(Part):
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
-        return tuple(item for item in ITEMS_OF[half] if item in self.replay)
+        return tuple(item for item in DENSE[half].names if item in self.replay)
 
     @model_validator(mode="after")
     def _whole(self) -> Rule:
@@ -74,8 +73,8 @@ class Rule(Part):
             window, gather = getattr(self.windows, half), self.gather.of(half)
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
-            if gather is not None and COLUMN_PARALLEL[half] not in self.replay:
-                problems.append(f"gather.{half} is given, but {COLUMN_PARALLEL[half]} is kept")
+            if gather is not None and DENSE[half].column_parallel not in self.replay:
+                problems.append(f"gather.{half} is given, but {DENSE[half].column_parallel} is kept")
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, replayed_flops
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 
 REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 
@@ -32,7 +32,7 @@ def uniform_plan(
     check_plannable(job)
     items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
     if job.parallel.sequence_parallel and gather == "keep":
-        items = tuple(item for item in items if item not in COLUMN_PARALLEL.values())
+        items = tuple(item for item in items if item not in COLUMN_PARALLEL)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
     return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest, note=note))
@@ -48,7 +48,7 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
 
 def _items_of(job: Job, layer: int, items: Collection[str]) -> Collection[str]:
     """Experts are kept whole."""
-    return [item for item in items if item in ITEMS_OF["attention"]] if layer in job.model.expert_layers else items
+    return [item for item in items if item in DENSE["attention"].names] if layer in job.model.expert_layers else items
 
 
 def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
@@ -56,10 +56,10 @@ def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collectio
     top = layer == job.layers_of(*place)[-1]
     windows: dict[Half, str | ByPhase | None] = {}
     gathers: dict[Half, str | None] = {}
-    for half in (half for half in HALVES if set(items) & set(ITEMS_OF[half])):
+    for half in (half for half in HALVES if set(items) & set(DENSE[half].names)):
         first = top and (half == "mlp" or layer in job.model.expert_layers)
-        hidden = ahead and not (job.reduces_amaxes and ITEMS_OF[half][0] in items)
-        gathers_once = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in items
+        hidden = ahead and not (job.reduces_amaxes and DENSE[half].norm in items)
+        gathers_once = job.parallel.sequence_parallel and DENSE[half].column_parallel in items
         too_late = gathers_once or f"{half}_bda" in items or job.model.engine
         own = job.parallel.sequence_parallel and not too_late
         window = _usual_window(job, place, (layer, half), first, own) if hidden and not (first and gathers_once) else ON_DEMAND

@@ -10,12 +10,13 @@ from dataclasses import replace
 from math import ceil
 from typing import Literal
 
+from megatron_lynx.anatomy import HALVES, ITEMS, Half
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.stage_memory import StageMemory
-from megatron_lynx.items import HALVES, ITEMS, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -31,7 +32,6 @@ from megatron_lynx.plan.plan import (
     Stage,
 )
 from megatron_lynx.plan.ranges import joined
-from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import SECOND_DIGITS, Option

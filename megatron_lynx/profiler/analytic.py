@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lynx.anatomy import CODE_ITEMS, COLUMN_PARALLEL, DENSE, Half
 from megatron_lynx.config.cluster import Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF, Half
 from megatron_lynx.profiler.expert_seconds import Passes, expert_half
 from megatron_lynx.profiler.link_levels import link_among
 from megatron_lynx.profiler.profile import (
@@ -127,7 +127,7 @@ class Roofline:
 
 def _half(shape: LayerShape, half: Half, roof: Roofline) -> HalfProfile:
     tensors = half_tensors(shape, half)
-    items = {item: _item(shape, item, roof) for item in ITEMS_OF[half]}
+    items = {item: _item(shape, item, roof) for item in DENSE[half].names}
     first_saved = {item: sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)) for item in items}
     priced = {name: item.model_copy(update={"saved_bytes": first_saved[name]}) for name, item in items.items()}
     return HalfProfile(input_bytes=shape.input_bytes, items=priced, tensors=tensors)
@@ -164,7 +164,7 @@ def _linear(shape: LayerShape, item: str, flops: int, roof: Roofline) -> ItemPro
     forward_s = roof.linear_s(flops, read * (taken + weight) + element * made)
     dgrad_s = roof.linear_s(flops, read * (made + weight) + element * taken)
     wgrad_s = roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
-    if item in COLUMN_PARALLEL.values():
+    if item in COLUMN_PARALLEL:
         dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
     cast_forward_s, cast_backward_s = _casts_s(shape, item, size, roof)
     return ItemProfile(
@@ -207,7 +207,7 @@ def _casts_s(shape: LayerShape, item: str, size: LinearShape, roof: Roofline) ->
     if casts is None:
         return 0.0, 0.0
     taken, made = shape.tokens * size.inside, shape.tokens * size.outside
-    if item in COLUMN_PARALLEL.values():
+    if item in COLUMN_PARALLEL:
         gathered_s = roof.cast_s(casts.transposed(taken)) if sliced else 0.0
         return 0.0, roof.cast_s(casts.of(made, both=True)) + gathered_s
     gradient_s = roof.cast_s(casts.of(shape.own_tokens * size.outside, both=not sliced))

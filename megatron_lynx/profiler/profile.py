@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import ITEMS_OF, Half
 from megatron_lynx.validation import validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -179,7 +179,7 @@ class Profile(_Part):
     @model_validator(mode="after")
     def _whole(self) -> Profile:
         problems = []
-        for half, items in ITEMS_OF.items():
+        for half, items in ((half, section.names) for half, section in DENSE.items()):
             if set(self.half(half).items) != set(items):
                 problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
             for index, tensor in enumerate(self.half(half).tensors):

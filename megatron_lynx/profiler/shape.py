@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lynx.anatomy import ITEMS
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.items import ITEMS
 from megatron_lynx.profiler.quantized import FP8_BYTES
 
 

@@ -13,7 +13,7 @@ Three implementations, as `model.attention` and the device say:
 
 from __future__ import annotations
 
-from megatron_lynx.items import Half
+from megatron_lynx.anatomy import Half
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape

@@ -136,7 +136,7 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         if micro_batch.index in self._agendas[policy.chunk].whole:
             policy = policy.keeping
-        shipment = None if policy.opaque else self._shipping.shipment_of(micro_batch, (args, kwargs))
+        shipment = None if policy.section.opaque else self._shipping.shipment_of(micro_batch, (args, kwargs))
         recorded = policy.replay or shipment is not None
         if recorded:
             refuse_foreign_hooks(policy.name)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.refusals import asked_twice
-from megatron_lynx.runtime.window import FrameKey
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.ledger import MicroBatch

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
 from megatron_lynx.runtime.saved import tensors_in
 from megatron_lynx.runtime.turns import Place, Turns
-from megatron_lynx.runtime.window import FrameKey, Phase
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.frame import Frame
@@ -42,7 +42,7 @@ class MicroBatch:
     ahead: set[FrameKey] = field(default_factory=set)
     """Frames that were regenerated and that backward has not reached."""
     output: weakref.ref[Tensor] | None = None
-    phase: Phase = "steady"
+    phase: BackwardPhase = "steady"
     shipment: Shipment | None = None
     """What of it goes to the host."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.items import Half
+from megatron_lynx.anatomy import Half, Section
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
 """Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
@@ -20,25 +20,24 @@ class HalfPolicy:
     """Made from a rule, one for each half of each layer."""
 
     layer: int
-    half: Half
+    section: Section
+    """What fills the half."""
     replay: frozenset[str]
     """Items whose saved tensors are let go."""
-    code_behind: Mapping[str, str]
-    """The item that the code behind a site belongs to; sites that are not listed own the code behind them."""
-    row_parallel: str
-    """The site whose call is never repeated, and whose output no replay needs."""
     gather_site: str | None = None
     """The replayed site whose first argument is gathered once (sequence parallelism)."""
     gather: Gather | None = None
     chunk: int = 0
     """Which of the stage's chunks the layer is in."""
-    opaque: bool = False
-    """Kept whole and not looked into: nothing of it is let go or leaves for the host, and no collective in it is a window."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:
         """The same half where nothing is let go."""
         return replace(self, replay=frozenset(), gather_site=None, gather=None)
+
+    @property
+    def half(self) -> Half:
+        return self.section.half
 
     @property
     def name(self) -> str:

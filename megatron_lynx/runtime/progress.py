@@ -34,7 +34,7 @@ class Progress:
     def in_half(self) -> bool:
         """Whether a half runs, or its backward does, and may be looked into."""
         frame = self.scope.frame if self.scope is not None else self.ledger.entered
-        return frame is not None and not frame.policy.opaque
+        return frame is not None and not frame.policy.section.opaque
 
     @property
     def busy(self) -> bool:

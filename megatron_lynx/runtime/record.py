@@ -70,7 +70,7 @@ class Recorder:
         outputs = self._called(call, arguments)
         if call.state is not None and self.frame.policy.replay:
             self.frame.site_states[self._segment] = call.state.capture()  # [8]
-        self._enter(self.frame.policy.code_behind.get(call.name, call.name))
+        self._enter(self.frame.policy.section.code_behind.get(call.name, call.name))
         return outputs
 
     def _called(self, call: SiteCall, arguments: list[Tensor]) -> Any:
@@ -95,7 +95,7 @@ class Recorder:
         behind = self._random.capture()
         regenerated = [tensor for tensor in arguments if storage_of(tensor) not in self._resident]
         self._let_go(call, outputs, arguments, regenerated)  # [3]
-        if call.name == self.frame.policy.row_parallel:
+        if call.name == self.frame.policy.section.row_parallel:
             self._row_segment = self._segment
             remembered = map_nest(Tensor, _absent, outputs)
         else:

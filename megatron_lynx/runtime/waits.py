@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import RECV_BACKWARD, BackwardPhase, Window, WindowAddress
 from megatron_lynx.runtime.ledger import MicroBatch
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import Passage, Recorder
@@ -20,7 +21,7 @@ from megatron_lynx.runtime.replays import Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.trace import Kind
-from megatron_lynx.runtime.window import RECV_BACKWARD, Agenda, Phase, Place, WindowedWork, WindowKey
+from megatron_lynx.runtime.window import Agenda, WindowedWork
 
 
 class Waits:
@@ -91,22 +92,22 @@ class Waits:
             frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: Recorder | Passage) -> tuple[Place, MicroBatch | None, Phase]:
+    def _in_forward(self, scope: Recorder | Passage) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
         """Where the collective issued now stands, and whose replays it hides."""
-        place = Place("fwd", *scope.frame.key, scope.collectives)
+        place = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
         return place, self._ledger.hidden_by_forward(), "steady"
 
-    def _in_backward(self) -> tuple[Place | None, MicroBatch | None, Phase]:
+    def _in_backward(self) -> tuple[WindowAddress | None, MicroBatch | None, BackwardPhase]:
         """The same in a half's backward; nowhere outside of one."""
         entered = self._ledger.entered
         if entered is None:
             return None, None, "steady"
-        place = Place("bwd", *entered.key, self._ledger.ordinal)
+        place = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
         return place, entered.micro_batch, entered.micro_batch.phase
 
-    def _window(self, window: WindowKey, micro_batch: MicroBatch | None, phase: Phase, wait: Callable[[], Any]) -> Any:
+    def _window(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase, wait: Callable[[], Any]) -> Any:
         kind: Kind = "recv" if window == RECV_BACKWARD else "window"
         number = micro_batch.number if micro_batch else None
         with self._progress.trace.span(kind, window=str(window), micro_batch=number):
@@ -117,7 +118,7 @@ class Waits:
             self._gather_behind(window, micro_batch)
         return waited
 
-    def _replay_ahead(self, window: WindowKey, micro_batch: MicroBatch, phase: Phase) -> None:
+    def _replay_ahead(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> None:
         agenda, counts = self._agendas[micro_batch.chunk], self._progress.counts
         for key in agenda.replays_in(self._as_seen_by(micro_batch, window), phase):
             frame = micro_batch.frames.get(key)
@@ -131,16 +132,16 @@ class Waits:
             self._replays.replay(frame, str(window))
             counts.hidden += 1
 
-    def _gather_behind(self, window: WindowKey, micro_batch: MicroBatch) -> None:
+    def _gather_behind(self, window: Window, micro_batch: MicroBatch) -> None:
         for key in self._agendas[micro_batch.chunk].gathers_behind(window):
             frame = micro_batch.frames.get(key)
             if frame is not None and frame.lets_go and frame.gathering is None:
                 with self._progress.span("gather", frame, str(window)):
                     self._replays.gather(frame)
 
-    def _as_seen_by(self, micro_batch: MicroBatch, window: WindowKey) -> WindowKey:
+    def _as_seen_by(self, micro_batch: MicroBatch, window: Window) -> Window:
         """A forward of another chunk is known by where its layer stands in its chunk."""
-        if window == RECV_BACKWARD or window.passing == "bwd":
+        if not isinstance(window, WindowAddress) or window.passing == "bwd":
             return window
         running, replayed = self._agendas[self._ledger.recording_chunk], self._agendas[micro_batch.chunk]
         return window._replace(layer=window.layer - running.first_layer + replayed.first_layer)

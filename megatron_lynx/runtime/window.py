@@ -11,38 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from megatron_lynx.items import Half
-
-Phase = Literal["steady", "cooldown"]
-RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
-
-
-class Place(NamedTuple):
-    """One collective of one half, as an address: which pass, which layer and half, the how-manieth."""
-
-    passing: Literal["fwd", "bwd"]
-    layer: int
-    half: Half
-    ordinal: int
-
-    def __str__(self) -> str:
-        return f"{self.passing}.{self.half}.{self.ordinal}@{self.layer}"
-
-
-FrameKey = tuple[int, Half]
-"""(layer, half)."""
-
-WindowKey = Place | Literal["pipe.recv_backward"]
+from megatron_lynx.anatomy.address import BackwardPhase, FrameKey, Window
 
 
 @dataclass(frozen=True)
 class Agenda:
     """What the plan assigned in one chunk: frames to windows, by phase of the micro-batch whose backward they are for."""
 
-    replays: Mapping[Phase, Mapping[WindowKey, tuple[FrameKey, ...]]] = field(default_factory=dict)
-    gathers: Mapping[WindowKey, tuple[FrameKey, ...]] = field(default_factory=dict)
+    replays: Mapping[BackwardPhase, Mapping[Window, tuple[FrameKey, ...]]] = field(default_factory=dict)
+    gathers: Mapping[Window, tuple[FrameKey, ...]] = field(default_factory=dict)
     """Frames whose input is gathered behind a window."""
     ahead_depth: int = 0
     whole: Container[int] = ()
@@ -50,10 +29,10 @@ class Agenda:
     first_layer: int = 1
     """Of the chunk. A window of a forward is known by where its layer stands in its chunk: the forward may be another chunk's."""
 
-    def replays_in(self, window: WindowKey, phase: Phase) -> tuple[FrameKey, ...]:
+    def replays_in(self, window: Window, phase: BackwardPhase) -> tuple[FrameKey, ...]:
         return self.replays.get(phase, {}).get(window, ())
 
-    def gathers_behind(self, window: WindowKey) -> tuple[FrameKey, ...]:
+    def gathers_behind(self, window: Window) -> tuple[FrameKey, ...]:
         return self.gathers.get(window, ())
 
 

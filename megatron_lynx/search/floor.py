@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.cost.step import replaying_stage_s
-from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape

@@ -15,15 +15,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from megatron_lynx.anatomy import DENSE, HALVES, ROW_PARALLEL, Half
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, Window
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass
 from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.simulator.walk import Walk
@@ -84,15 +84,15 @@ def _segments(profile: Profile, passing: Literal["fwd", "bwd"], message_bytes: i
 def segments(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> Segments:
     """How a half's seconds lie around its windows."""
     items, windows = profile.half(half).items, window_lengths_s(profile, passing, half, message_bytes)
-    order = ITEMS_OF[half]
-    column = order.index(COLUMN_PARALLEL[half])
+    order = DENSE[half].names
+    column = order.index(DENSE[half].column_parallel)
     row = next(index for index, item in enumerate(order) if item in ROW_PARALLEL)
     if passing == "fwd":
         cuts = {0: [], 1: [row + 1], 2: [column, row + 1]}[len(windows)]
         seconds = [items[item].forward_s for item in order]
         return Segments(tuple(sum(seconds[a:b]) for a, b in pairwise([0, *cuts, len(order)])), windows)
     back = [items[item].backward_s for item in order]
-    wgrad_s = items[COLUMN_PARALLEL[half]].wgrad_s
+    wgrad_s = items[DENSE[half].column_parallel].wgrad_s
     norm, inner, end = sum(back[:column]), sum(back[column : row + 1]), sum(back[row + 1 :])
     if not windows:
         return Segments((norm + inner + end,), ())
@@ -110,7 +110,7 @@ def _forward(treated: Sequence[Treated], served: Served, halves: Parts, interfer
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
-                place = Collective("fwd", half.layer, half.half, ordinal)
+                place = WindowAddress("fwd", half.layer, half.half, ordinal)
                 walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
@@ -142,7 +142,7 @@ def _back_through(walk: Walk, half: Treated, following: Treated | None, parts: S
             left = half.memory.tail
             walk.gather(following)
         if ordinal <= last:
-            place = Collective("bwd", half.layer, half.half, ordinal)
+            place = WindowAddress("bwd", half.layer, half.half, ordinal)
             walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
     walk.hold(-left)
 
@@ -165,9 +165,9 @@ def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> Served:
     """What a forward hides of another chunk: its layers are known by where they stand in their chunk."""
     moved = running[0].layer - other[0].layer
     return {
-        replace(window, layer=window.layer + moved): halves
+        window._replace(layer=window.layer + moved): halves
         for window, halves in _served(other, "steady").items()
-        if isinstance(window, Collective) and window.passing == "fwd"
+        if isinstance(window, WindowAddress) and window.passing == "fwd"
     }
 
 

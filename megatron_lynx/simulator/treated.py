@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy.address import Window, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.items import Half
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.schedule.windows import Collective, Window
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ class Treated:
     def window(self, phase: Phase) -> Window:
         """Where the replay runs for a backward of this phase. Behind a forward that hides nothing it is on demand instead."""
         window = self.cooldown if phase == "cooldown" else self.steady
-        missed = phase == "warmup" and isinstance(window, Collective) and window.passing == "fwd"
+        missed = phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
         return "on_demand" if missed else window

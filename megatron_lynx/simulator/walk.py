@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron_lynx.schedule.windows import ON_DEMAND, Collective
+from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
 from megatron_lynx.simulator.passes import Pass
 from megatron_lynx.simulator.timeline import Span
 from megatron_lynx.simulator.treated import Treated
@@ -57,7 +57,7 @@ class Walk:
         self.replay(half, half.replay_s, ON_DEMAND)
         self._exposed_s += half.replay_s + half.gather_s
 
-    def window(self, window: Collective, seconds: float, served: Sequence[Treated]) -> None:  # [2]
+    def window(self, window: WindowAddress, seconds: float, served: Sequence[Treated]) -> None:  # [2]
         start_s, room_s = self.clock_s, seconds / self._interference
         for half in served:
             self.regenerate(half)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.solver.problem import Option, StageProblem
 from megatron_lynx.units import format_bytes
 

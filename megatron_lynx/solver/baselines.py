@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.items import ITEMS_OF, Half
-from megatron_lynx.schedule.windows import ON_DEMAND
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, StageProblem
 
@@ -85,7 +85,7 @@ def _halves(problem: StageProblem) -> tuple[tuple[Choices, Half], tuple[Choices,
 
 
 def _replaying(options: Choices, half: Half, items: tuple[str, ...]) -> Option:
-    return options.replaying(*(item for item in items if item in ITEMS_OF[half]))
+    return options.replaying(*(item for item in items if item in DENSE[half].names))
 
 
 def _most_replayed(options: Choices) -> list[Option]:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory
-from megatron_lynx.items import Half
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 
 Floats = NDArray[np.float64]
 Numbers = int | NDArray[np.intp]

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
-from megatron_lynx.items import Half
-from megatron_lynx.schedule.windows import RECV_BACKWARD
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import Option, Receive, StageProblem, is_ahead
 

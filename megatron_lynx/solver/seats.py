@@ -30,13 +30,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF, Half
 from megatron_lynx.schedule import interleaved
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Seat, own_window
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class Seats:
 
     def gathers(self, half: Half, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
-        return self.job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replay
+        return self.job.parallel.sequence_parallel and DENSE[half].column_parallel in replay
 
     def communicates(self, half: Half, replay: Collection[str]) -> bool:
         """Whether the replay makes a norm anew that reduces its amax."""
-        return self.job.reduces_amaxes and ITEMS_OF[half][0] in replay
+        return self.job.reduces_amaxes and DENSE[half].norm in replay
 
     @cached_property
     def message_bytes(self) -> int:

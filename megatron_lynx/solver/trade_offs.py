@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, Half
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import Profile
@@ -51,7 +51,7 @@ def _trade_offs(job: Job, profile: Profile, half: Half) -> Iterator[TradeOff]:
     costs, shape = profile.half(half), LayerShape(job.model, job.parallel, job.batch.micro)
     for replay in sensible_choices(half, costs.tensors):
         replayed = replay_of(half, costs.tensors, replay)
-        gathers = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replay
+        gathers = job.parallel.sequence_parallel and DENSE[half].column_parallel in replay
         gather_s = gather_once_s(profile, half, None, shape.gathered_bytes) if gathers else 0.0
         saved_bytes = costs.saved_bytes - costs.input_bytes - replayed.stays_bytes
         yield TradeOff(replay, saved_bytes, sum(costs.items[item].forward_s for item in replayed.runs) + gather_s)

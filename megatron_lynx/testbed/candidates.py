@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES
 from megatron_lynx.plan.plan import Gather, Plan, Rule, Windows
-from megatron_lynx.schedule.windows import ON_DEMAND
 
 MODULES = ("core_attn", "layernorm", "mlp")
 """Stock's `recompute_modules` of a dense layer; the others belong to mixtures of experts and to latent attention."""
@@ -74,7 +74,9 @@ def without_windows(plan: Plan) -> Plan:
 
 
 def _on_demand(rule: Rule) -> Rule:
-    gathers = {half: ON_DEMAND for half in HALVES if rule.gather.of(half) is not None and COLUMN_PARALLEL[half] in rule.replay}
+    gathers = {
+        half: ON_DEMAND for half in HALVES if rule.gather.of(half) is not None and DENSE[half].column_parallel in rule.replay
+    }
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
 
 

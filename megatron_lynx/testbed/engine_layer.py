@@ -6,9 +6,9 @@ import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.items import COLUMN_PARALLEL, ITEMS_OF, Half
 from megatron_lynx.profiler.measured import EngineLayer, InnerNorm
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compiled_extension
@@ -40,7 +40,7 @@ def engine_layer(job: Job, layer: Any) -> EngineLayer | None:
     if not job.model.engine:
         return None
     halves: dict[Half, Any] = {"attention": layer.self_attention, "mlp": layer.mlp}
-    norms = {half: _inner_norm(layer, half, getattr(owner, COLUMN_PARALLEL[half])) for half, owner in halves.items()}
+    norms = {half: _inner_norm(layer, half, getattr(owner, DENSE[half].column_parallel)) for half, owner in halves.items()}
     return EngineLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
 
 
@@ -60,6 +60,6 @@ def _inner_norm(layer: Any, half: Half, linear: Any) -> InnerNorm:
     from megatron_lynx.apply.transformer_engine.norm import norm_inside
 
     config = layer.config
-    inside = norm_inside(linear, ITEMS_OF[half][0], present_engine())
+    inside = norm_inside(linear, DENSE[half].norm, present_engine())
     alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
     return InnerNorm(inside.run, inside.saved, alone)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.anatomy import Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.items import Half
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.testbed.place import Place

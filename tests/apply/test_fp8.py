@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -62,7 +62,7 @@ def test_replayed_and_mixed(pool_of, recipe, like, layout, settings):
     candidates = [
         plan_for(job, lambda layer: NORMS, windows=False),
         plan_for(job, lambda layer: everything, windows=windows),
-        plan_for(job, lambda layer: [i for i in everything if (i in ITEMS_OF["attention"]) == bool(layer % 2)], windows=windows),
+        plan_for(job, lambda layer: [i for i in everything if (i in ATTENTION.names) == bool(layer % 2)], windows=windows),
     ]
     checked(pool_of, job, candidates, Trial(steps=3, model=settings))
 

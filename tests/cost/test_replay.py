@@ -6,9 +6,9 @@ from itertools import combinations
 
 import pytest
 
+from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL
 from megatron_lynx.cost.layer import LayerShape, half_tensors, replayed_flops
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.items import HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -20,7 +20,7 @@ STATES_PER_HALF = 5
 
 
 def every_set(half):
-    items = [item for item in ITEMS_OF[half] if item not in ROW_PARALLEL]
+    items = [item for item in DENSE[half].names if item not in ROW_PARALLEL]
     return [chosen for size in range(len(items) + 1) for chosen in combinations(items, size)]
 
 
@@ -85,7 +85,7 @@ def test_a_replay_stops_where_nothing_more_is_needed():
 @pytest.mark.parametrize("half", HALVES)
 def test_sensible_choices_reach_from_nothing_to_everything(half):
     choices = list(sensible_choices(half, tensors(half)))
-    everything = tuple(item for item in ITEMS_OF[half] if item not in ROW_PARALLEL)
+    everything = tuple(item for item in DENSE[half].names if item not in ROW_PARALLEL)
     assert choices[0] == ()
     assert choices[-1] == everything
     assert len(set(choices)) == len(choices)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
-from megatron_lynx.items import HALVES
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape

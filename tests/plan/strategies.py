@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -25,7 +26,6 @@ from megatron_lynx.plan.plan import (
     Stage,
     Whole,
 )
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD, Collective, collectives_of, window_at
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
@@ -143,7 +143,7 @@ def kept_items(draw: st.DrawFn, layers: LayerRange, engine: bool) -> Rule:
     """Everything kept, everything replayed, or any mixture."""
     free = [item for item in ITEMS if item not in ROW_PARALLEL]
     replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
-    norms = {COLUMN_PARALLEL[half]: ITEMS_OF[half][0] for half in HALVES} if engine else {}
+    norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if engine else {}
     replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
     return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
 
@@ -185,14 +185,14 @@ def with_windows(
 def _forward(parallel: ParallelFacts, *, above: bool) -> list[str]:
     if parallel.tensor == 1:
         return []
-    ordinals = range(collectives_of("fwd", parallel.sequence_parallel))
+    ordinals = range(len(ATTENTION.collectives("fwd", parallel.sequence_parallel)))
     return [f"fwd.{half}.{n}{layer}" for layer in ("", "+1")[: 1 + above] for half in HALVES for n in ordinals]
 
 
 def _backward(parallel: ParallelFacts) -> list[str]:
     if parallel.tensor == 1:
         return []
-    ordinals = range(collectives_of("bwd", parallel.sequence_parallel))
+    ordinals = range(len(ATTENTION.collectives("bwd", parallel.sequence_parallel)))
     return [f"bwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
 
 
@@ -200,7 +200,7 @@ def _experts_kept(rule: Rule, experts: Sequence[LayerRange]) -> Rule:
     """Of layers with experts the MLP half is kept whole, and no more is drawn for them."""
     if not any(layer in span for layer in rule.layers for span in experts):
         return rule
-    replay = tuple(item for item in rule.replay if item in ITEMS_OF["attention"])
+    replay = tuple(item for item in rule.replay if item in DENSE["attention"].names)
     return Rule(layers=rule.layers, keep=tuple(item for item in ITEMS if item not in replay), replay=replay)
 
 
@@ -208,13 +208,15 @@ def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange]) ->
     """Whether a window lies in experts, for some of these layers."""
     windows = [window_at(name, layer) for layer in layers]
     return any(
-        isinstance(window, Collective) and window.half == "mlp" and window.layer in span for window in windows for span in experts
+        isinstance(window, WindowAddress) and window.half == "mlp" and window.layer in span
+        for window in windows
+        for span in experts
     )
 
 
 def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     """Gather on demand whatever must be gathered."""
-    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and COLUMN_PARALLEL[half] in rule.replay}
+    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and DENSE[half].column_parallel in rule.replay}
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 
@@ -229,6 +231,6 @@ def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: 
 
 
 def _problems(stage: Stage, parallel: ParallelFacts, depth: int, engine: bool) -> list[str]:
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, engine=engine))
-    ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in order.PHASES)
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=engine))
+    ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

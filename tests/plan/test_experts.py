@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_lynx.items import ITEMS_OF
+from megatron_lynx.anatomy import DENSE
 from megatron_lynx.plan import Plan, dump_plan
 from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
 from tests.plan.strategies import plans
 from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
 
 ATTENTION = {
-    "keep": ["core_attention", "linear_proj", *ITEMS_OF["mlp"]],
+    "keep": ["core_attention", "linear_proj", *DENSE["mlp"].names],
     "replay": ["input_layernorm", "linear_qkv", "rotary", "attention_bda"],
 }
 

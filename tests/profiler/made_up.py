@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
-from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
 
 FLOPS_PER_S = 1e9
@@ -31,7 +31,7 @@ def made_up_profile(job: Job, link_s: float = 1e-3, **changes: Any) -> Profile:
 def made_up_half(shape: LayerShape, half: Half) -> HalfProfile:
     flops, tensors = item_flops(shape), half_tensors(shape, half)
     items = {}
-    for item in ITEMS_OF[half]:
+    for item in DENSE[half].names:
         gemm_s = flops[item] / FLOPS_PER_S
         linear = item.startswith("linear_")
         items[item] = ItemProfile(

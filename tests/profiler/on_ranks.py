@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_lynx.anatomy import Half
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import Half
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkKind, LinkPoint
 
 

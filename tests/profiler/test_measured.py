@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.errors import ConfigError
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS_OF
 from megatron_lynx.planner import make_plan
 from megatron_lynx.testbed import engine_layer
 from megatron_lynx.testbed.place import place_for
@@ -49,8 +49,8 @@ def test_a_real_layer_saves_what_its_shape_says(pool_of, job):
     for half in HALVES:
         assert blocks(measured[half].tensors) == blocks(half_tensors(shape, half))
         assert measured[half].input_bytes == shape.input_bytes
-        assert {item: measured[half].items[item].flops for item in ITEMS_OF[half]} == {
-            item: item_flops(shape)[item] for item in ITEMS_OF[half]
+        assert {item: measured[half].items[item].flops for item in DENSE[half].names} == {
+            item: item_flops(shape)[item] for item in DENSE[half].names
         }
 
 
@@ -58,7 +58,7 @@ def test_every_item_has_its_seconds(pool_of):
     measured = pool_of(1).run(measure_one, tiny_job("llama"))[0]
     for half in HALVES:
         items = measured[half].items
-        assert all(items[item].forward_s > 0 and items[item].backward_s > 0 for item in ITEMS_OF[half])
+        assert all(items[item].forward_s > 0 and items[item].backward_s > 0 for item in DENSE[half].names)
         assert all(items[item].dgrad_s > 0 and items[item].wgrad_s > 0 for item in items if item.startswith("linear_"))
         assert measured[half].saved_bytes == measured[half].input_bytes + sum(item.saved_bytes for item in items.values())
 
@@ -104,10 +104,10 @@ def test_a_norm_inside_a_linear_is_told_apart(engine_pool):
         for half in HALVES:
             assert sizes(measured[half].tensors) == sizes(half_tensors(shape, half))
             items = measured[half].items
-            norm, linear = items[ITEMS_OF[half][0]], items[COLUMN_PARALLEL[half]]
+            norm, linear = items[DENSE[half].norm], items[DENSE[half].column_parallel]
             assert min(norm.forward_s, norm.backward_s) > 0
             assert min(linear.forward_s, linear.backward_s, linear.dgrad_s, linear.wgrad_s) >= 0
-            assert linear.flops == item_flops(shape)[COLUMN_PARALLEL[half]]
+            assert linear.flops == item_flops(shape)[DENSE[half].column_parallel]
 
 
 def sizes(tensors):

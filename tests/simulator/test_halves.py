@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
-from megatron_lynx.schedule.windows import Collective
 from megatron_lynx.simulator.halves import segments, stage_passes
 from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -42,7 +42,7 @@ def layer(replay_s, **attention):
     return replaying, Treated(1, "mlp", HalfMemory(resident=50, regenerated=0, tail=15))
 
 
-IN_WINDOW = {"steady": Collective("bwd", 1, "mlp", 0), "cooldown": Collective("bwd", 1, "mlp", 0)}
+IN_WINDOW = {"steady": WindowAddress("bwd", 1, "mlp", 0), "cooldown": WindowAddress("bwd", 1, "mlp", 0)}
 
 
 def test_compute_lies_around_the_windows():
@@ -88,7 +88,7 @@ def test_memory_of_a_backward_step_by_step():
 def test_a_forward_hides_replays_only_when_a_backward_follows():
     """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
     attention = Treated(1, "attention", HalfMemory(10, 0, 10))
-    place = Collective("fwd", 1, "mlp", 0)
+    place = WindowAddress("fwd", 1, "mlp", 0)
     mlp = Treated(1, "mlp", HalfMemory(10, 30, 12), 7.0, steady=place, cooldown="pipe.recv_backward")
     passes = stage_passes((attention, mlp), profile_of(tensor=2), 100)
     assert passes.forward["warmup"].seconds == 21.0

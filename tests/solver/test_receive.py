@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lynx.schedule.windows import RECV_BACKWARD
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.solver import heuristic
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all, of_policy

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.schedule.windows import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.solver.options import StageProblems
 from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lynx.anatomy import DENSE
+from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import COLUMN_PARALLEL
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
-from megatron_lynx.schedule.windows import ON_DEMAND, Collective
 
 
 @dataclass
@@ -51,8 +51,8 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             if not lets_go(job, entry, layer, half):
                 continue
             window = window_of(entry, (layer, half), "cooldown" if phase == "cooldown" else "steady")
-            missed = phase == "warmup" and isinstance(window, Collective) and window.passing == "fwd"
+            missed = phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
             result.replayed += 1
             result.hidden += window != ON_DEMAND and not missed
-            result.gathered += plan.parallel.sequence_parallel and COLUMN_PARALLEL[half] in entry.rule_for(layer).replay
+            result.gathered += plan.parallel.sequence_parallel and DENSE[half].column_parallel in entry.rule_for(layer).replay
     return result

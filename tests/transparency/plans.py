@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import COLUMN_PARALLEL, HALVES, ITEMS, ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.plan.plan import Plan
 
 REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
@@ -14,7 +14,7 @@ REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 
 def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
     """Everything that can be replayed; under sequence parallelism without the GEMMs that gather, unless `gather`."""
-    kept = () if gather or not job.parallel.sequence_parallel else tuple(COLUMN_PARALLEL.values())
+    kept = () if gather or not job.parallel.sequence_parallel else tuple(COLUMN_PARALLEL)
     return tuple(item for item in REPLAYABLE if item not in kept)
 
 
@@ -52,14 +52,14 @@ def _stage(
     layers = job.layers_of(*place)
     rules = []
     for layer in layers:
-        replayed = set(replays(layer)) - set(ITEMS_OF["mlp"] if layer in job.model.expert_layers else ())
+        replayed = set(replays(layer)) - set(DENSE["mlp"].names if layer in job.model.expert_layers else ())
         rule: dict[str, Any] = {"layers": layer, "keep": [i for i in ITEMS if i not in replayed]}
         rule["replay"] = [item for item in ITEMS if item in replayed]
-        halves = [half for half in HALVES if replayed & set(ITEMS_OF[half])]
+        halves = [half for half in HALVES if replayed & set(DENSE[half].names)]
         if windows:
             rule["windows"] = {half: _window(job, place, layer, half, replayed) for half in halves}
         if job.parallel.sequence_parallel:
-            gathers = [half for half in halves if COLUMN_PARALLEL[half] in replayed]
+            gathers = [half for half in halves if DENSE[half].column_parallel in replayed]
             rule["gather"] = {half: _gather(job, place, layer, half) if windows else "on_demand" for half in gathers}
         rules.append(rule)
     depth = ahead_depth if windows else 0
@@ -80,7 +80,7 @@ def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: 
 
 def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
-    needs_gather = job.parallel.sequence_parallel and COLUMN_PARALLEL[half] in replayed
+    needs_gather = job.parallel.sequence_parallel and DENSE[half].column_parallel in replayed
     behind_mlp = half == "attention" and layer not in job.model.expert_layers
     if needs_gather or layer < job.layers_of(*place)[-1] or behind_mlp:
         return "on_demand"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import ITEMS_OF
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -63,7 +63,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
         plan_for(job, lambda layer: ()),
         plan_for(job, lambda layer: everything, windows=False),
         plan_for(job, lambda layer: everything),
-        plan_for(job, lambda layer: [item for item in everything if (item in ITEMS_OF["attention"]) == bool(layer % 2)]),
+        plan_for(job, lambda layer: [item for item in everything if (item in DENSE["attention"].names) == bool(layer % 2)]),
         plan_for(job, lambda layer: ["input_layernorm", "pre_mlp_layernorm", "activation"]),
     ]
     if job.chunks > 1:

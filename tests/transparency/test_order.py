@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_lynx.anatomy.address import BackwardPhase
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.order import Phase, frames_of, window_of
+from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -30,7 +31,7 @@ def replays_seen(pool_of: Pools, job: Job, plan: Plan) -> list[list[tuple[Any, .
 def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, ...]]:
     stage = plan.stages[stage_number]
     warmup = min(job.parallel.pipeline - 1 - stage_number, job.microbatches)
-    phases: list[Phase] = ["steady"] * (job.microbatches - warmup) + ["cooldown"] * warmup  # type: ignore[assignment]
+    phases: list[BackwardPhase] = ["steady"] * (job.microbatches - warmup) + ["cooldown"] * warmup  # type: ignore[assignment]
     return {
         (micro_batch, *frame, str(window_of(stage, frame, phase)))
         for micro_batch, phase in enumerate(phases)

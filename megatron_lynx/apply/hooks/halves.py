@@ -18,7 +18,6 @@ import torch
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.site import LAYOUTS
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.policy import HalfPolicy
@@ -26,8 +25,7 @@ from megatron_lynx.runtime.policy import HalfPolicy
 
 def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], shape_SB: tuple[int, int]) -> Iterator[Claim]:
     """`shape_SB`: tokens of one sequence on this rank, and sequences of one micro-batch."""
-    for half, layout in LAYOUTS.items():
-        policy = policies[half]
+    for policy in policies.values():
 
         def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
             code = _leaving_as_it_was(layer, original)
@@ -39,7 +37,7 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], sh
 
             return run_half
 
-        yield Claim(layer, layout.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
+        yield Claim(layer, policy.section.method, hooked, "runs one half of a layer", f"layer {policy.layer}")
 
 
 PER_CALL = "mlp_norm_manager"

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.site import layouts_of
+from megatron_lynx.apply.site import modules_of, sited_sections_of
 from megatron_lynx.apply.transformer_engine import EngineRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
@@ -29,13 +29,12 @@ def claims(
     engine: Engine, layer: Module, number: int, release: EngineRelease | None = None, *, fp8: bool = False
 ) -> Iterator[Claim]:
     """`release`: that of Transformer Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
-    for layout in layouts_of(layer):
-        for site, module in layout.modules_of(layer, engine=release is not None).items():
-            first = norm_inside(module, layout.norm, release) if release and site == layout.column_parallel else None
-
-            state = Fp8Linear(module) if fp8 and site.startswith("linear_") else None
-            hooked = _as_site(engine, site, module, first, state)
-            yield Claim(module, "forward", hooked, "is a site of the plan", f"layer {number}.{site}")
+    for section in sited_sections_of(layer):
+        for item, module in modules_of(section, layer, te=release is not None).items():
+            first = norm_inside(module, section.norm, release) if release and item.role == "column_parallel" else None
+            state = Fp8Linear(module) if fp8 and item.is_linear else None
+            hooked = _as_site(engine, item.name, module, first, state)
+            yield Claim(module, "forward", hooked, "is a site of the plan", f"layer {number}.{item.name}")
 
 
 def _as_site(engine: Engine, site: str, module: Module, first: FirstPart | None, state: SiteState | None) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_lynx.items import ITEMS
+from megatron_lynx.anatomy import ITEMS
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_lynx.items import CODE_ITEMS, ITEMS_OF, Half
+from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
 from megatron_lynx.nest import all_in
 
 
@@ -74,7 +74,7 @@ def sites_of(layer: Any, half: Half, *, norms: bool = True) -> dict[str, nn.Modu
 
 def code_behind(half: Half, site: str | None) -> str:
     """The item that code belongs to which runs after `site` (None: before the first)."""
-    order = ITEMS_OF[half]
+    order = DENSE[half].names
     if site is None:
         return order[0]
     behind = order[min(order.index(site) + 1, len(order) - 1)]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lynx.anatomy import DENSE, ROW_PARALLEL, Half
 from megatron_lynx.config.job import Job
-from megatron_lynx.items import ITEMS_OF, ROW_PARALLEL, Half
 from megatron_lynx.profiler.measured.blocks import blocks_of
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
 from megatron_lynx.profiler.measured.seconds import gradient_gemm_seconds, item_flops, item_seconds
@@ -73,7 +73,7 @@ def _profile(run: HalfRun, shards: int, repetitions: int, engine: EngineLayer | 
         gemms = {item: (forward[item], forward[item]) for item in run.sites if item.startswith("linear_")}
     else:
         gemms = gradient_gemm_seconds(run, repetitions)
-    order = ITEMS_OF[run.half]
+    order = DENSE[run.half].names
     on_own_rows = {order[0], order[-1]}  # the norm and the bias-dropout-add
 
     def share(item: str) -> int:

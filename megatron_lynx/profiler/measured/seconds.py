@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lynx.items import CODE_ITEMS, COLUMN_PARALLEL, ITEMS_OF
+from megatron_lynx.anatomy import CODE_ITEMS, DENSE
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
 from megatron_lynx.profiler.profile import BlockProfile
@@ -48,9 +48,9 @@ def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockProfi
 def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
     passes = [_timed_pass(run) for _ in range(WARMUP + repetitions)][WARMUP:]
-    medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in ITEMS_OF[run.half]} for index in (0, 1)]
+    medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in DENSE[run.half].names} for index in (0, 1)]
     if run.inner_norm is not None:
-        norm, linear = ITEMS_OF[run.half][0], COLUMN_PARALLEL[run.half]
+        norm, linear = DENSE[run.half].norm, DENSE[run.half].column_parallel
         for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm], seconds[linear] = seconds[norm] + moved_s, seconds[linear] - moved_s
@@ -101,7 +101,7 @@ def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
     gradient = torch.ones_like(output)
     middle = now()
     output.backward(gradient)
-    backward_marks.append((ITEMS_OF[run.half][0], now()))
+    backward_marks.append((DENSE[run.half].norm, now()))
     return _stretches(begin, forward_marks), _stretches(middle, backward_marks)
 
 

@@ -1,0 +1,26 @@
+"""What a transformer layer consists of and where its windows are, as data: sections, items, collectives, addresses."""
+
+from megatron_lynx.anatomy.dense import ATTENTION, CODE_ITEMS, COLUMN_PARALLEL, DENSE, ITEMS, MLP, REPLAYABLE, ROW_PARALLEL
+from megatron_lynx.anatomy.experts import EXPERTS, sections_of
+from megatron_lynx.anatomy.section import HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
+
+__all__ = [
+    "ATTENTION",
+    "CODE_ITEMS",
+    "COLUMN_PARALLEL",
+    "Collective",
+    "DENSE",
+    "EXPERTS",
+    "HALVES",
+    "Half",
+    "ITEMS",
+    "Item",
+    "MLP",
+    "PASSES",
+    "Pass",
+    "REPLAYABLE",
+    "ROW_PARALLEL",
+    "Role",
+    "Section",
+    "sections_of",
+]

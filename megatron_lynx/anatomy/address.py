@@ -1,0 +1,97 @@
+"""Where a replay runs: addresses of windows, and the names by which plan files know them.
+
+A window is a stretch in which the compute stream would wait for communication.
+
+    layer l+1   ...                 forward runs down, backward runs up, attention before MLP in each layer
+    layer l     attention | mlp
+                     │        └ fwd.mlp.0       the collectives of a half, numbered in the order in which it issues them
+                     └ fwd.attention.0
+
+    text                   names
+    bwd.mlp.0              the first collective that the backward of the *same* layer's MLP half waits for
+    bwd.attention.0+1      the first one of the attention half of the layer above (layer l+1)
+    fwd.mlp.0              the first one of the same layer's MLP half in the forward that runs just before this backward; with
+                           several chunks on a stage that may be another chunk's: then of the layer at the same place in it
+    pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
+    on_demand              none: the replay runs when backward asks for its first tensor, and is exposed
+
+The section that fills a half says how many collectives it has in each pass (`anatomy.dense`). A half whose input is gathered once
+for its replay does not gather it again: it has no backward window 1. A name is relative to the layer whose half is replayed, so
+that identical layers have identical entries in a plan.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from megatron_lynx.anatomy.dense import DENSE
+from megatron_lynx.anatomy.section import HALVES, PASSES, Half, Pass
+
+BackwardPhase = Literal["steady", "cooldown"]
+BACKWARD_PHASES: tuple[BackwardPhase, BackwardPhase] = ("steady", "cooldown")
+"""A backward is steady where it follows a forward, whose collectives can hide its replays; in cool-down it follows a backward."""
+
+FrameKey = tuple[int, Half]
+"""(layer, half): one frame of a micro-batch."""
+
+ON_DEMAND: Literal["on_demand"] = "on_demand"
+RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
+
+_HALF = f"({'|'.join(HALVES)})"
+PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
+"""What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
+GATHER_PATTERN = rf"({ON_DEMAND}|bwd\.{_HALF}\.\d(\+\d+)?)"
+"""What the place is called behind which an input is gathered."""
+_COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d)(?:\+(\d+))?")
+
+
+class WindowAddress(NamedTuple):
+    """One collective of one half: which pass, which layer (its number from 1), which half, and the how-manieth it is there."""
+
+    passing: Pass
+    layer: int
+    half: Half
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"{self.passing}.{self.half}.{self.ordinal}@{self.layer}"
+
+    @property
+    def frame(self) -> FrameKey:
+        """The half in whose pass it is."""
+        return self.layer, self.half
+
+
+Window = WindowAddress | Literal["pipe.recv_backward", "on_demand"]
+
+
+def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
+    """What a plan calls a collective of a half that is `above` layers above the one that is replayed."""
+    return f"{passing}.{half}.{ordinal}{f'+{above}' if above else ''}"
+
+
+def window_at(text: str, layer: int) -> Window:
+    """The window that `text` names, seen from `layer` (its number from 1). ValueError where `text` names none."""
+    if text == ON_DEMAND:
+        return ON_DEMAND
+    if text == RECV_BACKWARD:
+        return RECV_BACKWARD
+    match = _COLLECTIVE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} names no window")
+    passing, half, ordinal, above = match.groups()
+    return WindowAddress(passing, layer + int(above or 0), half, int(ordinal))  # type: ignore[arg-type]
+
+
+def is_forward(window: str) -> bool:
+    """Whether a window's name is that of a forward's collective."""
+    return window.startswith("fwd.")
+
+
+def examples(passing: Pass) -> tuple[str, ...]:
+    """Names of windows, for whoever wrote one that is none."""
+    counts = {half: len(DENSE[half].collectives(passing, sequence_parallel=True)) for half in HALVES}
+    above = (0, 1) if passing == "bwd" else (0,)
+    places = ((ordinal, half) for ordinal in range(max(counts.values())) for half in HALVES if ordinal < counts[half])
+    return tuple(window_name(passing, half, ordinal, up) for ordinal, half in places for up in above)

@@ -1,0 +1,151 @@
+"""What a part of a transformer layer consists of, as data: the items in it, and the collectives that it waits for.
+
+    layer    attention half  ──filled by──>  Section "attention"    input_layernorm  linear_qkv  rotary  core_attention  ...
+             mlp half        ──filled by──>  Section "mlp"          pre_mlp_layernorm  linear_fc1  activation  linear_fc2  ...
+                              (or by)        Section "experts"      opaque: kept whole, no items to decide about
+
+A *half* is one of the two methods in which Megatron runs a layer, and the name by which plans, traces and frames know it. A
+*section* is what fills a half. Everything that plans, prices, records or replays walks over sections; nobody else knows the names
+of items or how many collectives there are. A new kind of layer is a new section (see docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+Half = Literal["attention", "mlp"]
+HALVES: tuple[Half, Half] = ("attention", "mlp")
+"""In the order of a forward."""
+
+Pass = Literal["fwd", "bwd"]
+PASSES: tuple[Pass, Pass] = ("fwd", "bwd")
+
+Role = Literal["norm", "column_parallel", "code", "core", "row_parallel", "residual", "opaque"]
+"""What an item is for.
+
+norm             a normalisation; under sequence parallelism it works on the rank's own rows
+column_parallel  a linear whose input is gathered under sequence parallelism
+core             an attention kernel
+row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: its input is captured when a replay
+                 reaches it, so neither its GEMM nor its reduction runs again
+code             code between two submodules that saves tensors for backward
+residual         bias, dropout and residual addition, which end a section
+opaque           kept whole and not looked into
+"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a plan decides about: a submodule call of Megatron's layer (a *site*), or the code between two of them."""
+
+    name: str
+    role: Role
+    path: str = ""
+    """Where the submodule is, as an attribute path of Megatron's layer; empty for code between two submodules."""
+
+    @property
+    def is_site(self) -> bool:
+        return bool(self.path)
+
+    @property
+    def is_linear(self) -> bool:
+        return self.role in ("column_parallel", "row_parallel")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the tensor-parallel group for which the compute stream waits."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    carries: Literal["input", "output", "gradient", "input_gradient"]
+    """Of the section's linears: what a column-parallel one reads, what a row-parallel one makes, and the gradients of both."""
+    behind: Role
+    """The item behind whose work, in the order of the pass, it is waited for."""
+    beside: Literal["dgrad", "wgrad"] | None = None
+    """The GEMM of the column-parallel linear's backward behind which stock Megatron hides it; None: it is exposed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """One content of a half. Compared by identity: each section exists once."""
+
+    name: str
+    half: Half
+    method: str
+    """The method of Megatron's layer that runs it."""
+    items: tuple[Item, ...]
+    """In the order of a forward."""
+    collectives_of: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = field(default_factory=dict)
+    """By pass, and by whether sequence parallelism is on: in the order in which they are issued."""
+
+    def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
+        """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
+        return self.collectives_of.get((passing, sequence_parallel), ())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its items, in the order of a forward."""
+        return tuple(item.name for item in self.items)
+
+    @cached_property
+    def opaque(self) -> bool:
+        """Whether it is kept whole: nothing of it is replayed or offloaded, and none of its collectives is a window."""
+        return any(item.role == "opaque" for item in self.items)
+
+    @cached_property
+    def sites(self) -> tuple[Item, ...]:
+        """The items that are submodule calls."""
+        return tuple(item for item in self.items if item.is_site)
+
+    @cached_property
+    def code_behind(self) -> Mapping[str, str]:
+        """By site: the item that the code right behind it belongs to, where that is another one."""
+        following = zip(self.items, self.items[1:], strict=False)
+        return {site.name: code.name for site, code in following if site.is_site and not code.is_site}
+
+    @cached_property
+    def replayable(self) -> tuple[str, ...]:
+        """The items that a plan may replay."""
+        return tuple(item.name for item in self.items if item.role not in ("row_parallel", "opaque"))
+
+    @cached_property
+    def norm(self) -> str:
+        return self._only("norm")
+
+    @cached_property
+    def column_parallel(self) -> str:
+        """The linear whose input is gathered under sequence parallelism."""
+        return self._only("column_parallel")
+
+    @cached_property
+    def row_parallel(self) -> str:
+        return self._only("row_parallel")
+
+    @cached_property
+    def residual(self) -> str:
+        """The bias, dropout and residual addition at its end."""
+        return self._only("residual")
+
+    @cached_property
+    def inner(self) -> tuple[str, ...]:
+        """What runs behind the column-parallel linear, up to the row-parallel one."""
+        return self.names[self.index(self.column_parallel) + 1 : self.index(self.row_parallel) + 1]
+
+    @cached_property
+    def on_own_rows(self) -> frozenset[str]:
+        """The items that work on a rank's own rows under sequence parallelism: norm and residual addition."""
+        return frozenset(item.name for item in self.items if item.role in ("norm", "residual"))
+
+    def index(self, name: str) -> int:
+        """The place of an item among all."""
+        return self.names.index(name)
+
+    def role_of(self, name: str) -> Role:
+        return self.items[self.index(name)].role
+
+    def _only(self, role: Role) -> str:
+        (name,) = (item.name for item in self.items if item.role == role)
+        return name
