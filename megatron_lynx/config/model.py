@@ -80,7 +80,7 @@ class Model(BaseModel):
         return 4 if self.dtype == "fp32" else 2
 
     @property
-    def engine(self) -> bool:
+    def uses_te(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.implementation == "transformer_engine"
 

@@ -60,7 +60,7 @@ def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collectio
         first = top and (half == "mlp" or layer in job.model.expert_layers)
         hidden = ahead and not (job.reduces_amaxes and DENSE[half].norm in items)
         gathers_once = job.parallel.sequence_parallel and DENSE[half].column_parallel in items
-        too_late = gathers_once or f"{half}_bda" in items or job.model.engine
+        too_late = gathers_once or f"{half}_bda" in items or job.model.uses_te
         own = job.parallel.sequence_parallel and not too_late
         window = _usual_window(job, place, (layer, half), first, own) if hidden and not (first and gathers_once) else ON_DEMAND
         windows[half] = window

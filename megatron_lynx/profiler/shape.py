@@ -73,7 +73,7 @@ class LayerShape:
     @property
     def eager(self) -> bool:
         """Whether every operator saves for itself, as in eager PyTorch."""
-        return self.model.attention == "unfused" and self.device == "cpu" and not self.model.engine
+        return self.model.attention == "unfused" and self.device == "cpu" and not self.model.uses_te
 
     @property
     def input_bytes(self) -> int:

@@ -140,7 +140,7 @@ def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
     model, rows = shape.model, shape.own_tokens
     out = shape.input_bytes
     layernorm = model.norm == "layernorm"
-    if model.engine:
+    if model.uses_te:
         statistics = [SavedTensor(bytes=rows * FP32_BYTES, made_by=norm, saved_by=(norm,)) for _ in range(1 + layernorm)]
         out = out if model.fp8_recipe is None else saved_bytes(model.fp8_recipe, rows, model.hidden)
         return [*statistics, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,))]

@@ -106,7 +106,7 @@ class Seats:
         """The windows of this backward that come before anything of the half is needed, the longest first."""
         half, waits = half_of(place), []
         gathers_late = place in NO_WINDOWS_BEFORE and self.gathers(half, replay)
-        too_late = f"{half}_bda" in replay or gathers_late or self.job.model.engine
+        too_late = f"{half}_bda" in replay or gathers_late or self.job.model.uses_te
         if self.job.parallel.sequence_parallel and not too_late:  # [4]
             waits.append(Wait(own_window(half), self._lengths_s["bwd", half][0]))
         before, above = BEFORE[half]

@@ -90,7 +90,7 @@ def _check(job: Job) -> None:
     if job.model.vocab % job.parallel.tensor:
         needed = f"a multiple of parallel.tensor ({job.parallel.tensor})"
         problems.append(Problem("job: model.vocab", f"{job.model.vocab}", needed, "pad it, as Megatron's training scripts do"))
-    if job.model.attention == "flash" and not (job.model.engine and job.cluster.device == "cuda"):
+    if job.model.attention == "flash" and not (job.model.uses_te and job.cluster.device == "cuda"):
         todo = "the testbed's local layers keep the scores, and so do all on a CPU"
         problems.append(Problem("job: model.attention", "flash", "unfused", todo))
     if problems:

@@ -44,7 +44,7 @@ class RankFigures:
 
 def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
     """The profile of a job on this machine. Raises what the ranks raise, and `ConfigError` where its layers cannot be built."""
-    from megatron_lynx.testbed.engine_layer import check_measurable
+    from megatron_lynx.testbed.te_layer import check_measurable
 
     check_measurable(job)
     with announce("measuring a layer and the links"):
@@ -74,8 +74,8 @@ def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractCo
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
-    from megatron_lynx.testbed.engine_layer import engine_layer, fp8_context, stood_in_for
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.te_layer import fp8_context, stood_in_for, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
     alone = _alone(job)
@@ -92,7 +92,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
             _arguments(alone),
             sequence_shards=sequence_shards,
             repetitions=repetitions,
-            engine=engine_layer(job, layer),
+            te=te_layer(job, layer),
         )
     embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))

@@ -36,7 +36,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     """
     model, parallel = job.model, job.parallel
     fused = model.attention == "flash"
-    if fused and not (model.engine and torch.cuda.is_available()):
+    if fused and not (model.uses_te and torch.cuda.is_available()):
         problem = Problem("job: model.attention", "flash", "unfused", "the testbed's layers keep the scores")
         raise ConfigError("The testbed cannot build this model.", [problem])
     swiglu = model.activation == "swiglu"
@@ -124,7 +124,7 @@ def _build_chunk(
     vp_stage = number if job.chunks > 1 else None
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=(engine_block_spec if model.engine else block_spec)(config, vp_stage),
+        transformer_layer_spec=(te_block_spec if model.uses_te else block_spec)(config, vp_stage),
         vocab_size=model.vocab,
         max_sequence_length=model.seq,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -169,7 +169,7 @@ def exchange_norms(layer: Any) -> None:
             setattr(owner, name, Norm)
 
 
-def engine_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's default layer on GPUs, which is made of Transformer Engine's modules."""
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec

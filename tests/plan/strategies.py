@@ -58,10 +58,10 @@ def plans(
     model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
     owned = cut(partition) if partition else draw(splits(model.layers, parallel.pipeline * parallel.chunks))
-    engine = model.implementation == "transformer_engine"
+    te = model.implementation == "transformer_engine"
     least = [min(len(layers) for layers in owned[at :: parallel.pipeline]) for at in range(parallel.pipeline)]
     stages = [
-        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], engine, model))
+        draw(stages_of(number, layers, parallel, least[number % parallel.pipeline], te, model))
         for number, layers in enumerate(owned)
     ]
     if whole:
@@ -115,10 +115,10 @@ def stages_of(
     layers: LayerRange,
     parallel: ParallelFacts,
     least: int,
-    engine: bool = False,
+    te: bool = False,
     model: ModelFacts | None = None,
 ) -> Stage:
-    """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `engine`: of Transformer Engine's layers.
+    """`number`: of the virtual stage. `least`: layers of its stage's smallest chunk. `te`: of Transformer Engine's layers.
     `model`: says which layers have experts."""
     last = number == parallel.pipeline * parallel.chunks - 1
     experts = () if model is None else model.moe_layers
@@ -126,24 +126,24 @@ def stages_of(
     predicted = draw(
         st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
     )
-    kept = [_experts_kept(draw(kept_items(span, engine)), experts) for span in ranges]
+    kept = [_experts_kept(draw(kept_items(span, te)), experts) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
-                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, engine, experts))
-    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, engine))
+                stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, experts))
+    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
 
 @st.composite
-def kept_items(draw: st.DrawFn, layers: LayerRange, engine: bool) -> Rule:
+def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool) -> Rule:
     """Everything kept, everything replayed, or any mixture."""
     free = [item for item in ITEMS if item not in ROW_PARALLEL]
     replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
-    norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if engine else {}
+    norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if te else {}
     replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]
     return Rule(layers=layers, keep=tuple(item for item in ITEMS if item not in replay), replay=tuple(replay))
 
@@ -156,7 +156,7 @@ def with_windows(
     half: Half,
     least: int,
     parallel: ParallelFacts,
-    engine: bool,
+    te: bool,
     experts: Sequence[LayerRange] = (),
 ) -> Stage:
     """The stage with a window for one half and a place for its gather, out of those that come in time for every layer.
@@ -168,7 +168,7 @@ def with_windows(
         names = [gather or ON_DEMAND, *((windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,))]
         if any(_in_experts(name, stage.rules[index].layers, experts) for name in names):
             return False
-        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers), engine)
+        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers), te)
 
     gather = None
     if stage.rules[index].gather.of(half) is not None:
@@ -230,7 +230,7 @@ def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: 
     return stage.model_copy(update={"rules": tuple(rules)})
 
 
-def _problems(stage: Stage, parallel: ParallelFacts, depth: int, engine: bool) -> list[str]:
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=engine))
+def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool) -> list[str]:
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=te))
     ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

@@ -15,8 +15,8 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
-    from megatron_lynx.testbed.engine_layer import engine_layer, fp8_context
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.te_layer import fp8_context, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
     model, shards = job.model, job.parallel.tensor
@@ -31,8 +31,8 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     hidden = torch.randn(model.seq, job.batch.micro, model.hidden, dtype=dtype)
     sequence_shards = shards if job.parallel.sequence_parallel else 1
     with fp8_context(job, layer):
-        engine = engine_layer(job, layer)
-        return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2, engine=engine)
+        te = te_layer(job, layer)
+        return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2, te=te)
 
 
 def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:

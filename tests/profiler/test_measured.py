@@ -12,7 +12,7 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
-from megatron_lynx.testbed import engine_layer
+from megatron_lynx.testbed import te_layer
 from megatron_lynx.testbed.place import place_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -131,6 +131,6 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
 
 
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
-    monkeypatch.setattr(engine_layer, "PACKAGE", "transformer_engine_of_nobody")
+    monkeypatch.setattr(te_layer, "PACKAGE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
         measure_profile(tiny_job("gpt", **ENGINE), place=None, announce=None)

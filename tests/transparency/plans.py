@@ -85,7 +85,7 @@ def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, repl
     if needs_gather or layer < job.layers_of(*place)[-1] or behind_mlp:
         return "on_demand"
     if place == (job.parallel.pipeline - 1, job.chunks - 1):
-        in_time = half == "mlp" and job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.engine
+        in_time = half == "mlp" and job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.uses_te
         return "bwd.mlp.0" if in_time else "on_demand"
     in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
     steady = f"fwd.{half}.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"

@@ -12,7 +12,7 @@ the FFN (`shard_arguments`), so that no communication is in the figures.
 
 from megatron_lynx.profiler.measured.blocks import held_bytes
 from megatron_lynx.profiler.measured.half_run import InnerNorm
-from megatron_lynx.profiler.measured.layer import EngineLayer, measure_layer, shard_arguments
+from megatron_lynx.profiler.measured.layer import TeLayer, measure_layer, shard_arguments
 from megatron_lynx.profiler.measured.seconds import measure_block
 
-__all__ = ["EngineLayer", "InnerNorm", "held_bytes", "measure_block", "measure_layer", "shard_arguments"]
+__all__ = ["TeLayer", "InnerNorm", "held_bytes", "measure_block", "measure_layer", "shard_arguments"]

@@ -29,7 +29,7 @@ def shard_arguments(job: Job) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class EngineLayer:
+class TeLayer:
     """What cannot be watched of a layer of Transformer Engine."""
 
     norms: Mapping[Half, InnerNorm]
@@ -46,7 +46,7 @@ def measure_layer(
     *,
     sequence_shards: int = 1,
     repetitions: int = 9,
-    engine: EngineLayer | None = None,
+    te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
     """Both halves of a `TransformerLayer`, which is in training mode.
 
@@ -56,20 +56,20 @@ def measure_layer(
     """
 
     def run_of(half: Half, forward: Callable[..., Any], arguments: dict[str, Any], start: Tensor) -> HalfRun:
-        sites = sites_of(layer, half, norms=engine is None)
-        return HalfRun(half, forward, arguments, start, sites, None if engine is None else engine.norms[half])
+        sites = sites_of(layer, half, norms=te is None)
+        return HalfRun(half, forward, arguments, start, sites, None if te is None else te.norms[half])
 
     attention = run_of("attention", layer._forward_attention, arguments, hidden)
     output = attention.output().detach()
     mlp = run_of("mlp", layer._forward_mlp, {}, output)
-    return {run.half: _profile(run, sequence_shards, repetitions, engine) for run in (attention, mlp)}
+    return {run.half: _profile(run, sequence_shards, repetitions, te) for run in (attention, mlp)}
 
 
-def _profile(run: HalfRun, shards: int, repetitions: int, engine: EngineLayer | None) -> HalfProfile:
+def _profile(run: HalfRun, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
     forward, backward = item_seconds(run, repetitions)
     tensors, outputs = blocks_of(run)
-    flops = item_flops(run) if engine is None else engine.flops
-    if engine is not None and engine.fp8:
+    flops = item_flops(run) if te is None else te.flops
+    if te is not None and te.fp8:
         gemms = {item: (forward[item], forward[item]) for item in run.sites if item.startswith("linear_")}
     else:
         gemms = gradient_gemm_seconds(run, repetitions)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.profiler.measured import EngineLayer, InnerNorm
+from megatron_lynx.profiler.measured import InnerNorm, TeLayer
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compiled_extension
 
@@ -24,7 +24,7 @@ def check_measurable(job: Job) -> None:
     if job.model.fp8 is not None:
         problem = Problem("job: model.fp8", str(job.model.fp8_recipe), "none", todo)
         raise ConfigError("these layers cannot be measured item by item yet", [problem])
-    if job.model.engine and importlib.util.find_spec(PACKAGE) is None:
+    if job.model.uses_te and importlib.util.find_spec(PACKAGE) is None:
         todo = "install it; without a GPU its Python is enough, on PYTHONPATH: seconds are then of a stand-in, and marked so"
         problem = Problem("job: model.implementation", job.model.implementation, "Transformer Engine on the import path", todo)
         raise ConfigError("these layers cannot be built here", [problem])
@@ -32,16 +32,16 @@ def check_measurable(job: Job) -> None:
 
 def stood_in_for(job: Job) -> str | None:
     """What of the job's layers is not the real thing here."""
-    return "Transformer Engine's kernels" if job.model.engine and not has_compiled_extension() else None
+    return "Transformer Engine's kernels" if job.model.uses_te and not has_compiled_extension() else None
 
 
-def engine_layer(job: Job, layer: Any) -> EngineLayer | None:
+def te_layer(job: Job, layer: Any) -> TeLayer | None:
     """None for local layers. `job`: whose shard the layer is. Raises `HookRefused` for a release that is not known."""
-    if not job.model.engine:
+    if not job.model.uses_te:
         return None
     halves: dict[Half, Any] = {"attention": layer.self_attention, "mlp": layer.mlp}
     norms = {half: _inner_norm(layer, half, getattr(owner, DENSE[half].column_parallel)) for half, owner in halves.items()}
-    return EngineLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
+    return TeLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
