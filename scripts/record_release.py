@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from megatron_lynx.apply.releases import installed_version, minor_of
 from megatron_lynx.apply.releases.release import fingerprint
-from megatron_lynx.apply.transformer_engine import installed_engine
+from megatron_lynx.apply.transformer_engine import installed_te
 from megatron_lynx.apply.transformer_engine.release import ATTENTION
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
@@ -60,7 +60,7 @@ RELIED_ON = (
     f"{CORE}.pipeline_parallel.p2p_communication:_batched_p2p_ops",
     f"{CORE}.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
 )
-BESIDE_ENGINE = (
+BESIDE_TE = (
     f"{CORE}.extensions.transformer_engine:TELinear.forward",
     f"{CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
     f"{CORE}.extensions.transformer_engine:TEDotProductAttention.forward",
@@ -71,25 +71,25 @@ BESIDE_EXPERTS = (
     f"{CORE}.transformer.moe.router:TopKRouter.forward",
 )
 
-ENGINE = "transformer_engine.pytorch"
-RELIED_ON_OF_ENGINE = (
-    f"{ENGINE}.module.linear:_Linear.forward",
-    f"{ENGINE}.module.linear:_Linear.backward",
-    f"{ENGINE}.module.linear:_linear_forward_impl",
-    f"{ENGINE}.module.linear:_linear_setup_ctx",
-    f"{ENGINE}.module.linear:_linear_backward",
-    f"{ENGINE}.module.linear:Linear.forward",
-    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.forward",
-    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.backward",
-    f"{ENGINE}.module.layernorm_linear:LayerNormLinear.forward",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.prepare_forward",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.grad_output_preprocess",
-    f"{ENGINE}.module._common:apply_normalization",
-    f"{ENGINE}.distributed:gather_along_first_dim",
-    f"{ENGINE}.distributed:reduce_scatter_along_first_dim",
-    f"{ENGINE}.distributed:allreduce",
-    f"{ENGINE}.utils:cast_if_needed",
-    f"{ENGINE}.utils:clear_tensor_data",
+TE = "transformer_engine.pytorch"
+RELIED_ON_OF_TE = (
+    f"{TE}.module.linear:_Linear.forward",
+    f"{TE}.module.linear:_Linear.backward",
+    f"{TE}.module.linear:_linear_forward_impl",
+    f"{TE}.module.linear:_linear_setup_ctx",
+    f"{TE}.module.linear:_linear_backward",
+    f"{TE}.module.linear:Linear.forward",
+    f"{TE}.module.layernorm_linear:_LayerNormLinear.forward",
+    f"{TE}.module.layernorm_linear:_LayerNormLinear.backward",
+    f"{TE}.module.layernorm_linear:LayerNormLinear.forward",
+    f"{TE}.module.base:TransformerEngineBaseModule.prepare_forward",
+    f"{TE}.module.base:TransformerEngineBaseModule.grad_output_preprocess",
+    f"{TE}.module._common:apply_normalization",
+    f"{TE}.distributed:gather_along_first_dim",
+    f"{TE}.distributed:reduce_scatter_along_first_dim",
+    f"{TE}.distributed:allreduce",
+    f"{TE}.utils:cast_if_needed",
+    f"{TE}.utils:clear_tensor_data",
     f"{ATTENTION}.dot_product_attention:DotProductAttention.forward",
     f"{ATTENTION}.backends:UnfusedDotProductAttention.forward",
     f"{ATTENTION}.backends:FlashAttention.forward",
@@ -97,20 +97,20 @@ RELIED_ON_OF_ENGINE = (
     f"{ATTENTION}.backends:FusedAttnFunc.forward",
 )
 RELIED_ON_IN_FP8 = (
-    f"{ENGINE}.quantization:FP8GlobalStateManager.get_autocast_state",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.set_autocast_state",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.is_first_fp8_module",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
-    f"{ENGINE}.quantization:DelayedScalingRecipeState",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.init_fp8_metadata",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
-    f"{ENGINE}.module.base:quantize_weight",
-    f"{ENGINE}.module.linear:Linear._get_quantizers",
-    f"{ENGINE}.module.layernorm_linear:LayerNormLinear._get_quantizers",
-    f"{ENGINE}.tensor.float8_tensor:Float8Quantizer",
-    f"{ENGINE}.tensor.float8_tensor:Float8CurrentScalingQuantizer",
-    f"{ENGINE}.tensor.storage.float8_tensor_storage:Float8TensorStorage",
-    f"{ENGINE}.distributed:_all_gather_fp8",
+    f"{TE}.quantization:FP8GlobalStateManager.get_autocast_state",
+    f"{TE}.quantization:FP8GlobalStateManager.set_autocast_state",
+    f"{TE}.quantization:FP8GlobalStateManager.is_first_fp8_module",
+    f"{TE}.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
+    f"{TE}.quantization:DelayedScalingRecipeState",
+    f"{TE}.module.base:TransformerEngineBaseModule.init_fp8_metadata",
+    f"{TE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
+    f"{TE}.module.base:quantize_weight",
+    f"{TE}.module.linear:Linear._get_quantizers",
+    f"{TE}.module.layernorm_linear:LayerNormLinear._get_quantizers",
+    f"{TE}.tensor.float8_tensor:Float8Quantizer",
+    f"{TE}.tensor.float8_tensor:Float8CurrentScalingQuantizer",
+    f"{TE}.tensor.storage.float8_tensor_storage:Float8TensorStorage",
+    f"{TE}.distributed:_all_gather_fp8",
 )
 
 
@@ -122,20 +122,20 @@ def draft() -> str:
     lines += ["from megatron_lynx.apply.releases.release import Release", "", f"{name} = Release(", f'    version="{minor}",']
     lines += _mapping("fingerprints", RELIED_ON)
     with suppress(HookRefused):
-        installed_engine()
-        lines += _mapping("beside_engine", BESIDE_ENGINE)
+        installed_te()
+        lines += _mapping("beside_te", BESIDE_TE)
     lines += _mapping("beside_experts", BESIDE_EXPERTS)
     return "\n".join([*lines, ")", ""])
 
 
-def engine_draft() -> str:
+def te_draft() -> str:
     """The same for Transformer Engine. The slots are those of the last releases read, for somebody to check."""
-    minor = minor_of(installed_engine())
-    lines = [f'"""Transformer Engine {minor}, recorded from {installed_engine()}."""', ""]
-    lines += ["from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease", ""]
-    lines += [f"TE_{minor.replace('.', '_')} = EngineRelease(", f'    version="{minor}",']
+    minor = minor_of(installed_te())
+    lines = [f'"""Transformer Engine {minor}, recorded from {installed_te()}."""', ""]
+    lines += ["from megatron_lynx.apply.transformer_engine.release import ATTENTION, TeRelease", ""]
+    lines += [f"TE_{minor.replace('.', '_')} = TeRelease(", f'    version="{minor}",']
     lines += ['    norm_node="_LayerNormLinearBackward",', "    norm_slots=(5, 6, 7),"]
-    lines += [*_mapping("fingerprints", RELIED_ON_OF_ENGINE), *_mapping("in_fp8", RELIED_ON_IN_FP8)]
+    lines += [*_mapping("fingerprints", RELIED_ON_OF_TE), *_mapping("in_fp8", RELIED_ON_IN_FP8)]
     return "\n".join([*lines, ")", ""])
 
 
@@ -153,4 +153,4 @@ def _mapping(name: str, functions: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     stand_in_for_cuda()
     stand_in_for_missing_modules()  # where there is no GPU
-    print(engine_draft() if sys.argv[1:] == ["transformer_engine"] else draft(), end="")
+    print(te_draft() if sys.argv[1:] == ["transformer_engine"] else draft(), end="")

@@ -24,7 +24,7 @@ OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
     if not getattr(run.config, "fp8", None):
         return
-    if not run.engine and run.layers:
+    if not run.uses_te and run.layers:
         yield Problem("config.fp8", str(run.config.fp8), "off: these layers are Megatron's own", "drop --fp8-format")
         return
     recipe = recipe_of(run.config)

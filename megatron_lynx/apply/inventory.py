@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
-from megatron_lynx.apply.transformer_engine import present_engine
+from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
 
 RELIES_ON = {
@@ -64,10 +64,10 @@ def held_here() -> list[Held]:
     release = present_release()
     held = [*inventory(release), *beside_experts(release)]
     try:
-        engine = present_engine()
+        te = present_te()
     except HookRefused:  # the doctor says so
         return held
-    return [*held, *beside_engine(release), *inventory(engine), *_rows(engine.version, engine.in_fp8)]
+    return [*held, *beside_te(release), *inventory(te), *_rows(te.version, te.in_fp8)]
 
 
 def beside_experts(release: Release) -> Iterator[Held]:
@@ -75,9 +75,9 @@ def beside_experts(release: Release) -> Iterator[Held]:
     yield from _rows(release.version, release.beside_experts)
 
 
-def beside_engine(release: Release) -> Iterator[Held]:
+def beside_te(release: Release) -> Iterator[Held]:
     """The functions of megatron-core that matter with Transformer Engine's layers alone."""
-    yield from _rows(release.version, release.beside_engine)
+    yield from _rows(release.version, release.beside_te)
 
 
 def _rows(version: str, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch.nn import Module
 
-from megatron_lynx.apply.live_run import ENGINE, LiveRun, name_of
+from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, name_of
 from megatron_lynx.apply.site import layouts_of
 from megatron_lynx.errors import Problem
 
@@ -18,17 +18,17 @@ _LOCAL_CLASSES = {
     "linear_fc1": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
     "linear_fc2": "megatron.core.tensor_parallel.layers.RowParallelLinear",
 }
-_ENGINE_CLASSES = {
+_TE_CLASSES = {
     "input_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
-    "linear_qkv": f"{ENGINE}TELayerNormColumnParallelLinear",
-    "core_attention": f"{ENGINE}TEDotProductAttention",
-    "linear_proj": f"{ENGINE}TERowParallelLinear",
+    "linear_qkv": f"{TE_MODULE}TELayerNormColumnParallelLinear",
+    "core_attention": f"{TE_MODULE}TEDotProductAttention",
+    "linear_proj": f"{TE_MODULE}TERowParallelLinear",
     "pre_mlp_layernorm": "megatron.core.transformer.identity_op.IdentityOp",
-    "linear_fc1": f"{ENGINE}TELayerNormColumnParallelLinear",
-    "linear_fc2": f"{ENGINE}TERowParallelLinear",
+    "linear_fc1": f"{TE_MODULE}TELayerNormColumnParallelLinear",
+    "linear_fc2": f"{TE_MODULE}TERowParallelLinear",
 }
 
-_ENGINE_FLAGS = (
+_TE_FLAGS = (
     "ub_overlap_ag_fprop",
     "ub_overlap_ag_dgrad",
     "ub_overlap_rs_fprop",
@@ -57,9 +57,9 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        yield from _other_classes(number, sites, _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES)
-        if run.engine and number == first:  # all are built from one config
-            yield from _engine_flags(number, sites)
+        yield from _other_classes(number, sites, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
+        if run.uses_te and number == first:  # all are built from one config
+            yield from _te_flags(number, sites)
 
 
 def _other_classes(number: int, sites: Mapping[str, Module], classes: Mapping[str, str]) -> Iterator[Problem]:
@@ -70,8 +70,8 @@ def _other_classes(number: int, sites: Mapping[str, Module], classes: Mapping[st
             yield Problem(f"layer {number}.{site}", name_of(module), needed, todo)
 
 
-def _engine_flags(number: int, sites: Mapping[str, Module]) -> Iterator[Problem]:
+def _te_flags(number: int, sites: Mapping[str, Module]) -> Iterator[Problem]:
     for site, module in sites.items():
-        for flag in _ENGINE_FLAGS:
+        for flag in _TE_FLAGS:
             if site.startswith("linear_") and getattr(module, flag, None):
                 yield Problem(f"layer {number}.{site}.{flag}", str(getattr(module, flag)), "off under a plan")

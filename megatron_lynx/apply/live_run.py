@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from megatron_lynx.errors import Problem
 
-ENGINE = "megatron.core.extensions.transformer_engine."
+TE_MODULE = "megatron.core.extensions.transformer_engine."
 """Where Megatron's classes are that have Transformer Engine's layers inside."""
 
 EXPERTS = "megatron.core.transformer.moe.moe_layer.MoELayer"
@@ -42,15 +42,15 @@ class LiveRun:
         return tuple(number for number, layer in self.layers.items() if has_experts(layer))
 
     @property
-    def engine(self) -> bool:
+    def uses_te(self) -> bool:
         """Whether the rank's layers are Transformer Engine's. As the first one is; `refused_layers` asks whether all are."""
         attention = getattr(next(iter(self.layers.values()), None), "self_attention", None)
-        return name_of(getattr(attention, "linear_qkv", None)).startswith(ENGINE)
+        return name_of(getattr(attention, "linear_qkv", None)).startswith(TE_MODULE)
 
     @property
     def fp8(self) -> bool:
         """Whether linears multiply in FP8. Only Transformer Engine's do."""
-        return self.engine and bool(getattr(self.config, "fp8", None))
+        return self.uses_te and bool(getattr(self.config, "fp8", None))
 
     @property
     def group_size(self) -> int:

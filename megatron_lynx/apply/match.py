@@ -52,7 +52,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "ffn": config.ffn_hidden_size,
         "heads": config.num_attention_heads,
         "kv_groups": config.num_query_groups,
-        **({"implementation": "transformer_engine" if run.engine else "local"} if run.layers else {}),
+        **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "fp8": recipe_of(config) if config.fp8 else None,
     }
     for name, needed in live.items():

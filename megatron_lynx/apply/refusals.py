@@ -23,7 +23,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Every one."""
     return [
         *_stock_recomputation(run),
-        *refused_features(run.config, engine=run.engine),
+        *refused_features(run.config, te=run.uses_te),
         *refused_in_fp8(run),
         *_context_parallelism(run),
         *_early_gradients(plan, run),

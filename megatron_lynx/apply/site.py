@@ -33,9 +33,9 @@ class HalfLayout:
     row_parallel: str
     column_parallel: str
 
-    def modules_of(self, layer: Module, *, engine: bool = False) -> dict[str, Module]:
-        """The sites of a layer. `engine`: the layer is Transformer Engine's."""
-        return {site: attrgetter(path)(layer) for site, path in self.paths.items() if not engine or site != self.norm}
+    def modules_of(self, layer: Module, *, te: bool = False) -> dict[str, Module]:
+        """The sites of a layer. `te`: the layer is Transformer Engine's."""
+        return {site: attrgetter(path)(layer) for site, path in self.paths.items() if not te or site != self.norm}
 
 
 def layouts_of(layer: Module) -> tuple[HalfLayout, ...]:

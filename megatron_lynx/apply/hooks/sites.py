@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import layouts_of
-from megatron_lynx.apply.transformer_engine import EngineRelease
+from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.runtime.engine import Engine
@@ -25,12 +25,10 @@ from megatron_lynx.runtime.site_call import FirstPart, SiteCall
 from megatron_lynx.runtime.state import SiteState
 
 
-def claims(
-    engine: Engine, layer: Module, number: int, release: EngineRelease | None = None, *, fp8: bool = False
-) -> Iterator[Claim]:
+def claims(engine: Engine, layer: Module, number: int, release: TeRelease | None = None, *, fp8: bool = False) -> Iterator[Claim]:
     """`release`: that of Transformer Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
     for layout in layouts_of(layer):
-        for site, module in layout.modules_of(layer, engine=release is not None).items():
+        for site, module in layout.modules_of(layer, te=release is not None).items():
             first = norm_inside(module, layout.norm, release) if release and site == layout.column_parallel else None
 
             state = Fp8Linear(module) if fp8 and site.startswith("linear_") else None

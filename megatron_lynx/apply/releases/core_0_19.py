@@ -36,7 +36,7 @@ CORE_0_19 = Release(
         "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops": "4b0901807501c561",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": "a902480caa75a260",
     },
-    beside_engine={
+    beside_te={
         "megatron.core.extensions.transformer_engine:TELinear.forward": "974c68745cfa3e7b",
         "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward": "c1efb1ce3dd88e91",
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "83470b9732d24e90",

@@ -23,7 +23,7 @@ class Release:
 
     version: str
     fingerprints: Mapping[str, str]
-    beside_engine: Mapping[str, str] = field(default_factory=dict)
+    beside_te: Mapping[str, str] = field(default_factory=dict)
     """The functions that matter with Transformer Engine's layers alone; without it they cannot be imported."""
 
     beside_experts: Mapping[str, str] = field(default_factory=dict)
@@ -37,12 +37,12 @@ class Release:
         """The same for layers with a mixture of experts."""
         return differing(self.beside_experts)
 
-    def stale_beside_engine(self) -> list[Problem]:
+    def stale_beside_te(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
-        if not self.beside_engine:
+        if not self.beside_te:
             found, todo = f"Transformer Engine's, in {self.version}", "launch with --transformer-impl local"
             return [Problem("layers", found, "a later release", todo)]
-        return differing(self.beside_engine)
+        return differing(self.beside_te)
 
 
 Table = TypeVar("Table", bound=Release)

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of
-from megatron_lynx.apply.transformer_engine.release import EngineRelease
+from megatron_lynx.apply.transformer_engine.release import TeRelease
 from megatron_lynx.runtime.site_call import FirstPart
 
 
-def norm_inside(linear: Any, item: str, release: EngineRelease) -> FirstPart:
+def norm_inside(linear: Any, item: str, release: TeRelease) -> FirstPart:
     """The norm of one `LayerNormLinear`, as the item of the plan that it is."""
 
     def slots(node: Any) -> tuple[int, ...]:

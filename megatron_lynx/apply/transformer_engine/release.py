@@ -13,7 +13,7 @@ ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRelease(Release):
+class TeRelease(Release):
     """One row of knowledge."""
 
     norm_node: str

@@ -1,8 +1,8 @@
 """Transformer Engine 2.11, recorded from 2.11.0."""
 
-from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease
+from megatron_lynx.apply.transformer_engine.release import ATTENTION, TeRelease
 
-TE_2_11 = EngineRelease(
+TE_2_11 = TeRelease(
     version="2.11",
     norm_node="_LayerNormLinearBackward",
     norm_slots=(5, 6, 7),

@@ -1,8 +1,8 @@
 """Transformer Engine 2.14, recorded from 2.14.0."""
 
-from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease
+from megatron_lynx.apply.transformer_engine.release import ATTENTION, TeRelease
 
-TE_2_14 = EngineRelease(
+TE_2_14 = TeRelease(
     version="2.14",
     norm_node="_LayerNormLinearBackward",
     norm_slots=(5, 6, 7),

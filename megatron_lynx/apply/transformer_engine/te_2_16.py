@@ -1,8 +1,8 @@
 """Transformer Engine 2.16, recorded from 2.16.0."""
 
-from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease
+from megatron_lynx.apply.transformer_engine.release import ATTENTION, TeRelease
 
-TE_2_16 = EngineRelease(
+TE_2_16 = TeRelease(
     version="2.16",
     norm_node="_LayerNormLinearBackward",
     norm_slots=(5, 6, 7),

@@ -1,8 +1,8 @@
 """Transformer Engine 2.20, recorded from 2.20.2."""
 
-from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease
+from megatron_lynx.apply.transformer_engine.release import ATTENTION, TeRelease
 
-TE_2_20 = EngineRelease(
+TE_2_20 = TeRelease(
     version="2.20",
     norm_node="_LayerNormLinearBackward",
     norm_slots=(5, 6, 7),

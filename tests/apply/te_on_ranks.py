@@ -31,14 +31,14 @@ class Seen:
 
 def held(rank: int, job: Job, plan: Plan) -> Seen:
     from megatron_lynx.apply import install
-    from megatron_lynx.apply.transformer_engine import present_engine
+    from megatron_lynx.apply.transformer_engine import present_te
 
     training = trained(job)
     one_step(training)
     attributes = Attributes(torch.nn.ModuleList(training.chunks))
     with install(training.chunks, plan) as installation:
         claimed = sorted(hook.claim.where for hook in installation.hooks)
-    release = present_engine()
+    release = present_te()
     stale = [problem.where for problem in (*release.stale(), *release.stale_in_fp8())]
     return Seen(stale, claimed, attributes.changed())
 
