@@ -1,28 +1,14 @@
-"""Releases of Transformer Engine whose layers this package can hold on to, one literal table each, and what is done with them.
+"""Which Transformer Engine is installed, what this package knows of it (`releases`), and how plans treat its layers.
 
-In FP8 (`fp8`) as in bf16, with recipes that have one scale per tensor.
+`norm` regenerates the norm inside a linear without the linear, `fp8` makes replays in FP8 leave no trace.
 """
 
 from __future__ import annotations
 
 from megatron_lynx.apply.releases import table_of
 from megatron_lynx.apply.transformer_engine.release import TeRelease
-from megatron_lynx.apply.transformer_engine.te_2_9 import TE_2_9
-from megatron_lynx.apply.transformer_engine.te_2_10 import TE_2_10
-from megatron_lynx.apply.transformer_engine.te_2_11 import TE_2_11
-from megatron_lynx.apply.transformer_engine.te_2_12 import TE_2_12
-from megatron_lynx.apply.transformer_engine.te_2_13 import TE_2_13
-from megatron_lynx.apply.transformer_engine.te_2_14 import TE_2_14
-from megatron_lynx.apply.transformer_engine.te_2_15 import TE_2_15
-from megatron_lynx.apply.transformer_engine.te_2_16 import TE_2_16
-from megatron_lynx.apply.transformer_engine.te_2_17 import TE_2_17
-from megatron_lynx.apply.transformer_engine.te_2_18 import TE_2_18
-from megatron_lynx.apply.transformer_engine.te_2_19 import TE_2_19
-from megatron_lynx.apply.transformer_engine.te_2_20 import TE_2_20
+from megatron_lynx.apply.transformer_engine.releases import KNOWN
 from megatron_lynx.errors import HookRefused, Problem
-
-RELEASES = (TE_2_9, TE_2_10, TE_2_11, TE_2_12, TE_2_13, TE_2_14, TE_2_15, TE_2_16, TE_2_17, TE_2_18, TE_2_19, TE_2_20)
-KNOWN: dict[str, TeRelease] = {release.version: release for release in RELEASES}
 
 
 def installed_te() -> str:
