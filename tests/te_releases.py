@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 
 TE_RELEASES = ("2.4", "2.9", "2.14", "2.17", "2.20")
-"""The oldest that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
+"""The oldest release that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
 
 
 def pool_with(release: str, ranks: int, core: str | None = None) -> RankPool:
@@ -29,7 +29,7 @@ def pool_with(release: str, ranks: int, core: str | None = None) -> RankPool:
 
 
 def python_path(*folders: Path) -> str:
-    """For ranks: these folders before what this process imports from."""
+    """The PYTHONPATH for ranks: these folders first, then what this process imports from."""
     return os.pathsep.join([*map(str, folders), *(entry or os.getcwd() for entry in sys.path)])
 
 

@@ -45,7 +45,7 @@ OFF_WITH_TE = {
     "log_max_attention_logit": "--log-max-attention-logit: it reads the attention's largest score after each call",
     "quant_recipe": "--te-precision-config-file: quantized linears are not held",
 }
-"""Those that must be off as well with Transformer Engine's layers, and what to drop."""
+"""Config fields that must also be off if the layers are Transformer Engine's, and what to drop."""
 
 ONE = {
     "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
@@ -55,7 +55,7 @@ ONE = {
 
 
 def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
-    """What is set and must not be. `te`: the layers are Transformer Engine's."""
+    """Every setting that a plan cannot work with. `te`: the layers are Transformer Engine's."""
     yield from _set(config, OFF, "off under a plan")
     for name, drop in ONE.items():
         value = getattr(config, name, 1)

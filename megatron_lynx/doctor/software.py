@@ -1,4 +1,4 @@
-"""Versions, and whether Megatron reads as recorded. Nothing is imported for a version."""
+"""Finds which versions are installed, and whether Megatron reads as recorded. Nothing is imported to learn a version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_lynx.errors import HookRefused
 
 
 def software() -> Iterator[Finding]:
-    """Of torch, Transformer Engine and Apex the versions; of megatron-core also every function that is relied on."""
+    """The versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core reads as recorded."""
     torch = _version("torch")
     yield Finding("torch", "good", torch) if torch else Finding("torch", "defeats", "not installed", "no training", "install it")
     te = _version("transformer-engine", "transformer_engine")
@@ -26,7 +26,7 @@ def software() -> Iterator[Finding]:
 
 
 def _te(found: str) -> Finding:
-    """Whether its layers are known. Its functions are compared when a plan is installed: importing it needs a GPU."""
+    """Whether this Transformer Engine is known. How it reads is compared when a plan is installed: importing it needs a GPU."""
     from megatron_lynx.apply.releases import minor_of
     from megatron_lynx.apply.transformer_engine import KNOWN
 
