@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --no-input --quiet
 TORCH  := torch==2.13.0
 DEMO   := build/demo
 OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
-ENGINES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
+TE_RELEASES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
 
 .PHONY: demo test check clean
 
@@ -22,9 +22,9 @@ demo: $(VENV)/installed
 	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
-test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(ENGINES:%=build/transformer-engine-%/downloaded)
+test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RELEASES:%=build/transformer-engine-%/downloaded)
 	$(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
-		$(foreach release,$(ENGINES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release)) \
+		$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release)) \
 		$(BIN)/python -m pytest
 
 check: $(VENV)/installed

@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 
-MEGATRON = "megatron-core>=0.15,<0.20"  # the releases that apply/releases/ has a table for
+MEGATRON = "megatron-core>=0.15,<0.20"  # the releases in megatron_lynx/apply/releases/core.py
 
 setup(
     name="megatron-lynx",

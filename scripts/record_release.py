@@ -1,156 +1,113 @@
-"""Draft the table of one megatron-core release: `python scripts/record_release.py` prints it for the one that is importable.
+"""Draft what reads otherwise in a release than in the one before it, as a statement for the file that records releases.
 
-`PYTHONPATH=CHECKOUT python scripts/record_release.py` drafts that of a checkout, or of an unpacked wheel. With Transformer Engine
-on that path, too, what matters beside it is among it, and `python scripts/record_release.py transformer_engine` drafts its table.
+    PYTHONPATH=CHECKOUT python scripts/record_release.py                    for megatron_lynx/apply/releases/core.py
+    PYTHONPATH=CHECKOUT python scripts/record_release.py double_buffered    for megatron_lynx/double_buffered/releases.py
+    PYTHONPATH=TE python scripts/record_release.py transformer_engine       for megatron_lynx/apply/transformer_engine/releases.py
 
-The draft holds fingerprints only. Before it is committed somebody reads what changed since the last table (`git diff` of the two
-releases, for the functions named) and runs the tests against it.
+CHECKOUT is a checkout of megatron-core or an unpacked wheel; TE is an unpacked wheel of Transformer Engine. Some classes of
+megatron-core can be read only where both are on the path.
+
+The draft holds fingerprints only. Before it is committed somebody reads what changed since the release before (`git diff` of the
+two, for the functions named), checks where a `LayerNormLinear` keeps what its norm made, and runs the tests against the release.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megatron_lynx.apply.releases import installed_version, minor_of
-from megatron_lynx.apply.releases.release import fingerprint
-from megatron_lynx.apply.transformer_engine import installed_engine
+from megatron_lynx.apply.releases import KNOWN, Release, fingerprint, installed_version, minor_of, number_of
+from megatron_lynx.apply.releases.release import GONE
+from megatron_lynx.apply.transformer_engine import KNOWN as KNOWN_TE
+from megatron_lynx.apply.transformer_engine import installed_te
 from megatron_lynx.apply.transformer_engine.release import ATTENTION
+from megatron_lynx.double_buffered.releases import KNOWN as KNOWN_WITHOUT_FLUSHES
 from megatron_lynx.errors import HookRefused
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
-CORE = "megatron.core"
-RELIED_ON = (
-    f"{CORE}.transformer.transformer_layer:TransformerLayer.forward",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_attention",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_mlp",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._forward_post_mlp",  # until 0.19; then those of 0.20
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._run_input_layernorm",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._apply_self_attn_bda_step",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._pre_mlp_layernorm_and_residual",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._run_mlp",
-    f"{CORE}.transformer.transformer_layer:TransformerLayer._apply_mlp_bda_step",
-    f"{CORE}.transformer.transformer_block:TransformerBlock.forward",
-    f"{CORE}.transformer.attention:Attention.forward",
-    f"{CORE}.transformer.attention:SelfAttention.get_query_key_value_tensors",
-    f"{CORE}.transformer.mlp:MLP.forward",
-    f"{CORE}.transformer.dot_product_attention:DotProductAttention.forward",
-    f"{CORE}.fusions.fused_bias_dropout:_bias_dropout_add_func",
-    f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward",
-    f"{CORE}.tensor_parallel.layers:RowParallelLinear.forward",
-    f"{CORE}.tensor_parallel.layers:_linear_forward",  # since 0.20
-    f"{CORE}.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward",
-    f"{CORE}.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
-    f"{CORE}.tensor_parallel.mappings:_reduce",
-    f"{CORE}.tensor_parallel.mappings:_gather_along_first_dim",
-    f"{CORE}.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
-    f"{CORE}.tensor_parallel.random:CudaRNGStatesTracker",
-    f"{CORE}.pipeline_parallel.schedules:forward_step",
-    f"{CORE}.pipeline_parallel.schedules:backward_step",
-    f"{CORE}.pipeline_parallel.schedules:deallocate_output_tensor",
-    f"{CORE}.pipeline_parallel.schedules:custom_backward",
-    f"{CORE}.pipeline_parallel.schedules:forward_backward_no_pipelining",
-    f"{CORE}.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
-    f"{CORE}.pipeline_parallel.schedules:get_pp_rank_microbatches",
-    f"{CORE}.pipeline_parallel.schedules:get_schedule_table",
-    f"{CORE}.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
-    f"{CORE}.pipeline_parallel.p2p_communication:_p2p_ops",
-    f"{CORE}.pipeline_parallel.p2p_communication:_batched_p2p_ops",
-    f"{CORE}.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+COMING = (
+    f"{LAYER}._run_input_layernorm",
+    f"{LAYER}._apply_self_attn_bda_step",
+    f"{LAYER}._pre_mlp_layernorm_and_residual",
+    f"{LAYER}._run_mlp",
+    f"{LAYER}._apply_mlp_bda_step",
+    "megatron.core.tensor_parallel.layers:_linear_forward",
 )
-BESIDE_ENGINE = (
-    f"{CORE}.extensions.transformer_engine:TELinear.forward",
-    f"{CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
-    f"{CORE}.extensions.transformer_engine:TEDotProductAttention.forward",
-)
-BESIDE_EXPERTS = (
-    f"{CORE}.transformer.moe.moe_layer:MoELayer.forward",
-    f"{CORE}.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
-    f"{CORE}.transformer.moe.router:TopKRouter.forward",
-)
-
-ENGINE = "transformer_engine.pytorch"
-RELIED_ON_OF_ENGINE = (
-    f"{ENGINE}.module.linear:_Linear.forward",
-    f"{ENGINE}.module.linear:_Linear.backward",
-    f"{ENGINE}.module.linear:_linear_forward_impl",
-    f"{ENGINE}.module.linear:_linear_setup_ctx",
-    f"{ENGINE}.module.linear:_linear_backward",
-    f"{ENGINE}.module.linear:Linear.forward",
-    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.forward",
-    f"{ENGINE}.module.layernorm_linear:_LayerNormLinear.backward",
-    f"{ENGINE}.module.layernorm_linear:LayerNormLinear.forward",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.prepare_forward",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.grad_output_preprocess",
-    f"{ENGINE}.module._common:apply_normalization",
-    f"{ENGINE}.distributed:gather_along_first_dim",
-    f"{ENGINE}.distributed:reduce_scatter_along_first_dim",
-    f"{ENGINE}.distributed:allreduce",
-    f"{ENGINE}.utils:cast_if_needed",
-    f"{ENGINE}.utils:clear_tensor_data",
-    f"{ATTENTION}.dot_product_attention:DotProductAttention.forward",
-    f"{ATTENTION}.backends:UnfusedDotProductAttention.forward",
-    f"{ATTENTION}.backends:FlashAttention.forward",
-    f"{ATTENTION}.backends:FusedAttention.forward",
-    f"{ATTENTION}.backends:FusedAttnFunc.forward",
-)
-RELIED_ON_IN_FP8 = (
-    f"{ENGINE}.quantization:FP8GlobalStateManager.get_autocast_state",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.set_autocast_state",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.is_first_fp8_module",
-    f"{ENGINE}.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
-    f"{ENGINE}.quantization:DelayedScalingRecipeState",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.init_fp8_metadata",
-    f"{ENGINE}.module.base:TransformerEngineBaseModule.get_weight_workspace",
-    f"{ENGINE}.module.base:quantize_weight",
-    f"{ENGINE}.module.linear:Linear._get_quantizers",
-    f"{ENGINE}.module.layernorm_linear:LayerNormLinear._get_quantizers",
-    f"{ENGINE}.tensor.float8_tensor:Float8Quantizer",
-    f"{ENGINE}.tensor.float8_tensor:Float8CurrentScalingQuantizer",
-    f"{ENGINE}.tensor.storage.float8_tensor_storage:Float8TensorStorage",
-    f"{ENGINE}.distributed:_all_gather_fp8",
-)
+"""The functions that will matter in megatron-core 0.20, and that no release before it has."""
 
 
-def draft() -> str:
-    """The table as a Python module. A function that this release lacks is left out, with a comment that says so."""
-    minor = minor_of(installed_version())
-    name = f"CORE_{minor.replace('.', '_')}"
-    lines = [f'"""megatron-core {minor}, recorded from {installed_version()}."""', ""]
-    lines += ["from megatron_lynx.apply.releases.release import Release", "", f"{name} = Release(", f'    version="{minor}",']
-    lines += _mapping("fingerprints", RELIED_ON)
-    with suppress(HookRefused):
-        installed_engine()
-        lines += _mapping("beside_engine", BESIDE_ENGINE)
-    lines += _mapping("beside_experts", BESIDE_EXPERTS)
+def core_draft() -> str:
+    """What differs in the megatron-core that can be imported."""
+    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "beside_te": (), "beside_experts": ()}
+    unread = []
+    try:
+        installed_te()
+    except HookRefused:
+        del tables["beside_te"]
+        unread = ["    # beside_te: not read, because Transformer Engine cannot be imported"]
+    return draft("CORE", installed_version(), KNOWN, tables, unread)
+
+
+def te_draft() -> str:
+    """What differs in the Transformer Engine that can be imported."""
+    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "in_fp8": ()})
+
+
+def double_buffered_draft() -> str:
+    """What differs in the megatron-core that can be imported, for training without flushes."""
+    return draft("CORE", installed_version(), KNOWN_WITHOUT_FLUSHES, {"fingerprints": ()})
+
+
+def draft(
+    name: str, version: str, known: Mapping[str, Release], tables: Mapping[str, Sequence[str]], unread: Sequence[str] = ()
+) -> str:
+    """A statement of Python: what differs in this version from the newest known release that is older.
+
+    `tables`: by the name of a table, functions to look for in addition to those that any known release has in it.
+    """
+    older = [release for release in known.values() if number_of(release.version) < number_of(version)]
+    if not older:
+        raise SystemExit(f"no release before {version} is known; needed: one after {next(iter(known))}")
+    before = older[-1]
+    lines = [f"{constant(name, version)} = {constant(name, before.version)}.then(  # recorded from {version}"]
+    lines += [f'    "{minor_of(version)}",', *unread]
+    for table, coming in tables.items():
+        ever = dict.fromkeys(function for release in known.values() for function in getattr(release, table))
+        lines += written(table, difference(getattr(before, table), [*ever, *coming]))
     return "\n".join([*lines, ")", ""])
 
 
-def engine_draft() -> str:
-    """The same for Transformer Engine. The slots are those of the last releases read, for somebody to check."""
-    minor = minor_of(installed_engine())
-    lines = [f'"""Transformer Engine {minor}, recorded from {installed_engine()}."""', ""]
-    lines += ["from megatron_lynx.apply.transformer_engine.release import ATTENTION, EngineRelease", ""]
-    lines += [f"TE_{minor.replace('.', '_')} = EngineRelease(", f'    version="{minor}",']
-    lines += ['    norm_node="_LayerNormLinearBackward",', "    norm_slots=(5, 6, 7),"]
-    lines += [*_mapping("fingerprints", RELIED_ON_OF_ENGINE), *_mapping("in_fp8", RELIED_ON_IN_FP8)]
-    return "\n".join([*lines, ")", ""])
+def constant(name: str, version: str) -> str:
+    return f"{name}_{minor_of(version).replace('.', '_')}"
 
 
-def _mapping(name: str, functions: Sequence[str]) -> list[str]:
-    lines = [f"    {name}={{"]
+def difference(before: Mapping[str, str], functions: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each function that reads otherwise than before, came, or is gone, with what is to be recorded of it."""
     for function in functions:
         try:
-            name = f'f"{{ATTENTION}}{function.removeprefix(ATTENTION)}"' if function.startswith(ATTENTION) else f'"{function}"'
-            lines.append(f'        {name}: "{fingerprint(function)}",')
+            found = fingerprint(function)
         except (ImportError, AttributeError):
-            lines.append(f"        # {function}: not in this release")
-    return [*lines, "    },"]
+            found = GONE
+        if found != before.get(function, GONE):
+            yield function, found
 
+
+def written(table: str, differing: Iterable[tuple[str, str]]) -> list[str]:
+    """One table of the statement, or nothing if it is empty."""
+    rows = [f"        {quoted(function)}: {'GONE' if found == GONE else quoted(found)}," for function, found in differing]
+    return [f"    {table}={{", *rows, "    },"] if rows else []
+
+
+def quoted(text: str) -> str:
+    """Text as a literal. Transformer Engine's attention is in modules whose names are too long for a line."""
+    return f'f"{{ATTENTION}}{text.removeprefix(ATTENTION)}"' if text.startswith(ATTENTION) else f'"{text}"'
+
+
+DRAFTS = {"": core_draft, "transformer_engine": te_draft, "double_buffered": double_buffered_draft}
 
 if __name__ == "__main__":
     stand_in_for_cuda()
     stand_in_for_missing_modules()  # where there is no GPU
-    print(engine_draft() if sys.argv[1:] == ["transformer_engine"] else draft(), end="")
+    print(DRAFTS["".join(sys.argv[1:])](), end="")

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lynx"
 
-FOUNDATION = {"errors", "units", "anatomy", "nest", "validation", "whole_file", "yaml_file", "version"}
+FOUNDATION = {"anatomy", "errors", "fp8_recipes", "units", "nest", "validation", "whole_file", "yaml_file", "version"}
 PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {

@@ -37,7 +37,7 @@ NOT = {
 }
 """Config fields that must not have a value, which ones they may have, and what to launch with."""
 
-OFF_WITH_ENGINE = {
+OFF_WITH_TE = {
     "use_te_activation_func": "--use-te-activation-func: Transformer Engine's activations are not held",
     "symmetric_ar_type": "--symmetric-ar-type: that reduction is no window",
     "enable_autocast": "--enable-autocast: weights would be cast anew in every replay",
@@ -45,7 +45,7 @@ OFF_WITH_ENGINE = {
     "log_max_attention_logit": "--log-max-attention-logit: it reads the attention's largest score after each call",
     "quant_recipe": "--te-precision-config-file: quantized linears are not held",
 }
-"""Those that must be off as well with Transformer Engine's layers, and what to drop."""
+"""Config fields that must also be off if the layers are Transformer Engine's, and what to drop."""
 
 ONE = {
     "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
@@ -54,8 +54,8 @@ ONE = {
 """Config fields that must be 1 where a release has them, and what to drop."""
 
 
-def refused_features(config: Any, *, engine: bool) -> Iterator[Problem]:
-    """What is set and must not be. `engine`: the layers are Transformer Engine's."""
+def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
+    """Every setting that a plan cannot work with. `te`: the layers are Transformer Engine's."""
     yield from _set(config, OFF, "off under a plan")
     for name, drop in ONE.items():
         value = getattr(config, name, 1)
@@ -72,8 +72,8 @@ def refused_features(config: Any, *, engine: bool) -> Iterator[Problem]:
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"
         yield Problem("config.cuda_graph_impl", str(graphs), "none under a plan", todo)
-    if engine:
-        yield from _set(config, OFF_WITH_ENGINE, "off under a plan with Transformer Engine")
+    if te:
+        yield from _set(config, OFF_WITH_TE, "off under a plan with Transformer Engine")
 
 
 def _set(config: Any, fields: Mapping[str, str], needed: str) -> Iterator[Problem]:

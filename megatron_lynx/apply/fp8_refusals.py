@@ -1,4 +1,4 @@
-"""What about a run in FP8 the hooks cannot work with: recipes not run under a plan yet, flags beside them."""
+"""Refuses runs in FP8 that the hooks cannot work with: recipes that no plan was run with, flags that change what is saved."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
-
-RECIPES = ("delayed", "tensorwise")
-"""One scale per tensor. Replays of them were shown to leave everything as it was."""
+from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 
 OFF = {
     "fp8_param": "--fp8-param-gather: weights kept in FP8 are no parameters of their own memory",
@@ -24,13 +22,13 @@ OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 def refused_in_fp8(run: LiveRun) -> Iterator[Problem]:
     if not getattr(run.config, "fp8", None):
         return
-    if not run.engine and run.layers:
+    if not run.uses_te and run.layers:
         yield Problem("config.fp8", str(run.config.fp8), "off: these layers are Megatron's own", "drop --fp8-format")
         return
     recipe = recipe_of(run.config)
-    if recipe not in RECIPES:
+    if recipe not in RUN_BY_PLANS:
         todo = "drop --fp8-recipe, or train without a plan"
-        yield Problem("config.fp8_recipe", recipe, f"{' or '.join(RECIPES)} under a plan", todo)
+        yield Problem("config.fp8_recipe", recipe, f"{' or '.join(RUN_BY_PLANS)} under a plan", todo)
     yield from _flags(run.config)
 
 

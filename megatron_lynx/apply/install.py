@@ -19,7 +19,7 @@ from typing import Any
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import agenda, order_of, policies
 from megatron_lynx.apply.hook import Claim, Hook
-from megatron_lynx.apply.hooks import collectives, engine_collectives, gathered_input, halves, receives, sites, steps
+from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps, te_collectives
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
 from megatron_lynx.apply.live_run import LiveRun, live_run
@@ -27,7 +27,7 @@ from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import offloader_of
 from megatron_lynx.apply.refusals import refusals
 from megatron_lynx.apply.releases import Release, present_release
-from megatron_lynx.apply.transformer_engine import present_engine
+from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
@@ -112,7 +112,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     release = present_release()
     if stale := release.stale():
         raise HookRefused("megatron-core does not read as recorded", stale)
-    if run.engine and (stale := _stale_engine(release, run)):
+    if run.uses_te and (stale := _stale_te(release, run)):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
     if run.expert_layers and (stale := release.stale_beside_experts()):
         raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
@@ -144,16 +144,16 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     return Installation(engine, _changed(claims), without_flushes)
 
 
-def _stale_engine(release: Release, run: LiveRun) -> list[Problem]:
-    engine = present_engine()
-    return [*release.stale_beside_engine(), *engine.stale(), *(engine.stale_in_fp8() if run.fp8 else ())]
+def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
+    te = present_te()
+    return [*release.stale_beside_te(), *te.stale(), *(te.stale_in_fp8() if run.fp8 else ())]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
     shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
     of_layer = {number: of for entry in plan.chunks_of(run.stage) for number, of in policies(plan, entry, gather).items()}
-    release = present_engine() if run.engine else None
+    release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
         yield from sites.claims(engine, layer, number, release, fp8=run.fp8)
@@ -162,8 +162,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
-        if run.engine:
-            yield from engine_collectives.claims(engine, run.tensor_group)
+        if run.uses_te:
+            yield from te_collectives.claims(engine, run.tensor_group)
         if any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values()):
             yield from gathered_input.claims(engine)
 

@@ -1,4 +1,4 @@
-"""What the hooks rely on in the megatron-core that is installed, and whether it reads as recorded. Needs no model.
+"""Lists the functions of the installed megatron-core that hooks rely on, and whether each reads as recorded. Needs no model.
 
 release table: module:function -> fingerprint ──compared with the source that is there──> one row each
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
-from megatron_lynx.apply.transformer_engine import present_engine
+from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
 
 RELIES_ON = {
@@ -27,8 +27,9 @@ RELIES_ON = {
     "steps": ("pipeline_parallel.schedules",),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
-"""Modules of `megatron.core` by the hook (`apply/hooks/<name>`, `apply/transformer_engine`) that counts on what is in them. Of
-experts nothing is held: their half is kept whole, as it reads."""
+"""By hook (`apply/hooks/<name>`, `apply/transformer_engine`), the modules of `megatron.core` whose functions it counts on.
+
+`experts` is no hook: a half of experts is kept whole, which counts on its functions all the same."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,27 @@ def inventory(release: Release, hook: str | None = None) -> Iterator[Held]:
 
 
 def held_here() -> list[Held]:
-    """Everything that is relied on of what is installed: of Transformer Engine as well, where it can be imported and is known.
+    """Every function that hooks rely on: of megatron-core, and of Transformer Engine where it can be imported and is known.
 
     Raises `HookRefused` for a megatron-core that is not known.
     """
     release = present_release()
     held = [*inventory(release), *beside_experts(release)]
     try:
-        engine = present_engine()
+        te = present_te()
     except HookRefused:  # the doctor says so
         return held
-    return [*held, *beside_engine(release), *inventory(engine), *_rows(engine.version, engine.in_fp8)]
+    return [*held, *beside_te(release), *inventory(te), *_rows(te.version, te.in_fp8)]
 
 
 def beside_experts(release: Release) -> Iterator[Held]:
-    """The functions of megatron-core that matter with mixtures of experts alone."""
+    """The functions of megatron-core that matter only with mixtures of experts."""
     yield from _rows(release.version, release.beside_experts)
 
 
-def beside_engine(release: Release) -> Iterator[Held]:
-    """The functions of megatron-core that matter with Transformer Engine's layers alone."""
-    yield from _rows(release.version, release.beside_engine)
+def beside_te(release: Release) -> Iterator[Held]:
+    """The functions of megatron-core that matter only with Transformer Engine's layers."""
+    yield from _rows(release.version, release.beside_te)
 
 
 def _rows(version: str, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Item, Role
-from megatron_lynx.apply.live_run import ENGINE, LiveRun, name_of
+from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, name_of
 from megatron_lynx.apply.site import modules_of, sited_sections_of
 from megatron_lynx.errors import Problem
 
@@ -17,14 +17,14 @@ _LOCAL_CLASSES: Mapping[Role, str] = {
     "column_parallel": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
     "row_parallel": "megatron.core.tensor_parallel.layers.RowParallelLinear",
 }
-_ENGINE_CLASSES: Mapping[Role, str] = {
+_TE_CLASSES: Mapping[Role, str] = {
     "norm": "megatron.core.transformer.identity_op.IdentityOp",
-    "column_parallel": f"{ENGINE}TELayerNormColumnParallelLinear",
-    "core": f"{ENGINE}TEDotProductAttention",
-    "row_parallel": f"{ENGINE}TERowParallelLinear",
+    "column_parallel": f"{TE_MODULE}TELayerNormColumnParallelLinear",
+    "core": f"{TE_MODULE}TEDotProductAttention",
+    "row_parallel": f"{TE_MODULE}TERowParallelLinear",
 }
 
-_ENGINE_FLAGS = (
+_TE_FLAGS = (
     "ub_overlap_ag_fprop",
     "ub_overlap_ag_dgrad",
     "ub_overlap_rs_fprop",
@@ -53,9 +53,9 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        yield from _other_classes(number, sites, _ENGINE_CLASSES if run.engine else _LOCAL_CLASSES)
-        if run.engine and number == first:  # all are built from one config
-            yield from _engine_flags(number, sites)
+        yield from _other_classes(number, sites, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
+        if run.uses_te and number == first:  # all are built from one config
+            yield from _te_flags(number, sites)
 
 
 def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, str]) -> Iterator[Problem]:
@@ -66,8 +66,8 @@ def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[R
             yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
 
 
-def _engine_flags(number: int, sites: Mapping[Item, Module]) -> Iterator[Problem]:
+def _te_flags(number: int, sites: Mapping[Item, Module]) -> Iterator[Problem]:
     for site, module in sites.items():
-        for flag in _ENGINE_FLAGS:
+        for flag in _TE_FLAGS:
             if site.is_linear and getattr(module, flag, None):
                 yield Problem(f"layer {number}.{site.name}.{flag}", str(getattr(module, flag)), "off under a plan")

@@ -1,4 +1,4 @@
-"""The run that a plan is to be put in force for, as one rank sees it: model config, parallel_state, the modules themselves."""
+"""What one rank knows of the run that a plan is put in force for: model config, parallel_state, the modules themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn import Module
 
 from megatron_lynx.errors import Problem
 
-ENGINE = "megatron.core.extensions.transformer_engine."
-"""Where Megatron's classes are that have Transformer Engine's layers inside."""
+TE_MODULE = "megatron.core.extensions.transformer_engine."
+"""How the full names begin of Megatron's classes that wrap Transformer Engine's layers."""
 
 EXPERTS = "megatron.core.transformer.moe.moe_layer.MoELayer"
-"""The class of a mixture of experts, in place of a layer's MLP."""
+"""The class of the mixture of experts that a layer may have in place of an MLP."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class LiveRun:
         return tuple(number for number, layer in self.layers.items() if has_experts(layer))
 
     @property
-    def engine(self) -> bool:
-        """Whether the rank's layers are Transformer Engine's. As the first one is; `refused_layers` asks whether all are."""
+    def uses_te(self) -> bool:
+        """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
         attention = getattr(next(iter(self.layers.values()), None), "self_attention", None)
-        return name_of(getattr(attention, "linear_qkv", None)).startswith(ENGINE)
+        return name_of(getattr(attention, "linear_qkv", None)).startswith(TE_MODULE)
 
     @property
     def fp8(self) -> bool:
-        """Whether linears multiply in FP8. Only Transformer Engine's do."""
-        return self.engine and bool(getattr(self.config, "fp8", None))
+        """Whether linears multiply in FP8, which only Transformer Engine's can."""
+        return self.uses_te and bool(getattr(self.config, "fp8", None))
 
     @property
     def group_size(self) -> int:
@@ -101,5 +101,5 @@ def has_experts(layer: Module) -> bool:
 
 
 def name_of(module: object) -> str:
-    """Of its class, with the module that it is in."""
+    """The full name of an object's class: module and qualified name."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

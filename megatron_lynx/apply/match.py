@@ -1,9 +1,9 @@
-"""Whether a plan was made for the live run: every way in which it was not, at once.
+"""Refuses a plan that was made for another run than the live one, with every difference at once.
 
     live facts   <── LiveRun          plan facts   <── plan.yaml
                          └──── compared here ────┘
 
-Plan and run may both be sound, but not for each other. What no plan can be put in force for is `refusals`' answer.
+Plan and run may both be sound, but not fit each other. Whether the run can carry any plan at all is checked in `refusals`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         "ffn": config.ffn_hidden_size,
         "heads": config.num_attention_heads,
         "kv_groups": config.num_query_groups,
-        **({"implementation": "transformer_engine" if run.engine else "local"} if run.layers else {}),
+        **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "fp8": recipe_of(config) if config.fp8 else None,
     }
     for name, needed in live.items():
@@ -62,7 +62,7 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Layers that have a mixture of experts, or an MLP, where the plan has the other."""
+    """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
     planned = {number for number in run.layers if plan.model.has_experts(number)}
     live = set(run.expert_layers)
     for numbers, found, needed in (

@@ -1,4 +1,4 @@
-"""What about a run the hooks cannot work with, all of it at once (rules R6, R14).
+"""Refuses runs that the hooks cannot work with, naming every reason at once (rules R6, R14).
 
 its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
@@ -20,10 +20,10 @@ from megatron_lynx.plan.plan import Plan, Stage
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
-    """Every one."""
+    """Every reason why this run cannot carry a plan, or not this plan."""
     return [
         *_stock_recomputation(run),
-        *refused_features(run.config, engine=run.engine),
+        *refused_features(run.config, te=run.uses_te),
         *refused_in_fp8(run),
         *_context_parallelism(run),
         *_early_gradients(plan, run),

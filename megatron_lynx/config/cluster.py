@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_lynx.config.fp8 import Recipe
+from megatron_lynx.fp8_recipes import Recipe
 
 
 class _Part(BaseModel):

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lynx.config.experts import Experts, as_spans
-from megatron_lynx.config.fp8 import Fp8, Recipe
+from megatron_lynx.config.fp8 import Fp8
+from megatron_lynx.fp8_recipes import Recipe
 
 
 class Model(BaseModel):

@@ -1,4 +1,4 @@
-"""Versions, and whether Megatron reads as recorded. Nothing is imported for a version."""
+"""Finds which versions are installed, and whether Megatron reads as recorded. Nothing is imported to learn a version."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron_lynx.errors import HookRefused
 
 
 def software() -> Iterator[Finding]:
-    """Of torch, Transformer Engine and Apex the versions; of megatron-core also every function that is relied on."""
+    """The versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core reads as recorded."""
     torch = _version("torch")
     yield Finding("torch", "good", torch) if torch else Finding("torch", "defeats", "not installed", "no training", "install it")
-    engine = _version("transformer-engine", "transformer_engine")
-    if engine is None:
+    te = _version("transformer-engine", "transformer_engine")
+    if te is None:
         costs, todo = "Megatron's default layers need it", "install it, or launch with --transformer-impl local"
         yield Finding("Transformer Engine", "note", "not installed", costs, todo)
     else:
-        yield _engine(engine)
+        yield _te(te)
     apex = _version("apex")
-    costs = "local layers have no fused norm, and refuse --sequence-parallel" if engine is None else ""
-    yield Finding("Apex", "good" if apex or engine else "note", apex or "not installed", costs if apex is None else "")
+    costs = "local layers have no fused norm, and refuse --sequence-parallel" if te is None else ""
+    yield Finding("Apex", "good" if apex or te else "note", apex or "not installed", costs if apex is None else "")
     yield from _megatron()
 
 
-def _engine(found: str) -> Finding:
-    """Whether its layers are known. Its functions are compared when a plan is installed: importing it needs a GPU."""
+def _te(found: str) -> Finding:
+    """Whether this Transformer Engine is known. How it reads is compared when a plan is installed: importing it needs a GPU."""
     from megatron_lynx.apply.releases import minor_of
     from megatron_lynx.apply.transformer_engine import KNOWN
 

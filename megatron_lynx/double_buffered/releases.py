@@ -1,8 +1,8 @@
-"""What training without flushes relies on beside schedules and layers, by release of megatron-core: a hash of each text.
+"""The source text that training without flushes relies on in megatron-core, by release, in addition to what hooks rely on.
 
-Whose memory weights and gradients are in (`owners`), and when a batch's gradient is whole, follows from these. As in
-`apply.releases`: what reads otherwise is refused, because only reading the new text can tell. Of each release stands here what
-reads otherwise than in the one before.
+Whose memory weights and gradients are in (`owners`), and when a batch's gradient is whole, follows from these functions. As in
+`apply.releases`, a function that reads otherwise is refused, because only somebody who reads the new text can tell; and the first
+release lists all functions, every later one those that read otherwise than in the release before.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CORE_0_16 = Release(  # recorded from 0.16.1
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": "4883dadbf822eab8",
     },
 )
-CORE_0_17 = Release(  # recorded from 0.17.1
-    version="0.17",
+
+CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
+    "0.17",
     fingerprints={
-        **CORE_0_16.fingerprints,
         "megatron.core.pipeline_parallel.schedules:backward_step": "435628e2479e62f2",
         "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor": "ec45aab59f2784a1",
         "megatron.core.pipeline_parallel.schedules:get_tensor_shapes": "aafd487b2ecd6cf8",
@@ -59,10 +59,10 @@ CORE_0_17 = Release(  # recorded from 0.17.1
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "00e6fe16e5751174",
     },
 )
-CORE_0_18 = Release(  # recorded from 0.18.2
-    version="0.18",
+
+CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
+    "0.18",
     fingerprints={
-        **CORE_0_17.fingerprints,
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "c8fd558b6fdcd51b",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads": "1ea6af88d1ec1a5c",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "fc1074dee2ce1b01",
@@ -77,10 +77,10 @@ CORE_0_18 = Release(  # recorded from 0.18.2
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads": "2350cce9dd8822dd",
     },
 )
-CORE_0_19 = Release(  # recorded from 0.19.2
-    version="0.19",
+
+CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
+    "0.19",
     fingerprints={
-        **CORE_0_18.fingerprints,
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "772d6b7d81825e7a",
         "megatron.core.distributed.finalize_model_grads:finalize_model_grads": "36d18a1e17302e34",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel": "9330e58298a3c743",
@@ -94,6 +94,7 @@ CORE_0_19 = Release(  # recorded from 0.19.2
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": "3fce9be2b6d1d143",
     },
 )
+
 KNOWN = {release.version: release for release in (CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.config.fp8 import RUN_BY_PLANS
 from megatron_lynx.errors import Problem
+from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 

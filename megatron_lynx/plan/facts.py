@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.plan.part import Part
 
@@ -21,8 +22,8 @@ class ModelFacts(Part):
     seq: int = Field(ge=1)
     implementation: Literal["local", "transformer_engine"] = "local"
     """Whose layers. Transformer Engine makes a norm inside the linear behind it."""
-    fp8: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] | None = None
-    """How scales are found of linears that compute in FP8; none: they do not."""
+    fp8: Recipe | None = None
+    """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
 
     moe_layers: tuple[Layers, ...] = ()
     """Layers whose MLP half is a mixture of experts: kept whole, none of it is replayed or a window. Empty: there are none."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_lynx.config.fp8 import RUN_BY_PLANS
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.fp8_recipes import RUN_BY_PLANS
 from megatron_lynx.profiler.profile import Profile, shape_of
 
 

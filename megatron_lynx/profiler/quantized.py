@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.config.fp8 import Recipe
+from megatron_lynx.fp8_recipes import Recipe
 
 BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
 BLOCK, MX_BLOCK = 128, 32

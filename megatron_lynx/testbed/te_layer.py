@@ -56,10 +56,10 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
 def _inner_norm(layer: Any, half: Half, linear: Any) -> InnerNorm:
     from megatron.core.extensions.transformer_engine import TENorm
 
-    from megatron_lynx.apply.transformer_engine import present_engine
+    from megatron_lynx.apply.transformer_engine import present_te
     from megatron_lynx.apply.transformer_engine.norm import norm_inside
 
     config = layer.config
-    inside = norm_inside(linear, DENSE[half].norm, present_engine())
+    inside = norm_inside(linear, DENSE[half].norm, present_te())
     alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
     return InnerNorm(inside.run, inside.saved, alone)

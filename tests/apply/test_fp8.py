@@ -19,9 +19,9 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import pool_with
 from ..layouts import LAYOUTS
 from ..plan.strategies import drawn, plans_for
+from ..te_releases import pool_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked

@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import folder_of, python_path
+from ..te_releases import folder_of, python_path
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
 

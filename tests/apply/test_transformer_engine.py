@@ -19,13 +19,13 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import pool_with
 from ..plan.strategies import drawn, plans_for
+from ..te_releases import pool_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.trials import Trial, compare_with_stock
-from . import engine_on_ranks, on_ranks
+from . import on_ranks, te_on_ranks
 
 BUILT_WITH = "2.9"
 """What Megatron 0.16 is built with."""
@@ -42,7 +42,7 @@ LAYOUTS = {
 }
 
 
-def engine_job(like: str = "gpt", **fields) -> Job:
+def te_job(like: str = "gpt", **fields) -> Job:
     return tiny_job(like, implementation="transformer_engine", **fields)
 
 
@@ -57,7 +57,7 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kept_replayed_and_mixed(pool_of, layout):
     """Dropout is on. A norm alone is regenerated without its linear; with sequence parallelism its output is gathered once."""
-    job = engine_job(**LAYOUTS[layout])
+    job = te_job(**LAYOUTS[layout])
     everything = replayable(job, gather=True)
     candidates = [
         plan_for(job, lambda layer: ()),
@@ -72,7 +72,7 @@ def test_kept_replayed_and_mixed(pool_of, layout):
 
 @pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2+SP"])
 def test_random_plans(pool_of, layout):
-    job = engine_job("llama", **LAYOUTS[layout])
+    job = te_job("llama", **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)
 
     @drawn(1)
@@ -85,30 +85,30 @@ def test_random_plans(pool_of, layout):
 
 def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
     """The weight reaches backward as itself: its flag would land on a copy else, and Megatron's DDP assert (rule R11)."""
-    job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
+    job = te_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
 
 
 def test_experts_are_kept_whole(pool_of):
     """Their linears are its own, shared experts' windows look like those of an MLP, and neither is looked at."""
     experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
-    job = engine_job(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=experts, bias=False)
+    job = te_job(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=experts, bias=False)
     candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: replayable(job, gather=True))]
     checked(pool_of, job, candidates, Trial(training={"ddp": True, "optimizer": "megatron"}))
 
 
 def test_sharded_by_its_own_adam(pool_of):
-    """Megatron takes the engine's FusedAdam where it is. Gradients are reduced in backward, weights gathered in forward."""
-    job = engine_job("llama", replicas=2, distributed_optimizer=True, dtype="bf16")
+    """Megatron takes Transformer Engine's FusedAdam. Gradients are reduced in backward, weights gathered in forward."""
+    job = te_job("llama", replicas=2, distributed_optimizer=True, dtype="bf16")
     overlapped = {**FUSED.training, "overlap_param_gather": True, "optimizer": "megatron"}
     trial = replace(FUSED, steps=3, training=overlapped, compared="weights")
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job))], trial)
-    assert pool_of(2).run(engine_on_ranks.adam) == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"] * 2
+    assert pool_of(2).run(te_on_ranks.adam) == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"] * 2
 
 
 def test_two_chunks_on_each_stage(pool_of):
     """All replayed, in every micro-batch and in every other one; some, and some of the rest on the host."""
-    job = engine_job(layers_per_chunk=1, **LAYOUTS["PP2"])
+    job = te_job(layers_per_chunk=1, **LAYOUTS["PP2"])
     everything, mixed = replayable(job), lambda layer: [*NORMS, "core_attention"] if layer % 2 else ()
     candidates = [
         plan_for(job, lambda layer: everything),
@@ -121,7 +121,7 @@ def test_two_chunks_on_each_stage(pool_of):
 
 def test_two_chunks_that_gather(pool_of):
     """Tensor and sequence parallel as well, and chunks that are not all alike."""
-    job = engine_job(layers=6, partition=(1, 2, 2, 1), pipeline=2, microbatches=4, **LAYOUTS["TP2+SP"])
+    job = te_job(layers=6, partition=(1, 2, 2, 1), pipeline=2, microbatches=4, **LAYOUTS["TP2+SP"])
     mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))])
     for rank in checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1)):
@@ -130,7 +130,7 @@ def test_two_chunks_that_gather(pool_of):
 
 def test_nothing_that_was_let_go_is_read(pool_of):
     """What a norm saved is overwritten with NaN before backward (rule R10)."""
-    job = engine_job(tensor=2)
+    job = te_job(tensor=2)
     for candidate in (replayable(job), NORMS):
         plan = plan_for(job, lambda layer, items=candidate: items)
         for [outcome] in pool_of(2).run(compare_with_stock, job, [plan], Trial(canaries=True)):
@@ -139,8 +139,8 @@ def test_nothing_that_was_let_go_is_read(pool_of):
 
 
 def test_query_and_key_norms(pool_of):
-    """They are code behind `linear_qkv`, in nodes of the engine's operation fuser: replayed with `rotary`, and let go."""
-    job = engine_job("llama", tensor=2)
+    """They are code behind `linear_qkv`, in nodes of Transformer Engine's operation fuser: replayed with `rotary`, and let go."""
+    job = te_job("llama", tensor=2)
     plans = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: ["rotary"])]
     for outcomes in pool_of(2).run(compare_with_stock, job, plans, Trial(canaries=True, model={"qk_layernorm": True})):
         for outcome in outcomes:
@@ -151,39 +151,39 @@ def test_query_and_key_norms(pool_of):
 
 def test_what_its_nodes_keep_may_go_to_the_host(pool_of):
     """It empties what it has used: a reloaded tensor must not be another's, too."""
-    job = engine_job(**LAYOUTS["PP2"])
+    job = te_job(**LAYOUTS["PP2"])
     mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
     [first, _] = checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1))
     assert first[0].planned.counts[-1].offloaded_bytes > 0
 
 
 def test_a_norm_alone_runs_no_gemm(pool_of):
-    job = engine_job(attention_dropout=0.0, hidden_dropout=0.0)
+    job = te_job(attention_dropout=0.0, hidden_dropout=0.0)
     [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan_for(job, lambda layer: NORMS)], Trial(counted=True))
     assert outcome.planned.flops == outcome.stock.flops
 
 
 def test_the_same_collectives_as_stock(pool_of):
     """Nothing is gathered or reduced twice, and a norm's output once less often: not again for the weight gradient."""
-    job = engine_job(tensor=2, sequence_parallel=True)
+    job = te_job(tensor=2, sequence_parallel=True)
     both = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: replayable(job, gather=True))]
     for kept, gathered in pool_of(2).run(compare_with_stock, job, both, Trial(counted=True)):
         assert sorted(kept.planned.collectives) == sorted(kept.stock.collectives)
         assert sorted(gathered.planned.collectives) == sorted(gathered.stock.collectives)
 
 
-@pytest.mark.parametrize(("engine", "core"), OTHERS)
-def test_other_releases_are_held_and_equal_stock(engine, core):
-    job = engine_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
+@pytest.mark.parametrize(("te", "core"), OTHERS)
+def test_other_releases_are_held_and_equal_stock(te, core):
+    job = te_job("llama", tensor=2, sequence_parallel=True, dtype="bf16")
     candidates = [
         plan_for(job, lambda layer: replayable(job, gather=True)),
         plan_for(job, lambda layer: [*NORMS, "core_attention"]),
     ]
-    with pool_with(engine, 2, core) as pool:
+    with pool_with(te, 2, core) as pool:
         check_held(pool)
         checked(lambda ranks: pool, job, candidates, FUSED)
         for recipe in ("delayed", "tensorwise"):
-            in_fp8 = engine_job("llama", tensor=2, dtype="bf16", fp8={"recipe": recipe})
+            in_fp8 = te_job("llama", tensor=2, dtype="bf16", fp8={"recipe": recipe})
             everything = replayable(in_fp8)
             checked(lambda ranks: pool, in_fp8, [plan_for(in_fp8, lambda layer, items=everything: items)])
 
@@ -193,8 +193,8 @@ def test_every_name_is_found_held_and_given_back(pool_of):
 
 
 def check_held(pool: RankPool) -> None:
-    job = engine_job(tensor=2, sequence_parallel=True)
-    for seen in pool.run(engine_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
+    job = te_job(tensor=2, sequence_parallel=True)
+    for seen in pool.run(te_on_ranks.held, job, plan_for(job, lambda layer: replayable(job, gather=True))):
         assert seen.stale == []
         assert {name for name in seen.claimed if name.startswith("transformer_engine.")} == {
             f"transformer_engine.pytorch.module.{module}_along_first_dim"
@@ -211,7 +211,7 @@ def check_held(pool: RankPool) -> None:
 
 
 def test_a_release_that_is_not_known_is_refused():
-    job = engine_job()
+    job = te_job()
     with pool_with("2.4", 1) as pool:
         [refusal] = pool.run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS))
     assert refusal.places[0] == "transformer_engine"
@@ -222,13 +222,13 @@ def test_a_release_that_is_not_known_is_refused():
     ("spoil", "place"),
     [
         (partial(on_ranks.set_config, symmetric_ar_type="two_shot"), "config.symmetric_ar_type"),
-        (engine_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
-        (engine_on_ranks.another_tracker, "layer 1.core_attention"),
+        (te_on_ranks.userbuffers, "layer 1.linear_qkv.ub_overlap_ag_fprop"),
+        (te_on_ranks.another_tracker, "layer 1.core_attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_refused(pool_of, spoil, place):
-    job = engine_job()
+    job = te_job()
     [refusal] = pool_of(1).run(on_ranks.refused, job, plan_for(job, lambda layer: NORMS), spoil)
     assert refusal.places == [place]
     assert refusal.changed == []
@@ -236,7 +236,7 @@ def test_what_is_refused(pool_of, spoil, place):
 
 def test_a_plan_for_local_layers_is_refused(pool_of):
     local = plan_for(tiny_job("gpt"), lambda layer: NORMS)
-    [refusal] = pool_of(1).run(on_ranks.refused, engine_job(), local)
+    [refusal] = pool_of(1).run(on_ranks.refused, te_job(), local)
     assert refusal.places == ["plan: model.implementation"]
 
 
@@ -256,6 +256,6 @@ PROFILED = {
 def test_the_profile_counts_what_the_layer_saves(pool_of, profiled):
     """Byte for byte, without what is eager on a CPU: dropout, biases and rotary positions have kernels of their own on a GPU."""
     shape = {"position": "learned", "bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    job = engine_job(dtype="bf16", **shape, **PROFILED[profiled])
-    for seen in pool_of(job.gpus).run(engine_on_ranks.saved_bytes, job):
-        assert seen == engine_on_ranks.predicted_bytes(job)
+    job = te_job(dtype="bf16", **shape, **PROFILED[profiled])
+    for seen in pool_of(job.gpus).run(te_on_ranks.saved_bytes, job):
+        assert seen == te_on_ranks.predicted_bytes(job)

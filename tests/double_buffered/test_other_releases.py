@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import folder_of, python_path
+from ..te_releases import folder_of, python_path
 from . import on_ranks
 
 RELEASES = ("0.15", "0.17", "0.18", "0.19")

@@ -12,7 +12,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import pool_with
+from ..te_releases import pool_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
@@ -25,22 +25,22 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 @pytest.fixture(scope="module", params=[("2.9", None), ("2.14", "0.17"), ("2.17", "0.19")], ids=str)
 def pool(request) -> Iterator[RankPool]:
-    engine, core = request.param
-    with pool_with(engine, 2, core) as pool:
+    te, core = request.param
+    with pool_with(te, 2, core) as pool:
         yield pool
 
 
-def engine_job(**fields):
+def te_job(**fields):
     return tiny_job("gpt", implementation="transformer_engine", pipeline=2, microbatches=3, **fields)
 
 
 @pytest.mark.parametrize(("fields", "how"), [({}, {}), ({"dtype": "bf16"}, FUSED)], ids=["fp32", "fused, bf16"])
 def test_the_version_rule_to_the_bit(pool, fields, how):
-    assert pool.run(on_ranks.differing, engine_job(**fields), {**HOW, **how}) == [[], []]
+    assert pool.run(on_ranks.differing, te_job(**fields), {**HOW, **how}) == [[], []]
 
 
 def test_plans_to_the_bit(pool):
-    job = engine_job(dtype="bf16")
+    job = te_job(dtype="bf16")
     mixed = plan_for(job, lambda layer: () if layer == 2 else replayable(job))
     plans = [plan_for(job, lambda _: replayable(job)), plan_for(job, lambda _: NORMS, windows=False), offloading(mixed, 6_000)]
     runs = pool.run(on_ranks.planned, job, {**HOW, **FUSED}, [*map(without_flushes, plans)])

@@ -45,7 +45,7 @@ MODEL = shlex.split(
     --no-persist-layer-norm --no-gradient-accumulation-fusion
     """
 )
-ENGINE = ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
+TE = ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
 """Behind `MODEL`: Transformer Engine's layers instead of local ones."""
 
 EXPERTS = shlex.split(

@@ -18,8 +18,8 @@ import pytest
 
 from megatron_lynx.plan.plan import Plan
 
-from ..engines import folder_of
-from .launched import ENGINE, EXPERTS, LAYOUTS, MODEL, Launched, flags_of, launch, offloading, plan_of, saved
+from ..te_releases import folder_of
+from .launched import EXPERTS, LAYOUTS, MODEL, TE, Launched, flags_of, launch, offloading, plan_of, saved
 from .test_patches import apply
 
 VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
@@ -40,7 +40,7 @@ def script() -> Path:
 
 FOUR = "tensor 2 x pipeline 2, sequence parallel"
 INTERLEAVED = f"{FOUR}, two chunks on each stage"
-ENGINES = {"16": "2.9", "17": "2.14", "18": "2.20", "19": "2.17"}
+TE_RELEASES = {"16": "2.9", "17": "2.14", "18": "2.20", "19": "2.17"}
 """Releases of Transformer Engine that are tried, by megatron-core's minor release."""
 
 
@@ -58,8 +58,8 @@ def test_with_experts(script, layout, tmp_path):
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_with_transformer_engine(script, layout, tmp_path):
     """Its own Python, its compiled extension stood in for."""
-    folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
-    flags = [*MODEL, *ENGINE, "--mock-data"]
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
+    flags = [*MODEL, *TE, "--mock-data"]
     check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
 
 
@@ -170,9 +170,9 @@ def test_without_flushes(script, layout, flags):
 
 def test_without_flushes_with_transformer_engine_under_a_plan(script, tmp_path):
     """Everything replayed, and some on the host."""
-    folder = folder_of("TRANSFORMER_ENGINE", engine_of(script), "transformer_engine")
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     plan = offloading(plan_of(FOUR, implementation="transformer_engine", schedule="double_buffered"), 20_000)
-    _, planned = without_flushes(script, FOUR, ENGINE, 4, path=[folder], plan=saved(plan, tmp_path / "plan.yaml"))
+    _, planned = without_flushes(script, FOUR, TE, 4, path=[folder], plan=saved(plan, tmp_path / "plan.yaml"))
     assert "replayed 80 layer halves" in planned.ours[-1]
     assert "copied to the host" in planned.ours[-1]
 
@@ -187,8 +187,8 @@ def test_without_flushes_saved_and_resumed(script, tmp_path):
     assert [norm for _, _, norm in resumed.iterations] == [norm for _, _, norm in going_on.iterations[3:]]
 
 
-def engine_of(script: Path) -> str:
-    return ENGINES[MINOR.search((script.parent / VERSION).read_text())[1]]
+def te_of(script: Path) -> str:
+    return TE_RELEASES[MINOR.search((script.parent / VERSION).read_text())[1]]
 
 
 def plans_of(layout: str, **model: Any) -> Iterator[Plan]:

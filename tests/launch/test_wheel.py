@@ -13,8 +13,8 @@ import pytest
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import folder_of
-from .launched import ENGINE, MODEL, SIZE, flags_of, launch, plan_of, saved
+from ..te_releases import folder_of
+from .launched import MODEL, SIZE, TE, flags_of, launch, plan_of, saved
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "pretrain_tiny.py"
@@ -99,14 +99,14 @@ def test_a_run_resumes_under_another_plan(run, folder, layout_flags, stock, plan
 def test_as_the_ready_launches_have_it(folder):
     """The flags of scripts/launches/launch.sh and Transformer Engine's layers, its compiled extension stood in for."""
     wheel = folder_of("MEGATRON_CORE", "0.19", "megatron/training")
-    engine = folder_of("TRANSFORMER_ENGINE", "2.17", "transformer_engine")
+    te = folder_of("TRANSFORMER_ENGINE", "2.17", "transformer_engine")
     job = tiny_job("gpt", tensor=2, sequence_parallel=True, microbatches=4, implementation="transformer_engine", **SIZE)
-    plan = saved(uniform_plan(job, gather="once"), folder / "engine.yaml")
+    plan = saved(uniform_plan(job, gather="once"), folder / "te.yaml")
     flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
-    flags += [*ENGINE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    flags += [*TE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     flags += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--train-iters", "2"]
     flags += ["--lynx-plan", plan, "--lynx-check", "2"]
-    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, engine], env={"FAULT": "none"})
+    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, te], env={"FAULT": "none"})
     assert checked.status == 0, checked.text
     _, compared, done = checked.ours
     assert compared.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")

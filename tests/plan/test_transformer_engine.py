@@ -14,7 +14,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..config.jobs import catalogued_job
 from ..transparency.plans import plan_for, replayable
 
-ENGINE = {"implementation": "transformer_engine"}
+TE = {"implementation": "transformer_engine"}
 
 
 def test_a_plan_that_says_nothing_is_for_local_layers():
@@ -26,9 +26,9 @@ def test_a_plan_that_says_nothing_is_for_local_layers():
 @pytest.mark.parametrize(("linear", "norm"), [("linear_qkv", "input_layernorm"), ("linear_fc1", "pre_mlp_layernorm")])
 def test_a_linear_is_replayed_with_its_norm(linear, norm):
     plan_for(tiny_job("gpt"), lambda layer: [linear])
-    plan_for(tiny_job("gpt", **ENGINE), lambda layer: [linear, norm])
+    plan_for(tiny_job("gpt", **TE), lambda layer: [linear, norm])
     with pytest.raises(ValidationError, match=f"{linear} is replayed, and {norm} with it"):
-        plan_for(tiny_job("gpt", **ENGINE), lambda layer: [linear])
+        plan_for(tiny_job("gpt", **TE), lambda layer: [linear])
 
 
 def test_the_first_window_of_its_own_backward_comes_too_late():
@@ -43,20 +43,20 @@ def test_the_first_window_of_its_own_backward_comes_too_late():
     layout = {"tensor": 2, "sequence_parallel": True}
     own_windows(tiny_job("gpt", **layout))
     with pytest.raises(ValidationError, match="comes after backward needs the half"):
-        own_windows(tiny_job("gpt", **layout, **ENGINE))
+        own_windows(tiny_job("gpt", **layout, **TE))
 
 
 def test_everything_else_may_be_replayed():
-    job = tiny_job("gpt", tensor=2, sequence_parallel=True, **ENGINE)
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True, **TE)
     assert plan_for(job, lambda layer: replayable(job, gather=True)).model.implementation == "transformer_engine"
 
 
 def test_fp8_is_said_where_it_is_used():
-    job = tiny_job("gpt", **ENGINE, dtype="bf16", fp8={"recipe": "tensorwise"})
+    job = tiny_job("gpt", **TE, dtype="bf16", fp8={"recipe": "tensorwise"})
     plan = plan_for(job, lambda layer: ())
     assert plan.model.fp8 == "tensorwise"
     assert "fp8: tensorwise" in dump_plan(plan)
-    assert "fp8" not in dump_plan(plan_for(tiny_job("gpt", **ENGINE), lambda layer: ()))
+    assert "fp8" not in dump_plan(plan_for(tiny_job("gpt", **TE), lambda layer: ()))
     raw = plan.model_dump(mode="json")
     raw["model"]["implementation"] = "local"
     with pytest.raises(ValidationError, match="fp8 \\(tensorwise\\) needs implementation transformer_engine"):
@@ -65,7 +65,7 @@ def test_fp8_is_said_where_it_is_used():
 
 def test_a_norm_that_reduces_its_amax_is_replayed_on_demand():
     """With one scale for all ranks' parts of its output; a replay in a window must not communicate (rule R2)."""
-    layout = {"tensor": 2, "sequence_parallel": True, "dtype": "bf16", **ENGINE}
+    layout = {"tensor": 2, "sequence_parallel": True, "dtype": "bf16", **TE}
     delayed, tensorwise = (tiny_job("gpt", **layout, fp8={"recipe": recipe}) for recipe in ("delayed", "tensorwise"))
     raw = plan_for(delayed, lambda layer: ["pre_mlp_layernorm"]).model_dump(mode="json")
     raw["model"]["fp8"] = "tensorwise"

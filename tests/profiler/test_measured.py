@@ -16,8 +16,8 @@ from megatron_lynx.testbed import te_layer
 from megatron_lynx.testbed.place import place_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.engines import folder_of, pool_with
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
+from tests.te_releases import folder_of, pool_with
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 JOBS = {
@@ -83,23 +83,23 @@ def test_a_collective_disturbs_what_it_slows_and_nothing_else(pool_of):
     assert all(2 < found < 4 for found in pool_of(2).run(measure_sleeping, 3.0))
 
 
-ENGINE = {"implementation": "transformer_engine", "dtype": "bf16", "bias": False, "position": "learned", **NO_DROPOUT}
-ENGINES = {
-    "norms inside": tiny_job("gpt", **ENGINE),
-    "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True, norm="rmsnorm", **ENGINE),
+TE = {"implementation": "transformer_engine", "dtype": "bf16", "bias": False, "position": "learned", **NO_DROPOUT}
+TE_JOBS = {
+    "norms inside": tiny_job("gpt", **TE),
+    "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True, norm="rmsnorm", **TE),
 }
 
 
 @pytest.fixture(scope="module")
-def engine_pool():
+def te_pool():
     with pool_with("2.9", 1) as pool:
         yield pool
 
 
-def test_a_norm_inside_a_linear_is_told_apart(engine_pool):
+def test_a_norm_inside_a_linear_is_told_apart(te_pool):
     """Of Transformer Engine's layer, beside its attention, which is unfused on a CPU. What its linears do is less by the norm."""
-    for job in ENGINES.values():
-        [measured] = engine_pool.run(measure_one, job)
+    for job in TE_JOBS.values():
+        [measured] = te_pool.run(measure_one, job)
         shape = replace(LayerShape.of(job), device="cuda")
         for half in HALVES:
             assert sizes(measured[half].tensors) == sizes(half_tensors(shape, half))
@@ -120,7 +120,7 @@ def sizes(tensors):
 
 
 def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
-    job = tiny_job("gpt", **ENGINE)
+    job = tiny_job("gpt", **TE)
     monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
     with place_for(job) as place:
         profile = measure_profile(job, place, lambda text: nullcontext())
@@ -133,4 +133,4 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
     monkeypatch.setattr(te_layer, "PACKAGE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
-        measure_profile(tiny_job("gpt", **ENGINE), place=None, announce=None)
+        measure_profile(tiny_job("gpt", **TE), place=None, announce=None)

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..engines import ENGINES, pool_with
+from ..te_releases import TE_RELEASES, pool_with
 from . import on_ranks
 
 LAYOUTS = [
@@ -27,9 +27,9 @@ ROUNDING = {"fp32": 1e-4, "bf16": 0.1}
 
 @pytest.fixture(scope="module", params=PAIRS, ids=["core 0.16", "core 0.19"])
 def pool(request) -> Iterator[Callable[[int], RankPool]]:
-    engine, core = request.param
+    te, core = request.param
     pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with(engine, ranks, core))
+    yield lambda ranks: pools.setdefault(ranks, pool_with(te, ranks, core))
     for started in pools.values():
         started.close()
 
@@ -38,8 +38,8 @@ def pool(request) -> Iterator[Callable[[int], RankPool]]:
 def test_layers_compute_what_local_layers_do(pool, like, dtype, layout):
     """With equal weights and without dropout: the same losses and gradients up to rounding; and twice the same to the bit."""
     shape = {"like": like, "dtype": dtype, "attention_dropout": 0.0, "hidden_dropout": 0.0, **layout}
-    engine, local = (tiny_job(implementation=name, **shape) for name in ("transformer_engine", "local"))
-    for _, between_runs, to_local in pool(engine.gpus).run(on_ranks.losses_and_differences, engine, local):
+    te, local = (tiny_job(implementation=name, **shape) for name in ("transformer_engine", "local"))
+    for _, between_runs, to_local in pool(te.gpus).run(on_ranks.losses_and_differences, te, local):
         assert between_runs == 0
         assert 0 < to_local < ROUNDING[dtype]
 
@@ -63,7 +63,7 @@ def test_weight_gradients_are_added_to_the_buffer_of_data_parallelism(pool):
         assert 0 < to_unfused < ROUNDING["bf16"]
 
 
-@pytest.mark.parametrize("release", [release for release in ENGINES if release not in dict(PAIRS)])
+@pytest.mark.parametrize("release", [release for release in TE_RELEASES if release not in dict(PAIRS)])
 def test_other_releases_train_with_dropout(release):
     job = tiny_job(implementation="transformer_engine")
     with pool_with(release, 1) as ranks:

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import modules_of, sited_sections_of
-from megatron_lynx.apply.transformer_engine import EngineRelease
+from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.runtime.engine import Engine
@@ -25,9 +25,7 @@ from megatron_lynx.runtime.site_call import FirstPart, SiteCall
 from megatron_lynx.runtime.state import SiteState
 
 
-def claims(
-    engine: Engine, layer: Module, number: int, release: EngineRelease | None = None, *, fp8: bool = False
-) -> Iterator[Claim]:
+def claims(engine: Engine, layer: Module, number: int, release: TeRelease | None = None, *, fp8: bool = False) -> Iterator[Claim]:
     """`release`: that of Transformer Engine, where the layer is one of its own. `fp8`: its linears may run in FP8."""
     for section in sited_sections_of(layer):
         for item, module in modules_of(section, layer, te=release is not None).items():

@@ -1,16 +1,10 @@
-"""Releases of megatron-core that this package can hold on to, one literal table each."""
+"""Which release of megatron-core is installed, and what this package knows of it: only known releases can run a plan."""
 
 from __future__ import annotations
 
-from megatron_lynx.apply.releases.core_0_15 import CORE_0_15
-from megatron_lynx.apply.releases.core_0_16 import CORE_0_16
-from megatron_lynx.apply.releases.core_0_17 import CORE_0_17
-from megatron_lynx.apply.releases.core_0_18 import CORE_0_18
-from megatron_lynx.apply.releases.core_0_19 import CORE_0_19
-from megatron_lynx.apply.releases.release import Release, fingerprint, minor_of, table_of
+from megatron_lynx.apply.releases.core import KNOWN
+from megatron_lynx.apply.releases.release import Release, fingerprint, minor_of, number_of, table_of
 from megatron_lynx.errors import HookRefused, Problem
-
-KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}
 
 
 def installed_version() -> str:
@@ -31,4 +25,4 @@ def present_release() -> Release:
     return table_of(installed_version(), KNOWN, "megatron.core", "megatron-core", "install one of these")
 
 
-__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "minor_of", "present_release", "table_of"]
+__all__ = ["KNOWN", "Release", "fingerprint", "installed_version", "minor_of", "number_of", "present_release", "table_of"]

@@ -1,7 +1,9 @@
-"""What this package knows of one minor release of megatron-core: which functions it relies on, and how they read.
+"""What this package knows of one minor release of megatron-core: the functions it relies on, and the fingerprint of each.
 
 A fingerprint is a hash of a function's unwrapped source text. If one differs, the code that a hook counts on has changed, and
-installing is refused (rule R6): a comment is reason enough, because only reading the new text can tell.
+installing is refused (rule R6). A changed comment is reason enough, because only somebody who reads the new text can tell.
+
+    CORE_0_17 = CORE_0_16.then("0.17", fingerprints={...})      what reads otherwise in 0.17, came, or is GONE
 """
 
 from __future__ import annotations
@@ -9,25 +11,42 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from megatron_lynx.errors import HookRefused, Problem
 
+GONE = "gone"
+"""Stands in the place of a fingerprint where a release has lost a function that the release before it had."""
+
+Table = TypeVar("Table", bound="Release")
+
 
 @dataclass(frozen=True)
 class Release:
-    """One row of knowledge: `version` is `major.minor`; `fingerprints` maps `module:function` to the hash of its text."""
+    """The functions that matter in one release. A table maps `module:qualified.name` to the fingerprint of that function."""
 
     version: str
+    """Major and minor number, as in `0.16`."""
     fingerprints: Mapping[str, str]
-    beside_engine: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter with Transformer Engine's layers alone; without it they cannot be imported."""
-
+    """The functions that matter in every run."""
+    beside_te: Mapping[str, str] = field(default_factory=dict)
+    """The functions that matter only with Transformer Engine's layers. They can be imported only where it is installed."""
     beside_experts: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter with mixtures of experts alone. None is held: a half of experts is kept whole."""
+    """The functions that matter only with mixtures of experts. No hook replaces them, because a half of experts is kept whole."""
+
+    def then(self: Table, version: str, **changed: Mapping[str, str]) -> Table:
+        """The next release, which is like this one but for what is said here.
+
+        Args:
+            version: its major and minor number.
+            changed: by the name of a table (`fingerprints`, ...), the functions that read otherwise than in this one, those that
+                came, and those that are `GONE`.
+        """
+        tables = {name: {**getattr(self, name), **table} for name, table in changed.items()}
+        return replace(self, version=version, **{name: _without_gone(table) for name, table in tables.items()})
 
     def stale(self) -> list[Problem]:
         """Every function that does not read as recorded."""
@@ -37,15 +56,12 @@ class Release:
         """The same for layers with a mixture of experts."""
         return differing(self.beside_experts)
 
-    def stale_beside_engine(self) -> list[Problem]:
+    def stale_beside_te(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""
-        if not self.beside_engine:
+        if not self.beside_te:
             found, todo = f"Transformer Engine's, in {self.version}", "launch with --transformer-impl local"
             return [Problem("layers", found, "a later release", todo)]
-        return differing(self.beside_engine)
-
-
-Table = TypeVar("Table", bound=Release)
+        return differing(self.beside_te)
 
 
 def table_of(version: str, known: Mapping[str, Table], package: str, name: str, todo: str) -> Table:
@@ -55,7 +71,7 @@ def table_of(version: str, known: Mapping[str, Table], package: str, name: str, 
     """
     release = known.get(minor_of(version))
     if release is None:
-        nearest = min(known.values(), key=lambda one: abs(_number(one.version) - _number(version)))
+        nearest = min(known.values(), key=lambda one: abs(number_of(one.version) - number_of(version)))
         todo = f"{todo}; what moved since {nearest.version} follows"
         unknown = Problem(package, version, f"one of {', '.join(f'{minor}.x' for minor in known)}", todo)
         raise HookRefused(f"this release of {name} is not known", [unknown, *nearest.stale()])
@@ -67,9 +83,14 @@ def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _number(version: str) -> int:
+def number_of(version: str) -> int:
+    """A number that is larger for a later minor release."""
     major, minor = minor_of(version).split(".")
     return 1000 * int(major) + int(minor)
+
+
+def _without_gone(table: Mapping[str, str]) -> dict[str, str]:
+    return {function: recorded for function, recorded in table.items() if recorded != GONE}
 
 
 def differing(recorded: Mapping[str, str]) -> list[Problem]:

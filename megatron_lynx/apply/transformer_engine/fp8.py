@@ -5,9 +5,9 @@
     replay for its backward      scales sᵢ (copied at the record) ──> the same bytes
                                       └──── amax ──> nowhere
 
-Scales of delayed scaling change with every micro-batch. The engine's own recomputation keeps copies in a queue, one for each
-forward, to be taken by exactly one replay, in that order; a norm alone, a kept micro-batch and a replay that stops early would
-take none. So frames keep their own copy, and a replay runs with quantizers of its own: the live ones, their usages, amax
+Scales of delayed scaling change with every micro-batch. Transformer Engine's own recomputation keeps copies in a queue, one for
+each forward, to be taken by exactly one replay, in that order; a norm alone, a kept micro-batch and a replay that stops early
+would take none. So frames keep their own copy, and a replay runs with quantizers of its own: the live ones, their usages, amax
 histories and scales are never touched. With current scaling there is nothing to copy, and the quantizers are the replay's own
 all the same: a replay may run inside a call of the same linear. (In 2.9 and 2.14, no more in 2.17, they share two one-element
 workspaces with the live ones, `scale` and `amax`: harmless, as the call that writes them reads them, on the same stream.)
@@ -27,11 +27,11 @@ from torch.nn import Module
 
 FORWARD = "scaling_fwd"
 IS_FIRST = 4
-"""Where its autocast state says that no FP8 module ran yet: the one that is first has amaxes reduced in backward."""
+"""The place in its autocast state that says that no FP8 module has run yet. The first one has amaxes reduced in backward."""
 
 
 class Fp8Autocast:
-    """A `State`: whether FP8 is on, by which recipe and over which group. Off again when backward runs."""
+    """A `State`: whether FP8 is on, by which recipe and over which group. It is off again when backward runs."""
 
     def __init__(self) -> None:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -60,7 +60,7 @@ class Fp8Linear:
         self._linear = linear
 
     def capture(self) -> Tensor | None:
-        """The scales of its forward's tensors: three numbers. None with current scaling, and outside of FP8."""
+        """The three scales of the tensors of its forward. There are none with current scaling, and outside of FP8."""
         scale = getattr(self._linear.fp8_meta.get(FORWARD), "scale", None)
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
@@ -80,7 +80,7 @@ class Fp8Linear:
 
 
 def own_quantizers(live: Any, scale: Tensor | None) -> Any:
-    """Quantizers like these. `scale`: what theirs was, with delayed scaling; their amaxes go nowhere."""
+    """Quantizers like these whose amaxes go nowhere. `scale`: with delayed scaling, the scales that the live ones had."""
     own = [quantizer.copy() for quantizer in live]
     if scale is not None:
         amaxes = torch.zeros_like(scale)
@@ -90,13 +90,14 @@ def own_quantizers(live: Any, scale: Tensor | None) -> Any:
 
 
 def in_fp8() -> bool:
+    """Whether Transformer Engine computes in FP8 now."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return bool(FP8GlobalStateManager.is_fp8_enabled())
 
 
 def input_quantizer_of(linear: Any) -> Any:
-    """That of a `LayerNormLinear`'s norm, used as its forward uses it."""
+    """The quantizer of a `LayerNormLinear`'s norm, set up as the forward of the linear sets it up."""
     quantizer = linear.quantizers[FORWARD][0]
     quantizer.internal = True
     gathered = gathers_input(linear) and quantizer.supports_only_rowwise_all_gather()
@@ -105,7 +106,7 @@ def input_quantizer_of(linear: Any) -> Any:
 
 
 def gathers_input(linear: Module) -> bool:
-    """Whether what it multiplies comes from the whole tensor-parallel group (sequence parallelism)."""
+    """Whether the linear gathers its input from the tensor-parallel group, as with sequence parallelism."""
     return bool(linear.sequence_parallel and linear.parallel_mode == "column")
 
 
@@ -117,5 +118,5 @@ def as_saved(normalised: Any, linear: Any) -> list[Tensor | None]:
 
 
 def with_bytes(part: Any, data: Tensor) -> Any:
-    """A tensor in FP8 of these bytes, by rows, with the scale and type of `part`."""
+    """A tensor in FP8 that has `data` as its bytes by rows, and scale and type of `part`."""
     return type(part)(**{**part.get_metadata(), "data": data, "data_transpose": None})

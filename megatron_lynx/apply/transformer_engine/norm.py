@@ -1,9 +1,10 @@
-"""The norm that Transformer Engine makes inside a linear, alone.
+"""Runs the norm that Transformer Engine has inside a linear, without the linear.
 
     hidden states ──> norm ──> GEMM ──> output            `LayerNormLinear`: one module, one node of autograd
          └ saved        └ saved: output, mean, deviation
 
-Regenerating what the norm saves needs neither the GEMM nor a gather: the same kernel, on the same input, as the module calls it.
+What the norm saves is regenerated with neither the GEMM nor a gather: the same kernel is called on the same input, as the module
+calls it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.apply.transformer_engine.fp8 import as_saved, in_fp8, input_quantizer_of
-from megatron_lynx.apply.transformer_engine.release import EngineRelease
+from megatron_lynx.apply.transformer_engine.release import TeRelease
 from megatron_lynx.runtime.site_call import FirstPart
 
 
-def norm_inside(linear: Any, item: str, release: EngineRelease) -> FirstPart:
-    """The norm of one `LayerNormLinear`, as the item of the plan that it is."""
+def norm_inside(linear: Any, item: str, release: TeRelease) -> FirstPart:
+    """The norm of one `LayerNormLinear`, as the first part of its call. `item`: the name that plans have for this norm."""
 
     def slots(node: Any) -> tuple[int, ...]:
         return release.norm_slots_fp8 if node.fp8 else release.norm_slots

@@ -1,5 +1,5 @@
-"""What this package knows of one minor release of Transformer Engine: how the functions that it relies on read, and where the
-autograd node of a linear with a norm inside keeps what the norm made."""
+"""What this package knows of one minor release of Transformer Engine: the fingerprints of the functions that it relies on, and
+where the autograd node of a linear with a norm inside keeps what the norm made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRelease(Release):
-    """One row of knowledge."""
+class TeRelease(Release):
+    """The functions that matter in one release, and the layout of its nodes."""
 
     norm_node: str
-    """The node of autograd that a `LayerNormLinear` makes."""
+    """The name of the autograd node that a `LayerNormLinear` makes."""
     norm_slots: tuple[int, int, int]
-    """Among what it saves: the norm's output, mean and reciprocal deviation (RMSNorm has no mean)."""
+    """Where, among what that node saves, the norm's output, mean and reciprocal deviation are (RMSNorm has no mean)."""
     norm_slots_fp8: tuple[int, int, int, int, int] = (-5, -4, -3, -2, -1)
-    """The same in FP8, from the end, where the output is three tensors: its bytes by rows, by columns, and their scale."""
+    """The same in FP8, counted from the end. There the output is three tensors: bytes by rows, bytes by columns, their scale."""
     in_fp8: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter in FP8 alone."""
+    """The functions that matter only in FP8."""
 
     def stale_in_fp8(self) -> list[Problem]:
-        """Those of them that do not read as recorded."""
+        """Every function that matters only in FP8 and does not read as recorded."""
         return differing(self.in_fp8)

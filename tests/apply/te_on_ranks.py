@@ -20,31 +20,31 @@ from .on_ranks import Attributes, one_step, trained
 
 @dataclass
 class Seen:
-    """Of an installation."""
+    """What a rank saw of an installation."""
 
     stale: list[str]
     """Functions that do not read as recorded."""
     claimed: list[str]
     changed: list[str]
-    """What is another object after removing it."""
+    """Attributes that are other objects after the plan was removed."""
 
 
 def held(rank: int, job: Job, plan: Plan) -> Seen:
     from megatron_lynx.apply import install
-    from megatron_lynx.apply.transformer_engine import present_engine
+    from megatron_lynx.apply.transformer_engine import present_te
 
     training = trained(job)
     one_step(training)
     attributes = Attributes(torch.nn.ModuleList(training.chunks))
     with install(training.chunks, plan) as installation:
         claimed = sorted(hook.claim.where for hook in installation.hooks)
-    release = present_engine()
+    release = present_te()
     stale = [problem.where for problem in (*release.stale(), *release.stale_in_fp8())]
     return Seen(stale, claimed, attributes.changed())
 
 
 def adam(rank: int) -> str:
-    """That of Megatron's optimizer."""
+    """The full name of the Adam that Megatron's optimizer uses."""
     from megatron.core.optimizer import Adam
 
     return f"{Adam.__module__}.{Adam.__qualname__}"
@@ -99,7 +99,7 @@ def saved_bytes(rank: int, job: Job) -> dict[str, int]:
 
 
 def in_fp8(job: Job, layer: Any) -> Any:
-    """As Megatron's block runs its layers."""
+    """The context in which Megatron's block runs its layers."""
     from megatron.core.fp8_utils import get_fp8_context
 
     return nullcontext() if job.model.fp8 is None else get_fp8_context(layer.config)
@@ -112,7 +112,7 @@ def copies_of_weights(layer: Any) -> list[torch.Tensor]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is more than a wrapper around a weight's copy."""
+    """Whether a tensor is more than a wrapper around a weight's copy."""
     try:
         address(tensor)
     except RuntimeError:

@@ -13,23 +13,23 @@ import pytest
 
 from megatron_lynx.testbed.ranks import RankPool
 
-ENGINES = ("2.4", "2.9", "2.14", "2.17", "2.20")
-"""The oldest that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
+TE_RELEASES = ("2.4", "2.9", "2.14", "2.17", "2.20")
+"""The oldest release that the testbed runs, those that Megatron 0.16, 0.17 and 0.19 are built with, and the newest."""
 
 
-def pool_with(engine: str, ranks: int, core: str | None = None) -> RankPool:
+def pool_with(release: str, ranks: int, core: str | None = None) -> RankPool:
     """Ranks (not started yet) that import this Transformer Engine, its compiled extension stood in for.
 
     `core`: a release of megatron-core; none is the installed one. The test is skipped where one of them is not there.
     """
-    folders = [folder_of("TRANSFORMER_ENGINE", engine, "transformer_engine")]
+    folders = [folder_of("TRANSFORMER_ENGINE", release, "transformer_engine")]
     if core is not None:
         folders.insert(0, folder_of("MEGATRON_CORE", core, "megatron/core"))
     return RankPool(ranks, env={"PYTHONPATH": python_path(*folders)})
 
 
 def python_path(*folders: Path) -> str:
-    """For ranks: these folders before what this process imports from."""
+    """The PYTHONPATH for ranks: these folders first, then what this process imports from."""
     return os.pathsep.join([*map(str, folders), *(entry or os.getcwd() for entry in sys.path)])
 
 

@@ -1,0 +1,64 @@
+"""A release's table says what differs from the release before, and the script that drafts the next table agrees with it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.apply.releases.release import GONE, Release
+
+from ..te_releases import folder_of, python_path
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "megatron_lynx/apply/releases/core.py"
+WITHOUT_FLUSHES = ROOT / "megatron_lynx/double_buffered/releases.py"
+TE = ROOT / "megatron_lynx/apply/transformer_engine/releases.py"
+
+
+def test_the_next_release_is_this_one_but_for_what_is_said():
+    first = Release("1.0", {"m:same": "a", "m:changed": "b", "m:lost": "c"}, beside_experts={"m:router": "d"})
+    second = first.then("1.1", fingerprints={"m:changed": "B", "m:lost": GONE, "m:came": "e"})
+    assert second == Release("1.1", {"m:same": "a", "m:changed": "B", "m:came": "e"}, beside_experts={"m:router": "d"})
+    assert first.fingerprints["m:lost"] == "c"
+
+
+@pytest.mark.parametrize(("core", "te"), [("0.17", "2.14"), ("0.18", "2.20"), ("0.19", "2.17")])
+def test_the_script_drafts_what_is_recorded_of_megatron_core(core, te):
+    folders = [folder_of("MEGATRON_CORE", core, "megatron/core"), folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")]
+    assert without_source(drafted(folders)) in without_source(CORE.read_text())
+
+
+def test_the_script_says_what_it_could_not_read():
+    """Nothing about a table would mean that it is as in the release before."""
+    draft = drafted([])
+    assert "# beside_te: not read, because Transformer Engine cannot be imported" in draft
+    fingerprints = re.search(r"    fingerprints=\{.*?\n    \},\n", draft, re.DOTALL)[0]
+    assert fingerprints in CORE.read_text()
+
+
+@pytest.mark.parametrize("core", ["0.17", "0.18", "0.19"])
+def test_the_script_drafts_what_is_recorded_for_training_without_flushes(core):
+    draft = drafted([folder_of("MEGATRON_CORE", core, "megatron/core")], "double_buffered")
+    assert without_source(draft) in without_source(WITHOUT_FLUSHES.read_text())
+
+
+@pytest.mark.parametrize("te", ["2.14", "2.17", "2.20"])
+def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
+    draft = drafted([folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")], "transformer_engine")
+    assert without_source(draft) in without_source(TE.read_text())
+
+
+def drafted(folders: list[Path], *words: str) -> str:
+    """What the script prints where these folders come first on the import path."""
+    command = [sys.executable, str(ROOT / "scripts/record_release.py"), *words]
+    env = {"PYTHONPATH": python_path(*folders, ROOT)}
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def without_source(text: str) -> str:
+    """The text without the third number of versions: what is tested against need not be the patch release that was recorded."""
+    return re.sub(r"# recorded from .*", "", text)
