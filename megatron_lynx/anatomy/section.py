@@ -143,6 +143,10 @@ class Section:
         """The place of an item among all."""
         return self.names.index(name)
 
+    def place_of(self, role: Role) -> int:
+        """The place of the only item with this role."""
+        return self.index(self._only(role))
+
     def role_of(self, name: str) -> Role:
         return self.items[self.index(name)].role
 

@@ -62,7 +62,7 @@ def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) 
 def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:
     tensors = half_tensors(shape, half)
     if policy == "balanced":
-        return replay_of(half, tensors, [item for item in BALANCED if item in DENSE[half].names]).stays_bytes
+        return replay_of(DENSE[half], tensors, [item for item in BALANCED if item in DENSE[half].names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
     return sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
@@ -72,5 +72,8 @@ def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:
     """FLOPs that the replays of one layer repeat, one micro-batch, one rank."""
     flops = item_flops(shape)
     return sum(
-        flops[item] for half in HALVES for item in replay_of(half, half_tensors(shape, half), replay).runs if item in replay
+        flops[item]
+        for half in HALVES
+        for item in replay_of(DENSE[half], half_tensors(shape, half), replay).runs
+        if item in replay
     )
