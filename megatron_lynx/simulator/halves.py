@@ -87,7 +87,7 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
 
 
 def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
-    cuts = [section.place_of(collective.behind) + 1 for collective in waited]
+    cuts = [section.items.index(section.item(collective.behind)) + 1 for collective in waited]
     for begin, end in pairwise([0, *cuts, len(section.names)]):
         yield sum(items[name].forward_s for name in section.names[begin:end])
 
@@ -96,7 +96,7 @@ def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited
     """What is waited for beside the dgrad of a linear has its wgrad behind it."""
     end, behind_s = len(section.names), 0.0
     for collective in waited:
-        begin = section.place_of(collective.behind)
+        begin = section.items.index(section.item(collective.behind))
         seconds = behind_s + _backward_s(items, section, begin, end)
         wgrad_s = items[section.names[begin]].wgrad_s if collective.beside == "dgrad" else 0.0
         yield max(0.0, seconds - wgrad_s)

@@ -9,7 +9,8 @@ from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
-from megatron_lynx.profiler.analytic import Roofline, analytic_profile
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.tiny_jobs import tiny_job
