@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import HALVES, ITEMS, Half
+from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, gather_once_s, gathered_input_bytes, head_of
-from megatron_lynx.cost.memory import expert_memory, half_memory, movable_bytes
+from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
+from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.cost.section import priced
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Rule, Stage
@@ -110,20 +111,15 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
     """Of one micro-batch. What was received from the stage before, Megatron holds itself; what experts save stays."""
-    halves = [(layer, half, profile.half(half)) for layer, half in _halves(stage) if not _of_experts(plan, layer, half)]
+    halves = [(section, profile.half(section.half), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
-        movable_bytes(costs, replay_of(half, costs.tensors, stage.rule_for(layer).replays(half)), smallest_bytes)
-        for layer, half, costs in halves
+        movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
+        for section, costs, rule in halves
+        if not section.opaque
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
     return movable - received_bytes if received else movable
-
-
-def message_bytes_of(profile: Profile) -> int:
-    """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
-    shards = profile.shape.tensor if profile.shape.sequence_parallel else 1
-    return profile.attention.input_bytes * shards
 
 
 def check_shapes(plan: Plan, profile: Profile) -> None:
@@ -145,41 +141,24 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
         raise PlanMismatch("the profile was measured for another job than the plan's", problems)
 
 
-def _halves(stage: Stage) -> Iterator[tuple[int, Half]]:
-    """In forward order."""
-    return ((layer, half) for layer in stage.layers for half in HALVES)
-
-
-def _of_experts(plan: Plan, layer: int, half: Half) -> bool:
-    return half == "mlp" and plan.model.has_experts(layer)
+def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
+    """What fills the halves of a stage, with their layers, in forward order."""
+    return ((layer, section) for layer in stage.layers for section in sections_of(experts=plan.model.has_experts(layer)))
 
 
 def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
-    """The halves of a stage in forward order, each as the plan's rules have it. Experts are kept whole."""
-    for layer, half in _halves(stage):
-        if _of_experts(plan, layer, half) and profile.experts is not None:
-            yield Treated(layer, half, expert_memory(profile.experts), experts=True)
-        else:
-            yield _treated_half(stage, layer, half, profile)
-
-
-def _treated_half(stage: Stage, layer: int, half: Half, profile: Profile) -> Treated:
-    costs = profile.half(half)
-    replayed = replay_of(half, costs.tensors, stage.rule_for(layer).replays(half))
-    gather = order.gather_of(stage, (layer, half))
-    gathered_bytes, gather_s = 0, 0.0
-    if gather is not None:
-        behind = gather.half if isinstance(gather, WindowAddress) else None
-        message_bytes = message_bytes_of(profile)
-        gathered_bytes = gathered_input_bytes(profile, message_bytes)
-        gather_s = gather_once_s(profile, half, behind, message_bytes)
-    return Treated(
-        layer,
-        half,
-        half_memory(half, costs, replayed, gathered_bytes=gathered_bytes),
-        replay_s=sum(costs.items[item].forward_s for item in replayed.runs),
-        steady=order.window_of(stage, (layer, half), "steady"),
-        cooldown=order.window_of(stage, (layer, half), "cooldown"),
-        gather_s=gather_s,
-        gathered_bytes=gathered_bytes,
-    )
+    """The halves of a stage in forward order, each as the plan's rules have it."""
+    for layer, section in _sections(plan, stage):
+        frame = layer, section.half
+        price, gather = priced(profile, section, stage.rule_for(layer).replays(section.half)), order.gather_of(stage, frame)
+        behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
+        yield Treated(
+            layer,
+            section,
+            price.memory,
+            replay_s=price.replay_s,
+            steady=order.window_of(stage, frame, "steady"),
+            cooldown=order.window_of(stage, frame, "cooldown"),
+            gather_s=0.0 if gather is None else gather_once_s(profile, section, behind, message_bytes_of(profile)),
+            gathered_bytes=price.gathered_bytes,
+        )

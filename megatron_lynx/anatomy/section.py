@@ -101,6 +101,11 @@ class Section:
         return tuple(item for item in self.items if item.is_site)
 
     @cached_property
+    def linears(self) -> tuple[str, ...]:
+        """Its linears, in the order of a forward."""
+        return tuple(item.name for item in self.items if item.is_linear)
+
+    @cached_property
     def code_behind(self) -> Mapping[str, str]:
         """By site: the item that the code right behind it belongs to, where that is another one."""
         following = zip(self.items, self.items[1:], strict=False)
@@ -113,21 +118,21 @@ class Section:
 
     @cached_property
     def norm(self) -> str:
-        return self._only("norm")
+        return self.item("norm").name
 
     @cached_property
     def column_parallel(self) -> str:
         """The linear whose input is gathered under sequence parallelism."""
-        return self._only("column_parallel")
+        return self.item("column_parallel").name
 
     @cached_property
     def row_parallel(self) -> str:
-        return self._only("row_parallel")
+        return self.item("row_parallel").name
 
     @cached_property
     def residual(self) -> str:
         """The bias, dropout and residual addition at its end."""
-        return self._only("residual")
+        return self.item("residual").name
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
@@ -143,9 +148,10 @@ class Section:
         """The place of an item among all."""
         return self.names.index(name)
 
+    def item(self, role: Role) -> Item:
+        """The only item with this role."""
+        (item,) = (item for item in self.items if item.role == role)
+        return item
+
     def role_of(self, name: str) -> Role:
         return self.items[self.index(name)].role
-
-    def _only(self, role: Role) -> str:
-        (name,) = (item.name for item in self.items if item.role == role)
-        return name

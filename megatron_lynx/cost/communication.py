@@ -1,45 +1,52 @@
 """How long the compute stream waits at each collective of a layer half: the windows.
 
-    without sequence parallelism                        with it
-    fwd.X.0   all-reduce                                fwd.X.0   all-gather
-    bwd.X.0   all-reduce, less the wgrad GEMM           fwd.X.1   reduce-scatter
-                                                        bwd.X.0   all-gather of the gradient
-                                                        bwd.X.1   all-gather of the input, less the dgrad GEMM
-                                                        bwd.X.2   reduce-scatter, less the wgrad GEMM
+    section.collectives(pass)   [ all-gather of the input beside dgrad ,  reduce-scatter of its gradient beside wgrad , ... ]
+                                        │ what it carries: bytes, and so seconds of the link
+                                        │ the GEMM beside it: what stock Megatron hides of that
+    window_lengths_s                [ what is left ,                       what is left , ... ]           by ordinal
 
-In FP8 bytes are gathered, after their cast; of a gradient with block scales those by rows and by columns: as much as in bf16.
-
-Stock Megatron hides the last ones behind the GEMMs of the column-parallel linear; what is longer than its GEMM is a window.
+In FP8 inputs are gathered as bytes, after their cast; of a gradient with block scales those by rows and by columns are gathered,
+which is as much as in bf16.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import Collective, Pass, Section
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
 
-def window_lengths_s(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> tuple[float, ...]:
-    """Seconds of the windows of one half in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
+def window_lengths_s(profile: Profile, passing: Pass, section: Section, message_bytes: int) -> tuple[float, ...]:
+    """Seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
 
     Empty without tensor parallelism.
     """
     if profile.shape.tensor == 1:
         return ()
-    linear = profile.half(half).items[DENSE[half].column_parallel]
-    if not profile.shape.sequence_parallel:
-        reduce = profile.link_s("all_reduce", message_bytes)
-        return (reduce,) if passing == "fwd" else (max(0.0, reduce - linear.wgrad_s),)
-    gather = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
-    scatter = profile.link_s("reduce_scatter", message_bytes)
-    if passing == "fwd":
-        return gather, scatter
-    gradient = gather if profile.shape.fp8 in (None, *PER_TENSOR) else profile.link_s("all_gather", message_bytes)
-    return gradient, max(0.0, gather - linear.dgrad_s), max(0.0, scatter - linear.wgrad_s)
+    collectives = section.collectives(passing, profile.shape.sequence_parallel)
+    return tuple(_exposed_s(profile, section, collective, message_bytes) for collective in collectives)
+
+
+def _exposed_s(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> float:
+    """What stock Megatron leaves of a collective: a GEMM of the column-parallel linear's backward may hide the rest."""
+    seconds = profile.link_s(collective.kind, _carried_bytes(profile, collective, message_bytes))
+    if collective.beside is None:
+        return seconds
+    linear = profile.half(section.half).items[section.column_parallel]
+    return max(0.0, seconds - (linear.dgrad_s if collective.beside == "dgrad" else linear.wgrad_s))
+
+
+def _carried_bytes(profile: Profile, collective: Collective, message_bytes: int) -> int:
+    per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
+    in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
+    return gathered_input_bytes(profile, message_bytes) if in_fp8 else message_bytes
+
+
+def message_bytes_of(profile: Profile) -> int:
+    """What a tensor-parallel collective of a layer moves: the residual stream of all rows."""
+    return profile.attention.input_bytes * (profile.shape.tensor if profile.shape.sequence_parallel else 1)
 
 
 def gathered_input_bytes(profile: Profile, message_bytes: int) -> int:
@@ -75,22 +82,19 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
     return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
-def gather_once_s(profile: Profile, half: Half, behind: Half | None, message_bytes: int) -> float:
-    """Seconds that are lost by gathering the input of a half's column-parallel linear once, for its replay and its backward.
+def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
+    """Seconds that are lost by gathering the input of a column-parallel linear once, for its section's replay and its backward.
 
-    It starts behind the first backward collective of the half `behind`; the row-parallel linear's backward and what precedes
-    it run before the replay needs it. None: on demand, nothing runs. In exchange the half's own backward gathers nothing,
-    which stock Megatron hides behind the dgrad GEMM as far as that goes.
+    The gather starts behind the first backward collective of the section `behind`; the backward of that section's row-parallel
+    linear, and what precedes it, run before the replay needs the input. None: it is gathered on demand, and nothing runs. In
+    exchange the section's own backward gathers nothing, which stock Megatron hides behind the dgrad GEMM as far as that goes.
     """
-    gather = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
-    saved = max(0.0, gather - profile.half(half).items[DENSE[half].column_parallel].dgrad_s)
-    return max(0.0, gather - _compute_after_first_s(profile, behind) - saved)
+    gather_s = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
+    saved_s = max(0.0, gather_s - profile.half(section.half).items[section.column_parallel].dgrad_s)
+    return max(0.0, gather_s - (_inner_backward_s(profile, behind) if behind else 0.0) - saved_s)
 
 
-def _compute_after_first_s(profile: Profile, half: Half | None) -> float:
-    """Backward seconds of a half between its first collective and its column-parallel linear."""
-    if half is None:
-        return 0.0
-    items = profile.half(half).items
-    inner = ("linear_proj", "core_attention", "rotary") if half == "attention" else ("linear_fc2", "activation")
-    return sum(items[item].backward_s for item in inner)
+def _inner_backward_s(profile: Profile, section: Section) -> float:
+    """Backward seconds of a section between its first collective and its column-parallel linear."""
+    items = profile.half(section.half).items
+    return sum(items[item].backward_s for item in reversed(section.inner))

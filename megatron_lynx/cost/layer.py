@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
-from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, Half
+from megatron_lynx.anatomy import ATTENTION, DENSE, ITEMS, MLP, Section, sections_of
+from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.expert_tensors import saved_bytes
@@ -29,14 +30,14 @@ __all__ = [
     "replayed_items",
 ]
 
-BALANCED = ("input_layernorm", "pre_mlp_layernorm", "activation")
-CORE_ALONE = ("core_attention", "core_attention")
+BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
+CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
 """Made by the core attention, and saved by nothing else."""
 
 
 def replayed_items(policy: Policy) -> tuple[str, ...]:
     """What runs again in backward. Raises `KeyError` for `planned`, of which only a plan knows."""
-    return {"none": (), "selective": ("core_attention",), "balanced": BALANCED, "full": ITEMS}[policy]
+    return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": ITEMS}[policy]
 
 
 @lru_cache(maxsize=1024)
@@ -48,9 +49,10 @@ def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
     """
     if policy == "full":
         return shape.input_bytes
-    if experts:
-        return shape.input_bytes + _kept_by_half(shape, "attention", policy) + saved_bytes(shape)
-    return sum(shape.input_bytes + _kept_by_half(shape, half, policy) for half in HALVES)
+    sections = sections_of(experts=experts)
+    return sum(
+        saved_bytes(shape) if section.opaque else shape.input_bytes + _kept_by(section, shape, policy) for section in sections
+    )
 
 
 def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) -> int:
@@ -59,10 +61,10 @@ def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) 
     return kept + (mixtures * kept_bytes(shape, policy, experts=True) if mixtures else 0)
 
 
-def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:
-    tensors = half_tensors(shape, half)
+def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
+    tensors = half_tensors(shape, section.half)
     if policy == "balanced":
-        return replay_of(half, tensors, [item for item in BALANCED if item in DENSE[half].names]).stays_bytes
+        return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
     return sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
@@ -71,6 +73,5 @@ def _kept_by_half(shape: LayerShape, half: Half, policy: Policy) -> int:
 def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:
     """FLOPs that the replays of one layer repeat, one micro-batch, one rank."""
     flops = item_flops(shape)
-    return sum(
-        flops[item] for half in HALVES for item in replay_of(half, half_tensors(shape, half), replay).runs if item in replay
-    )
+    runs = [replay_of(section, half_tensors(shape, half), replay).runs for half, section in DENSE.items()]
+    return sum(flops[item] for run in runs for item in run if item in replay)

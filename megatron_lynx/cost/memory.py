@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Replay
 from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile
 from megatron_lynx.units import MIB
@@ -55,9 +55,9 @@ class HalfMemory:
 NOTHING = HalfMemory(0, 0, 0)
 
 
-def half_memory(half: Half, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
+def half_memory(section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
     """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once."""
-    argument = sum(tensor.bytes for tensor in profile.tensors if DENSE[half].column_parallel in tensor.saved_by)
+    argument = sum(tensor.bytes for tensor in profile.tensors if section.column_parallel in tensor.saved_by)
     return HalfMemory(
         resident=profile.input_bytes + replay.stays_bytes,
         regenerated=replay.regenerated_bytes + gathered_bytes,

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron_lynx.anatomy import CODE_ITEMS, DENSE, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import CODE_ITEMS, Section
 from megatron_lynx.profiler.profile import SavedTensor
 
 
@@ -39,20 +39,19 @@ class Replay:
         return sum(tensor.bytes for tensor in self.stays)
 
 
-def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
-    """What follows from replaying exactly `replay` in this half."""
-    order = DENSE[half].names
-    row = next(index for index, item in enumerate(order) if item in ROW_PARALLEL)
+def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
+    """What follows from replaying exactly these items of a section."""
+    order, row_parallel = section.names, section.row_parallel
     let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(order, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
     last = max((_last_run(order, tensor, item) for tensor, items in let_go for item in items), default=-1)
-    passed = max((index for index in reached if index <= row), default=-1)
+    passed = max((index for index in reached if index <= order.index(row_parallel)), default=-1)
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
     runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
     stays, regenerated = [], 0
     for tensor, items in let_go:
         remembered = (
-            tensor.output and tensor.made_by not in (*replay, *ROW_PARALLEL) and order.index(tensor.made_by) < passed
+            tensor.output and tensor.made_by not in (*replay, row_parallel) and order.index(tensor.made_by) < passed
         )  # [4]
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
@@ -61,16 +60,15 @@ def replay_of(half: Half, tensors: Sequence[SavedTensor], replay: Collection[str
     return Replay(runs, tuple(stays), regenerated)
 
 
-def sensible_choices(half: Half, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:
+def sensible_choices(section: Section, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:
     """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5.
 
     A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
     again anyway need not hold what it saves.
     """
-    candidates = [item for item in DENSE[half].names if item not in ROW_PARALLEL]
-    for size in range(len(candidates) + 1):
-        for chosen in combinations(candidates, size):
-            if replay_of(half, tensors, chosen).runs == chosen:
+    for size in range(len(section.replayable) + 1):
+        for chosen in combinations(section.replayable, size):
+            if replay_of(section, tensors, chosen).runs == chosen:
                 yield chosen
 
 

@@ -12,10 +12,10 @@ not behind passes, a simulation adds (`simulator.double_buffered`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.anatomy import DENSE, Section, sections_of
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.expert_parameters import expert_sharers
@@ -81,20 +81,22 @@ def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int
 
 def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> LayerSeconds:
     stock, items = layer_seconds(profile, message_bytes), replayed_items(policy)
-    stock = replace(stock, replay_s=_replay_s(policy, items, profile, HALVES, message_bytes))
+    stock = replace(stock, replay_s=_replay_s(policy, items, profile, DENSE.values(), message_bytes))
     if stock.experts is None:
         return stock
-    again_s = _replay_s(policy, items, profile, ("attention",), message_bytes)
+    others = [section for section in sections_of(experts=True) if not section.opaque]
+    again_s = _replay_s(policy, items, profile, others, message_bytes)
     again_s += stock.experts.forward_s if policy == "full" else 0.0
     return replace(stock, experts=replace(stock.experts, replay_s=again_s))
 
 
-def _replay_s(policy: Policy, items: tuple[str, ...], profile: Profile, halves: tuple[Half, ...], message_bytes: int) -> float:
-    replay_s = sum(
-        profile.half(half).items[item].forward_s for half in halves for item in items if item in profile.half(half).items
-    )
+def _replay_s(
+    policy: Policy, items: tuple[str, ...], profile: Profile, sections: Collection[Section], message_bytes: int
+) -> float:
+    halves = [profile.half(section.half).items for section in sections]
+    replay_s = sum(half[item].forward_s for half in halves for item in items if item in half)
     if policy == "full":
-        replay_s += sum(sum(window_lengths_s(profile, "fwd", half, message_bytes)) for half in halves)
+        replay_s += sum(sum(window_lengths_s(profile, "fwd", section, message_bytes)) for section in sections)
     return replay_s
 
 

@@ -21,7 +21,7 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
         "partition": [len(stage.layers) for stage in plan.stages],
         "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
         "stages": list(_stages(decision)),
-        "layer_trade_offs": [asdict(one) for one in pareto_front(decision.job, profile)],
+        "layer_trade_offs": [asdict(one) for one in pareto_front(profile)],
     }
 
 

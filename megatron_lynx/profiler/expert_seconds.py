@@ -17,30 +17,14 @@ its node is waited for:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.expert_tensors import expert_width, local_experts, routed_rows, saved_bytes
 from megatron_lynx.profiler.link_levels import fewest_in_a_node, link_among
 from megatron_lynx.profiler.profile import ExpertHalf
+from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES
-
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.analytic import Roofline
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of both passes."""
-
-    forward_s: float
-    backward_s: float
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
 
 def expert_half(job: Job, shape: LayerShape, roof: Roofline, around: Passes) -> ExpertHalf:

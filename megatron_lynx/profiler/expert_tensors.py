@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_lynx.anatomy import EXPERTS, MLP
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES, half_tensors
@@ -46,25 +47,21 @@ def expert_width(shape: LayerShape) -> int:
 
 def saved_parts(shape: LayerShape) -> dict[str, int]:
     """Bytes by part, the half's input included."""
-    dense = half_tensors(shape, "mlp")
-    made = {item: sum(block.bytes for block in dense if block.made_by == item and block.saved_by) for item in DENSE_ITEMS}
+    dense = half_tensors(shape, MLP.half)
+    made = {item: sum(block.bytes for block in dense if block.made_by == item and block.saved_by) for item in MLP.on_own_rows}
     return {
         "input": shape.input_bytes,
-        "norm": made["pre_mlp_layernorm"],
+        "norm": made[MLP.norm],
         "router": _router(shape),
-        "experts": _expert_rows(shape),
+        EXPERTS.name: _expert_rows(shape),
         "shared": _shared(shape),
-        "dropout": made["mlp_bda"],
+        "dropout": made[MLP.residual],
     }
 
 
 def saved_bytes(shape: LayerShape) -> int:
     """All of it."""
     return sum(saved_parts(shape).values())
-
-
-DENSE_ITEMS = ("pre_mlp_layernorm", "mlp_bda")
-"""What an MLP half has as well."""
 
 
 def _router(shape: LayerShape) -> int:
@@ -86,8 +83,8 @@ def _shared(shape: LayerShape) -> int:
     if not _experts(shape).shared_ffn:
         return 0
     model = shape.model.model_copy(update={"ffn": _experts(shape).shared_ffn})
-    blocks = half_tensors(replace(shape, model=model), "mlp")
-    return sum(block.bytes for block in blocks if block.made_by not in DENSE_ITEMS and block.saved_by)
+    blocks = half_tensors(replace(shape, model=model), MLP.half)
+    return sum(block.bytes for block in blocks if block.made_by not in MLP.on_own_rows and block.saved_by)
 
 
 def _experts(shape: LayerShape) -> Experts:

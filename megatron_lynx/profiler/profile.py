@@ -193,7 +193,8 @@ class Profile(_Part):
         return self
 
     def half(self, half: Half) -> HalfProfile:
-        return self.attention if half == "attention" else self.mlp
+        costs: HalfProfile = getattr(self, half)
+        return costs
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.

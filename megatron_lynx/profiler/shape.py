@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy import ITEMS
+from megatron_lynx.anatomy.dense import CORE_ATTENTION, ITEMS, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
@@ -98,9 +98,9 @@ def item_flops(shape: LayerShape) -> dict[str, int]:
     """
     hidden, tokens = shape.model.hidden, shape.tokens
     flops = dict.fromkeys(ITEMS, 0)
-    flops["linear_qkv"] = 2 * tokens * hidden * shape.qkv_width
-    flops["core_attention"] = 2 * (2 * shape.scores * shape.model.head_size)
-    flops["linear_proj"] = 2 * tokens * shape.query_width * hidden
-    flops["linear_fc1"] = 2 * tokens * hidden * shape.fc1_width
-    flops["linear_fc2"] = 2 * tokens * shape.ffn * hidden
+    flops[LINEAR_QKV] = 2 * tokens * hidden * shape.qkv_width
+    flops[CORE_ATTENTION] = 2 * (2 * shape.scores * shape.model.head_size)
+    flops[LINEAR_PROJ] = 2 * tokens * shape.query_width * hidden
+    flops[LINEAR_FC1] = 2 * tokens * hidden * shape.fc1_width
+    flops[LINEAR_FC2] = 2 * tokens * shape.ffn * hidden
     return flops

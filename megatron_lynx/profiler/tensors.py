@@ -13,7 +13,8 @@ Three implementations, as `model.attention` and the device say:
 
 from __future__ import annotations
 
-from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy import ATTENTION, MLP, Half, Section
+from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape
@@ -25,17 +26,17 @@ MASK_BYTES = 1
 
 def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
     """The memory blocks of one half, beside its input."""
-    blocks = _attention(shape) if half == "attention" else _mlp(shape)
+    blocks = {ATTENTION.half: _attention, MLP.half: _mlp}[half](shape)
     return tuple(block for block in blocks if block.bytes)
 
 
 def _attention(shape: LayerShape) -> list[SavedTensor]:
     return [
-        *_norm(shape, "input_layernorm", "linear_qkv"),
+        *_norm(shape, ATTENTION),
         *_queries_keys_values(shape),
         *_core(shape),
         *_context(shape),
-        _dropout(shape, "attention_bda"),
+        _dropout(shape, ATTENTION),
     ]
 
 
@@ -45,12 +46,12 @@ def _context(shape: LayerShape) -> list[SavedTensor]:
     model = shape.model
     query = shape.tokens * model.element_bytes * shape.query_width
     if model.fp8_recipe != "delayed":
-        return [SavedTensor(bytes=query, made_by="core_attention", saved_by=("linear_proj",), output=True)]
-    readers = ("core_attention",) if model.attention == "flash" else ()
+        return [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(LINEAR_PROJ,), output=True)]
+    readers = (CORE_ATTENTION,) if model.attention == "flash" else ()
     size = saved_bytes("delayed", shape.tokens, shape.query_width)
     return [
-        SavedTensor(bytes=query, made_by="core_attention", saved_by=readers, output=True),
-        SavedTensor(bytes=size, made_by="linear_proj", saved_by=("linear_proj",)),
+        SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=readers, output=True),
+        SavedTensor(bytes=size, made_by=LINEAR_PROJ, saved_by=(LINEAR_PROJ,)),
     ]
 
 
@@ -62,9 +63,9 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     changed = rotary or model.qk_norm
     repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
     viewed = not repeated if shape.eager else not changed
-    handed_on = {"made_by": "rotary", "saved_by": ("core_attention",)}
-    readers = (("rotary",) if model.qk_norm and shape.eager else ()) + (("core_attention",) if viewed else ())
-    blocks = [SavedTensor(bytes=whole, made_by="linear_qkv", saved_by=readers, output=True)]
+    handed_on = {"made_by": ROTARY, "saved_by": (CORE_ATTENTION,)}
+    readers = ((ROTARY,) if model.qk_norm and shape.eager else ()) + ((CORE_ATTENTION,) if viewed else ())
+    blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=readers, output=True)]
     if model.qk_norm:
         blocks += _query_key_norms(shape, query, key)
     if changed or repeated:
@@ -72,10 +73,10 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     if changed and not repeated:
         blocks.append(SavedTensor(bytes=key, **handed_on))
     if repeated:
-        blocks += [SavedTensor(bytes=query, made_by="core_attention", saved_by=("core_attention",)) for _ in ("keys", "values")]
+        blocks += [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(CORE_ATTENTION,)) for _ in ("keys", "values")]
     if rotary and shape.eager:  # sine and cosine, for queries and for keys
         table = model.seq * model.head_size * element
-        blocks += [SavedTensor(bytes=table, made_by="rotary", saved_by=("rotary",)) for _ in range(4)]
+        blocks += [SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4)]
     if changed and not shape.eager:
         blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
     return blocks
@@ -87,7 +88,7 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
     Fused kernels copy what they norm out of the projection's block. Eager ones read it there, but for queries that share their
     keys, which Megatron copies to put them side by side; RMSNorm keeps its product as well.
     """
-    model, own = shape.model, {"made_by": "rotary", "saved_by": ("rotary",)}
+    model, own = shape.model, {"made_by": ROTARY, "saved_by": (ROTARY,)}
     layernorm, one = model.norm == "layernorm", model.element_bytes if shape.eager else FP32_BYTES
     heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
     copied = [query, key] if not shape.eager else [query] if heads > groups > 1 else []
@@ -98,7 +99,7 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
 
 def _core(shape: LayerShape) -> list[SavedTensor]:
     """What the attention itself keeps, beside queries, keys and values."""
-    own = {"made_by": "core_attention", "saved_by": ("core_attention",)}
+    own = {"made_by": CORE_ATTENTION, "saved_by": (CORE_ATTENTION,)}
     element, dropout = shape.model.element_bytes, shape.model.attention_dropout > 0
     if shape.model.attention == "flash":
         return [SavedTensor(bytes=FP32_BYTES * shape.scores // shape.model.seq, **own)]  # log-sum-exp of each row
@@ -116,28 +117,28 @@ def _core(shape: LayerShape) -> list[SavedTensor]:
 def _mlp(shape: LayerShape) -> list[SavedTensor]:
     model = shape.model
     rows = shape.tokens * model.element_bytes
-    own = {"made_by": "activation", "saved_by": ("activation",)}
+    own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}
     fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
     biased = model.bias and shape.eager  # eager: the sum with the bias is a block of its own
     blocks = [
-        *_norm(shape, "pre_mlp_layernorm", "linear_fc1"),
-        SavedTensor(bytes=fc1_out, made_by="linear_fc1", saved_by=() if biased else ("activation",), output=True),
+        *_norm(shape, MLP),
+        SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if biased else (ACTIVATION,), output=True),
         SavedTensor(bytes=fc1_out if biased else 0, **own),
     ]
     if model.activation == "swiglu":
         blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
         blocks.append(SavedTensor(bytes=ffn if shape.eager else 0, **own))  # the other half, plus Megatron's offset of 0
     if model.fp8_recipe is None:
-        blocks.append(SavedTensor(bytes=ffn, made_by="activation", saved_by=("linear_fc2",)))
+        blocks.append(SavedTensor(bytes=ffn, made_by=ACTIVATION, saved_by=(LINEAR_FC2,)))
     else:
         size = saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn)
-        blocks.append(SavedTensor(bytes=size, made_by="linear_fc2", saved_by=("linear_fc2",)))
-    return [*blocks, _dropout(shape, "mlp_bda")]
+        blocks.append(SavedTensor(bytes=size, made_by=LINEAR_FC2, saved_by=(LINEAR_FC2,)))
+    return [*blocks, _dropout(shape, MLP)]
 
 
-def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
+def _norm(shape: LayerShape, section: Section) -> list[SavedTensor]:
     """The norm's output, and per row what it needs to go back. Transformer Engine's is no site: nothing remembers its output."""
-    model, rows = shape.model, shape.own_tokens
+    model, rows, norm, linear = shape.model, shape.own_tokens, section.norm, section.column_parallel
     out = shape.input_bytes
     layernorm = model.norm == "layernorm"
     if model.uses_te:
@@ -150,10 +151,10 @@ def _norm(shape: LayerShape, norm: str, linear: str) -> list[SavedTensor]:
     return [*blocks, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,), output=True)]
 
 
-def _dropout(shape: LayerShape, item: str) -> SavedTensor:
+def _dropout(shape: LayerShape, section: Section) -> SavedTensor:
     size = shape.model.element_bytes if shape.eager else MASK_BYTES
     count = shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout > 0 else 0
-    return SavedTensor(bytes=count * size, made_by=item, saved_by=(item,))
+    return SavedTensor(bytes=count * size, made_by=section.residual, saved_by=(section.residual,))
 
 
 def embedding_bytes(shape: LayerShape) -> int:

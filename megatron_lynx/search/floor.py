@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
@@ -90,7 +90,7 @@ def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
     """The mean over layers, with the exchanges of those that have experts in place of their MLPs' collectives."""
     mixtures = len(job.model.expert_layers) / job.model.layers
     waits_s = [
-        (1.0 if half == "attention" else 1 - mixtures) * sum(window_lengths_s(profile, passing, half, message_bytes))
+        (1.0 if half == "attention" else 1 - mixtures) * sum(window_lengths_s(profile, passing, DENSE[half], message_bytes))
         for passing in PASSES
         for half in HALVES
     ]

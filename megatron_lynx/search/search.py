@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from megatron_lynx.config.job import Job, Policy, needs_flushes
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.profiler.analytic import Roofline
+from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch
 from megatron_lynx.search.candidate import Candidate, in_words
 from megatron_lynx.search.floor import STOCK

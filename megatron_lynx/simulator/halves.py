@@ -14,22 +14,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from megatron_lynx.anatomy import DENSE, HALVES, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.simulator.treated import Treated
 from megatron_lynx.simulator.walk import Walk
 
 if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import BlockProfile, Profile
+    from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
 
 
 Served = dict[Window, tuple[Treated, ...]]
@@ -38,16 +38,14 @@ Served = dict[Window, tuple[Treated, ...]]
 
 @dataclass(frozen=True)
 class Segments:
-    """One half in one pass: seconds of compute, between them its windows."""
+    """One section in one pass: seconds of compute, between them its windows."""
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
 
 
-Parts = dict[Literal["attention", "mlp", "experts"], Segments]
-"""The halves of a layer; experts stand in place of an MLP."""
-
-PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
+Parts = Mapping[Section, Segments]
+"""The sections of a stage's layers."""
 
 
 def stage_passes(
@@ -60,7 +58,10 @@ def stage_passes(
 ) -> ChunkPasses:
     """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
     `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays."""
-    forward, backward = (_segments(profile, passing, message_bytes) for passing in PASSES)
+    sections = {half.section for half in (*treated, *chain.from_iterable(others.values()))}
+    forward, backward = (
+        {section: segments(profile, passing, section, message_bytes) for section in sections} for passing in PASSES
+    )
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     return ChunkPasses(
@@ -74,39 +75,50 @@ def stage_passes(
     )
 
 
-def _segments(profile: Profile, passing: Literal["fwd", "bwd"], message_bytes: int) -> Parts:
-    parts: Parts = {half: segments(profile, passing, half, message_bytes) for half in HALVES}
-    if profile.experts is not None:
-        parts["experts"] = Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
-    return parts
+def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int) -> Segments:
+    """How a section's seconds lie around its windows: where each one is, the section's collectives say."""
+    if section.opaque:
+        assert profile.experts is not None, "a profile with such a section has its figures"
+        return Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
+    windows_s = window_lengths_s(profile, passing, section, message_bytes)
+    waited = section.collectives(passing, profile.shape.sequence_parallel) if windows_s else ()
+    between = _between_forward if passing == "fwd" else _between_backward
+    return Segments(tuple(between(profile.half(section.half).items, section, waited)), windows_s)
 
 
-def segments(profile: Profile, passing: Literal["fwd", "bwd"], half: Half, message_bytes: int) -> Segments:
-    """How a half's seconds lie around its windows."""
-    items, windows = profile.half(half).items, window_lengths_s(profile, passing, half, message_bytes)
-    order = DENSE[half].names
-    column = order.index(DENSE[half].column_parallel)
-    row = next(index for index, item in enumerate(order) if item in ROW_PARALLEL)
-    if passing == "fwd":
-        cuts = {0: [], 1: [row + 1], 2: [column, row + 1]}[len(windows)]
-        seconds = [items[item].forward_s for item in order]
-        return Segments(tuple(sum(seconds[a:b]) for a, b in pairwise([0, *cuts, len(order)])), windows)
-    back = [items[item].backward_s for item in order]
-    wgrad_s = items[DENSE[half].column_parallel].wgrad_s
-    norm, inner, end = sum(back[:column]), sum(back[column : row + 1]), sum(back[row + 1 :])
-    if not windows:
-        return Segments((norm + inner + end,), ())
-    if len(windows) == 1:
-        return Segments((inner + end, norm), windows)
-    return Segments((end, max(0.0, inner - wgrad_s), min(inner, wgrad_s), norm), windows)
+def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
+    cuts = [section.items.index(section.item(collective.behind)) + 1 for collective in waited]
+    for begin, end in pairwise([0, *cuts, len(section.names)]):
+        yield sum(items[name].forward_s for name in section.names[begin:end])
 
 
-def _forward(treated: Sequence[Treated], served: Served, halves: Parts, interference: float, ends_s: tuple[float, float]) -> Pass:
+def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
+    """What is waited for beside the dgrad of a linear has its wgrad behind it."""
+    end, behind_s = len(section.names), 0.0
+    for collective in waited:
+        begin = section.items.index(section.item(collective.behind))
+        seconds = behind_s + _backward_s(items, section, begin, end)
+        wgrad_s = items[section.names[begin]].wgrad_s if collective.beside == "dgrad" else 0.0
+        yield max(0.0, seconds - wgrad_s)
+        end, behind_s = begin, min(seconds, wgrad_s)
+    yield behind_s + _backward_s(items, section, 0, end)
+
+
+def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
+    """Of some items. What lies between norm and residual addition is summed up first, so that a sum has the same digits wherever
+    windows cut it."""
+    stretches = groupby(section.names[begin:end], key=section.on_own_rows.__contains__)
+    return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
+
+
+def _forward(
+    treated: Sequence[Treated], served: Served, halves: Parts, interference: float, ends_s: tuple[float, float]
+) -> TimedPass:
     """`served`: whose replays its windows hide."""
     walk = Walk(interference, ends_s[0])
     for half in treated:
         start_s = walk.clock_s
-        parts = halves["experts" if half.experts else half.half]
+        parts = halves[half.section]
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
@@ -118,7 +130,9 @@ def _forward(treated: Sequence[Treated], served: Served, halves: Parts, interfer
     return walk.over()
 
 
-def _backward(treated: Sequence[Treated], phase: Phase, halves: Parts, interference: float, ends_s: tuple[float, float]) -> Pass:
+def _backward(
+    treated: Sequence[Treated], phase: Phase, halves: Parts, interference: float, ends_s: tuple[float, float]
+) -> TimedPass:
     walk = Walk(interference, ends_s[0])
     served = _served(treated, phase)
     for half, following in pairwise((*reversed(treated), None)):
@@ -126,7 +140,7 @@ def _backward(treated: Sequence[Treated], phase: Phase, halves: Parts, interfere
         if half.replayed and half.window(phase) == ON_DEMAND:
             walk.on_demand(half)
         start_s = walk.clock_s
-        _back_through(walk, half, following, halves["experts" if half.experts else half.half], served)
+        _back_through(walk, half, following, halves[half.section], served)
         walk.half("backward", start_s, half)
     walk.compute(ends_s[1])
     return walk.over()
@@ -147,7 +161,7 @@ def _back_through(walk: Walk, half: Treated, following: Treated | None, parts: S
     walk.hold(-left)
 
 
-def _received(treated: Sequence[Treated], phase: Phase) -> Pass:
+def _received(treated: Sequence[Treated], phase: Phase) -> TimedPass:
     """The replays that run while the gradient is received."""
     walk = Walk(1.0)
     for half in _served(treated, phase).get(RECV_BACKWARD, ()):

@@ -22,7 +22,7 @@ PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
 
 
 @dataclass(frozen=True)
-class Pass:
+class TimedPass:
     """One pass of one micro-batch through one chunk, its waits for tensor-parallel communication included."""
 
     seconds: float = 0.0
@@ -36,19 +36,19 @@ class Pass:
     """What a picture shows, from the beginning; without micro-batch."""
 
 
-NOTHING = Pass()
+NOTHING = TimedPass()
 
 
 @dataclass(frozen=True)
 class ChunkPasses:
     """All passes of one chunk, and its copies. `received`: replays that run while the gradient of its backward is awaited."""
 
-    forward: Mapping[Phase, Pass]
-    backward: Mapping[Phase, Pass]
-    received: Mapping[Phase, Pass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
+    forward: Mapping[Phase, TimedPass]
+    backward: Mapping[Phase, TimedPass]
+    received: Mapping[Phase, TimedPass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
     copy: HostCopy | None = None
     """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
-    hiding: Mapping[int, Pass] = field(default_factory=dict)
+    hiding: Mapping[int, TimedPass] = field(default_factory=dict)
     """Forwards that hide replays of something else than their own like: of another chunk, by that chunk."""
     whole: Container[int] = ()
     """Micro-batches that keep everything."""
@@ -59,7 +59,7 @@ class ChunkPasses:
         """The passes of one micro-batch."""
         return self.keeping if self.keeping is not None and micro_batch in self.whole else self
 
-    def forward_before(self, phase: Phase, chunk: int | None) -> Pass:
+    def forward_before(self, phase: Phase, chunk: int | None) -> TimedPass:
         """A forward whose collectives hide replays of a backward of `chunk` (none: of nobody)."""
         if chunk is None or phase != "steady":
             return self.forward["warmup"]
@@ -68,6 +68,6 @@ class ChunkPasses:
 
 def plain_passes(forward_s: float, backward_s: float, *, resident_bytes: int = 0) -> ChunkPasses:
     """A chunk that replays nothing, from its two durations; its memory is taken at the end of forward."""
-    forward = Pass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
-    backward = Pass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
+    forward = TimedPass(forward_s, memory=((forward_s, resident_bytes),), spans=(Span("forward", 0.0, forward_s),))
+    backward = TimedPass(backward_s, memory=((backward_s, -resident_bytes),), spans=(Span("backward", 0.0, backward_s),))
     return ChunkPasses(dict.fromkeys(PHASES, forward), dict.fromkeys(PHASES, backward))

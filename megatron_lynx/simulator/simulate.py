@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Pass
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, TimedPass
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -62,7 +62,7 @@ class RunningStage:
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
-    def forward(self, action: Action, phase: Phase, behind: Action | None) -> Pass:
+    def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
         """What a forward is, with the replays that it hides."""
         hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
         chunk = behind.chunk if behind is not None and hides else None
@@ -132,7 +132,7 @@ class Run:
         """All actions of one stage, in order."""
         free = 0.0
         before: Action | None = None
-        replay: Pass = NOTHING
+        replay: TimedPass = NOTHING
         for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
             if action.kind == "R":
                 replay = stage.passes[action.chunk].of(action.micro_batch).received[phase]
@@ -174,12 +174,14 @@ class Run:
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
         return max(free, stage.copies.free_s) if self._schedule.blocking and exchanges else free
 
-    def _replayed(self, stage: RunningStage, action: Action, phase: Phase, replay: Pass, free: float, arrived: float) -> float:
+    def _replayed(
+        self, stage: RunningStage, action: Action, phase: Phase, replay: TimedPass, free: float, arrived: float
+    ) -> float:
         """Note the replays of a receive; when the backward that they are for can begin."""  # [3]
         exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
         end = begin if exposed_s else free + replay.seconds * self._interference
-        shown = Pass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
+        shown = TimedPass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
         stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
         return begin
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
-from megatron_lynx.simulator.passes import Pass
+from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
 
@@ -27,7 +27,7 @@ class Executed(NamedTuple):
     """When its stage was free and what its neighbour sends was there."""
     start_s: float
     end_s: float
-    content: Pass
+    content: TimedPass
     copy_wait_s: float = 0.0
     """Seconds that it waited for its copy from the host besides."""
 

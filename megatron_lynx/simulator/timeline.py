@@ -16,8 +16,8 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
-Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SpanKind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
+SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 ON_DEMAND = "on_demand"
 """The `window` of a replay that none hides."""
@@ -27,7 +27,7 @@ ON_DEMAND = "on_demand"
 class Span:
     """One event of one rank. `window` is where a replay ran, or the window itself. Seconds."""
 
-    kind: Kind
+    kind: SpanKind
     start_s: float
     end_s: float
     layer: int | None = None
@@ -115,8 +115,8 @@ def _span(event: Any) -> Span:
         event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span.__dataclass_fields__}
     )
     kind, start_s, end_s = known["kind"], float(known["start_s"]), float(known["end_s"])
-    if kind not in KINDS:
-        raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(KINDS)}")
+    if kind not in SPAN_KINDS:
+        raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(SPAN_KINDS)}")
     if not end_s >= start_s:
         raise ValueError(f"an event of kind {kind} ends at {end_s} s, before it begins at {start_s} s")
     layer, half, micro_batch, window = (known.get(key) for key in ("layer", "half", "micro_batch", "window"))

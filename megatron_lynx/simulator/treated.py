@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import Window, WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.schedule.schedule import Phase
@@ -15,7 +15,8 @@ class Treated:
     """What becomes of one half: where its replay runs by phase, how long it takes, what it holds."""
 
     layer: int
-    half: Half
+    section: Section
+    """What fills the half."""
     memory: HalfMemory
     replay_s: float = 0.0
     """0 for a half that is kept."""
@@ -25,8 +26,10 @@ class Treated:
     """Seconds by which gathering the replay's input delays it."""
     gathered_bytes: int = 0
     """Of what is regenerated: the gathered input, which is there first."""
-    experts: bool = False
-    """Whether it is a mixture of experts: kept whole, without windows."""
+
+    @property
+    def half(self) -> Half:
+        return self.section.half
 
     @property
     def replayed(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
-from megatron_lynx.simulator.passes import Pass
+from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.timeline import Span
 from megatron_lynx.simulator.treated import Treated
 
@@ -74,8 +74,8 @@ class Walk:
     def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
         self._span(kind, start_s, half)
 
-    def over(self) -> Pass:
-        return Pass(self.clock_s, self._hidden_s, self._exposed_s, tuple(self._memory), tuple(self._spans))
+    def over(self) -> TimedPass:
+        return TimedPass(self.clock_s, self._hidden_s, self._exposed_s, tuple(self._memory), tuple(self._spans))
 
     def _span(
         self, kind: Literal["forward", "backward", "replay", "gather"], start_s: float, half: Treated, window: str | None = None

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_lynx.anatomy import DENSE, EXPERTS
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.layer import LayerShape, item_flops
-from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
-from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.cost.section import priced
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, Receive, Seat, StageProblem, is_ahead, is_early
 from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
@@ -88,7 +89,7 @@ class StageProblems:
         subsets = self._below_experts
         everywhere = self._seated(subsets, self._seats)
         more = self._priced(subsets, seats) if seats.has_more else ()
-        experts = Option((), expert_memory(profile), ON_DEMAND_SEAT, 0.0, 0.0, 0)
+        experts = Option((), priced(self.profile, EXPERTS, ()).memory, ON_DEMAND_SEAT, 0.0, 0.0, 0)
         return Mixed(having, Choices((*everywhere, *more)), experts)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
@@ -156,17 +157,8 @@ class StageProblems:
         return tuple(self._subsets_of("expert_attention"))
 
     def _subsets_of(self, place: Place) -> Iterator[Subset]:
-        half, costs = half_of(place), self.profile.half(half_of(place))
-        shape = LayerShape(self.job.model, self.job.parallel, self.job.batch.micro)
-        flops = item_flops(shape)
-        for items in sensible_choices(half, costs.tensors):
-            replayed = replay_of(half, costs.tensors, items)
-            gathered_bytes = shape.gathered_input_bytes if self._seats.gathers(half, items) else 0
-            yield Subset(
-                place,
-                items,
-                tuple(self._seats.backward(place, items)),
-                replay_s=sum(costs.items[item].forward_s for item in replayed.runs),
-                flops=sum(flops[item] for item in replayed.runs if item in items),
-                memory=half_memory(half, costs, replayed, gathered_bytes=gathered_bytes),
-            )
+        section = DENSE[half_of(place)]
+        for items in sensible_choices(section, self.profile.half(section.half).tensors):
+            price = priced(self.profile, section, items)
+            backward = tuple(self._seats.backward(place, items))
+            yield Subset(place, items, backward, price.replay_s, price.flops, price.memory)

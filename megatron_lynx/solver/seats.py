@@ -125,7 +125,7 @@ class Seats:
     def _lengths_s(self) -> dict[tuple[Literal["fwd", "bwd"], Half], tuple[float, ...]]:
         passes: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
         return {
-            (passing, half): window_lengths_s(self.profile, passing, half, self.message_bytes)
+            (passing, half): window_lengths_s(self.profile, passing, DENSE[half], self.message_bytes)
             for passing in passes
             for half in HALVES
         }
@@ -134,7 +134,10 @@ class Seats:
     def _gathers_s(self) -> dict[tuple[Half, Half | None], float]:
         """By half, and by the half behind whose first collective its input is gathered."""
         behind: list[tuple[Half, Half | None]] = [(half, other) for half in HALVES for other in (None, BEFORE[half][0])]
-        return {(half, other): gather_once_s(self.profile, half, other, self.message_bytes) for half, other in behind}
+        return {
+            (half, other): gather_once_s(self.profile, DENSE[half], DENSE[other] if other else None, self.message_bytes)
+            for half, other in behind
+        }
 
     @cached_property
     def p2p_s(self) -> float:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half
-from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import gather_once_s
-from megatron_lynx.cost.layer import LayerShape
-from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.anatomy import DENSE, Section
+from megatron_lynx.cost.communication import gather_once_s, message_bytes_of
+from megatron_lynx.cost.replay import sensible_choices
+from megatron_lynx.cost.section import gathers, priced
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import Profile
@@ -34,11 +33,11 @@ class TradeOff:
     replay_s: float
 
 
-def pareto_front(job: Job, profile: Profile) -> tuple[TradeOff, ...]:
+def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     """Every trade-off that no other one beats in both, from nothing replayed to most bytes saved."""
     both = [
         TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
-        for first, second in product(*(list(_trade_offs(job, profile, half)) for half in HALVES))
+        for first, second in product(*(list(_trade_offs(profile, section)) for section in DENSE.values()))
     ]
     front: list[TradeOff] = []
     for one in sorted(both, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
@@ -47,11 +46,9 @@ def pareto_front(job: Job, profile: Profile) -> tuple[TradeOff, ...]:
     return tuple(front)
 
 
-def _trade_offs(job: Job, profile: Profile, half: Half) -> Iterator[TradeOff]:
-    costs, shape = profile.half(half), LayerShape(job.model, job.parallel, job.batch.micro)
-    for replay in sensible_choices(half, costs.tensors):
-        replayed = replay_of(half, costs.tensors, replay)
-        gathers = job.parallel.sequence_parallel and DENSE[half].column_parallel in replay
-        gather_s = gather_once_s(profile, half, None, shape.gathered_bytes) if gathers else 0.0
-        saved_bytes = costs.saved_bytes - costs.input_bytes - replayed.stays_bytes
-        yield TradeOff(replay, saved_bytes, sum(costs.items[item].forward_s for item in replayed.runs) + gather_s)
+def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
+    costs = profile.half(section.half)
+    for replay in sensible_choices(section, costs.tensors):
+        price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
+        gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
+        yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
@@ -32,7 +32,7 @@ def in_sbh(shape, half, replay=()):
     """Resident bytes of a half over sbh, without the statistics of norms and attention: a few elements for each row."""
     large = [tensor for tensor in half_tensors(shape, half) if tensor.bytes >= shape.input_bytes // 16]
     unit = shape.model.seq * shape.micro * shape.model.hidden
-    return (shape.input_bytes + replay_of(half, large, replay).stays_bytes) / unit
+    return (shape.input_bytes + replay_of(DENSE[half], large, replay).stays_bytes) / unit
 
 
 @pytest.mark.parametrize("micro", [1, 4])

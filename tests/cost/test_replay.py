@@ -61,7 +61,7 @@ def test_real_replays_cost_what_is_predicted(pool_of, like, model):
 
 
 def stays(shape, replay):
-    return sum(replay_of(half, half_tensors(shape, half), replay).stays_bytes for half in HALVES)
+    return sum(replay_of(DENSE[half], half_tensors(shape, half), replay).stays_bytes for half in HALVES)
 
 
 def tensors(half, **model):
@@ -70,7 +70,7 @@ def tensors(half, **model):
 
 def test_a_kept_linear_is_passed_with_its_memo():
     kept = tensors("attention")
-    replay = replay_of("attention", kept, ("input_layernorm", "rotary", "core_attention"))
+    replay = replay_of(DENSE["attention"], kept, ("input_layernorm", "rotary", "core_attention"))
     assert replay.runs == ("input_layernorm", "rotary", "core_attention")
     memo = next(tensor.bytes for tensor in kept if tensor.made_by == "linear_qkv")
     mask = next(tensor.bytes for tensor in kept if tensor.made_by == "attention_bda")
@@ -78,18 +78,18 @@ def test_a_kept_linear_is_passed_with_its_memo():
 
 
 def test_a_replay_stops_where_nothing_more_is_needed():
-    assert replay_of("mlp", tensors("mlp"), ("pre_mlp_layernorm",)).runs == ("pre_mlp_layernorm",)
-    assert replay_of("mlp", tensors("mlp"), ("linear_fc1",)).runs == ()
+    assert replay_of(DENSE["mlp"], tensors("mlp"), ("pre_mlp_layernorm",)).runs == ("pre_mlp_layernorm",)
+    assert replay_of(DENSE["mlp"], tensors("mlp"), ("linear_fc1",)).runs == ()
 
 
 @pytest.mark.parametrize("half", HALVES)
 def test_sensible_choices_reach_from_nothing_to_everything(half):
-    choices = list(sensible_choices(half, tensors(half)))
+    choices = list(sensible_choices(DENSE[half], tensors(half)))
     everything = tuple(item for item in DENSE[half].names if item not in ROW_PARALLEL)
     assert choices[0] == ()
     assert choices[-1] == everything
     assert len(set(choices)) == len(choices)
-    everything_else = replay_of(half, tensors(half), everything)
+    everything_else = replay_of(DENSE[half], tensors(half), everything)
     assert everything_else.stays_bytes == 0
     assert everything_else.regenerated_bytes == sum(tensor.bytes for tensor in tensors(half) if tensor.saved_by)
 
@@ -98,7 +98,7 @@ def test_sensible_choices_reach_from_nothing_to_everything(half):
 def test_no_other_set_holds_less_for_as_little_work(half):
     """Sets that are left out bring nothing: a sensible one runs no more and holds no more."""
     blocks = tensors(half)
-    sensible = [replay_of(half, blocks, chosen) for chosen in sensible_choices(half, blocks)]
+    sensible = [replay_of(DENSE[half], blocks, chosen) for chosen in sensible_choices(DENSE[half], blocks)]
     for chosen in every_set(half):
-        one = replay_of(half, blocks, chosen)
+        one = replay_of(DENSE[half], blocks, chosen)
         assert any(set(other.runs) <= set(one.runs) and other.stays_bytes <= one.stays_bytes for other in sensible), chosen

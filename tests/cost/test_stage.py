@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
 from megatron_lynx.cost.in_flight import microbatches_in_flight
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
@@ -54,7 +55,7 @@ def windows(link_s, passing, **layout):
     profile = made_up_profile(job, link_s)
     gemm_s = profile.mlp.items["linear_fc1"].dgrad_s
     message = job.model.seq * job.batch.micro * job.model.hidden * job.model.element_bytes
-    return window_lengths_s(profile, passing, "mlp", message), gemm_s
+    return window_lengths_s(profile, passing, MLP, message), gemm_s
 
 
 def test_windows_are_what_stock_does_not_hide():
@@ -74,8 +75,8 @@ def test_a_link_faster_than_its_gemm_leaves_no_window():
 def test_a_gather_in_time_costs_nothing_and_one_on_demand_what_stock_had_hidden():
     profile = made_up_profile(tiny_job(tensor=2, sequence_parallel=True), link_s=1e-9)
     message = profile.links[0].bytes
-    assert gather_once_s(profile, "attention", "mlp", message) == 0
-    assert gather_once_s(profile, "mlp", None, message) == pytest.approx(1e-9)
+    assert gather_once_s(profile, ATTENTION, MLP, message) == 0
+    assert gather_once_s(profile, MLP, None, message) == pytest.approx(1e-9)
 
 
 def test_a_step_of_two_stages():

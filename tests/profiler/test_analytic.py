@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.anatomy import MLP
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
-from megatron_lynx.profiler.analytic import Roofline, analytic_profile
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -95,10 +97,10 @@ def test_what_is_gathered_in_fp8_is_half_of_it():
     job = catalogued_job("llama-65b", "h800-80g", fp8="delayed")
     profile, size = analytic_profile(job), LayerShape.of(job).gathered_bytes
     half_s, whole_s = profile.link_s("all_gather", size // 2), profile.link_s("all_gather", size)
-    assert window_lengths_s(profile, "fwd", "mlp", size) == (half_s, profile.link_s("reduce_scatter", size))
-    assert window_lengths_s(profile, "bwd", "mlp", size)[0] == half_s < whole_s
+    assert window_lengths_s(profile, "fwd", MLP, size) == (half_s, profile.link_s("reduce_scatter", size))
+    assert window_lengths_s(profile, "bwd", MLP, size)[0] == half_s < whole_s
     blockwise = analytic_profile(catalogued_job("llama-65b", "h800-80g", fp8="blockwise"))
-    assert window_lengths_s(blockwise, "bwd", "mlp", size)[0] == whole_s, "bytes by rows and by columns"
+    assert window_lengths_s(blockwise, "bwd", MLP, size)[0] == whole_s, "bytes by rows and by columns"
 
 
 def test_bytes_and_flops_are_those_of_the_shape():

@@ -13,7 +13,7 @@ from megatron_lynx.schedule.double_buffered import deferral
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.simulator import double_buffered
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 
 ALL: tuple[Updates, ...] = ("deferred", "at once", "no barrier")
@@ -82,7 +82,7 @@ def test_no_more_micro_batches_in_flight_than_with_flushes() -> None:
 
 def test_a_receive_hides_replays() -> None:
     plain = plain_passes(1.0, 2.0)
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, Pass(0.25)))
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(0.25)))
     run = simulate_without_flushes(2, [replaying, plain], p2p_s=0.3)
     assert run.hidden_replay_s(0) + run.exposed_replay_s(0) == pytest.approx(0.5)
 

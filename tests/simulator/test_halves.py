@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
@@ -38,8 +39,8 @@ def profile_of(interference=1.0, **layout):
 
 def layer(replay_s, **attention):
     """An attention half that replays and an MLP half that does not."""
-    replaying = Treated(1, "attention", HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
-    return replaying, Treated(1, "mlp", HalfMemory(resident=50, regenerated=0, tail=15))
+    replaying = Treated(1, ATTENTION, HalfMemory(resident=10, regenerated=30, tail=12), replay_s, **attention)
+    return replaying, Treated(1, MLP, HalfMemory(resident=50, regenerated=0, tail=15))
 
 
 IN_WINDOW = {"steady": WindowAddress("bwd", 1, "mlp", 0), "cooldown": WindowAddress("bwd", 1, "mlp", 0)}
@@ -47,15 +48,15 @@ IN_WINDOW = {"steady": WindowAddress("bwd", 1, "mlp", 0), "cooldown": WindowAddr
 
 def test_compute_lies_around_the_windows():
     profile = profile_of(tensor=2)
-    forward, backward = segments(profile, "fwd", "attention", 100), segments(profile, "bwd", "attention", 100)
+    forward, backward = segments(profile, "fwd", ATTENTION, 100), segments(profile, "bwd", ATTENTION, 100)
     assert (forward.compute_s, forward.windows_s) == ((5.0, 1.0), (5.0,))
     assert (backward.compute_s, backward.windows_s) == ((10.0, 2.0), (4.0,)), "the reduction starts before wgrad, which hides 1 s"
-    assert segments(profile_of(tensor=1), "fwd", "mlp", 100).compute_s == (5.0,)
+    assert segments(profile_of(tensor=1), "fwd", MLP, 100).compute_s == (5.0,)
 
 
 def test_compute_lies_around_the_windows_of_sequence_parallelism():
     profile = profile_of(tensor=2, sequence_parallel=True)
-    forward, backward = segments(profile, "fwd", "mlp", 100), segments(profile, "bwd", "mlp", 100)
+    forward, backward = segments(profile, "fwd", MLP, 100), segments(profile, "bwd", MLP, 100)
     assert (forward.compute_s, forward.windows_s) == ((1.0, 3.0, 1.0), (5.0, 5.0))
     assert (backward.compute_s, backward.windows_s) == ((2.0, 5.0, 1.0, 2.0), (5.0, 4.0, 4.0))
 
@@ -87,9 +88,9 @@ def test_memory_of_a_backward_step_by_step():
 
 def test_a_forward_hides_replays_only_when_a_backward_follows():
     """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
-    attention = Treated(1, "attention", HalfMemory(10, 0, 10))
+    attention = Treated(1, ATTENTION, HalfMemory(10, 0, 10))
     place = WindowAddress("fwd", 1, "mlp", 0)
-    mlp = Treated(1, "mlp", HalfMemory(10, 30, 12), 7.0, steady=place, cooldown="pipe.recv_backward")
+    mlp = Treated(1, MLP, HalfMemory(10, 30, 12), 7.0, steady=place, cooldown="pipe.recv_backward")
     passes = stage_passes((attention, mlp), profile_of(tensor=2), 100)
     assert passes.forward["warmup"].seconds == 21.0
     assert (passes.forward["steady"].seconds, passes.forward["steady"].hidden_s) == (23.0, 5.0)

@@ -14,7 +14,7 @@ from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.simulator.copies import HostCopy
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Pass, plain_passes
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain_passes
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.timeline import Span
@@ -58,7 +58,7 @@ def test_messages_on_one_link_follow_each_other() -> None:
 def test_replays_run_while_the_gradient_is_awaited() -> None:
     """1.5 s of replay for each micro-batch: the first wait of 2 s hides it, the second, of 1 s, leaves 0.5 s."""
     plain = plain_passes(1.0, 2.0)
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, Pass(1.5)))
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5)))
     schedule = one_f_one_b(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     simulation = simulate(schedule, [[replaying], [plain]])
@@ -72,7 +72,7 @@ def test_replays_run_while_the_gradient_is_awaited() -> None:
 def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
     span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")
-    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, Pass(1.5, spans=(span,))))
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5, spans=(span,))))
     schedule = one_f_one_b(2, 2)
     schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
     spans = simulate(schedule, [[replaying], [plain]]).timeline().ranks[0]

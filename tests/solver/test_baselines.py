@@ -60,7 +60,7 @@ def test_a_planned_policy_has_to_be_solved_for():
 @every_layout
 def test_balanced_recomputation_is_on_the_front(name):
     stages = catalogued(name)
-    front = pareto_front(stages.job, stages.profile)
+    front = pareto_front(stages.profile)
     assert front[0].replay == ()
     for less, more in pairwise(front):
         assert less.saved_bytes < more.saved_bytes
@@ -71,7 +71,7 @@ def test_balanced_recomputation_is_on_the_front(name):
 @every_layout
 def test_the_front_ends_with_the_least_memory(name):
     stages = catalogued(name)
-    front, problem = pareto_front(stages.job, stages.profile), stages.of(0)
+    front, problem = pareto_front(stages.profile), stages.of(0)
     layer = of_policy(problem, "full").layers[0]
     assert front[-1].saved_bytes == keep_all(problem).layers[0].resident_bytes - layer.resident_bytes
     assert front[-1].replay_s >= layer.mlp.replay_s + layer.attention.replay_s, "on demand, its inputs are gathered, too"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy import DENSE
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.measured.half_run import HalfRun, code_behind, first_of, nbytes_of
 from megatron_lynx.profiler.profile import SavedTensor
@@ -37,7 +36,7 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
     tensors = tuple(
         SavedTensor(bytes=block.bytes, made_by=block.made_by, saved_by=tuple(block.saved_by), output=block.output)
         for block in own
-        if block.saved_by or block.made_by == DENSE[run.half].column_parallel
+        if block.saved_by or block.made_by == run.section.column_parallel
     )
     return tensors, second[1]
 
@@ -73,7 +72,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     blocks: dict[int, _Block] = {}
     outputs: dict[str, int] = {}
     held: list[Tensor] = []
-    item = [code_behind(run.half, None)]
+    item = [code_behind(run.section, None)]
     taken: list[Any] = [()]
 
     def seen(tensor: Tensor) -> _Block:
@@ -97,18 +96,18 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     def left(name: str, result: Any) -> None:
         block = seen(first_of(result))
         block.output = block.output or block.made_by == name
-        if run.inner_norm is not None and name == DENSE[run.half].column_parallel:
-            _tell_apart(blocks, run.inner_norm.saved(result, taken[0]), DENSE[run.half].norm, name)
+        if run.inner_norm is not None and name == run.section.column_parallel:
+            _tell_apart(blocks, run.inner_norm.saved(result, taken[0]), run.section.norm, name)
         outputs[name] = nbytes_of(first_of(result))
-        item[0] = code_behind(run.half, name)
+        item[0] = code_behind(run.section, name)
 
     start = run.input.detach().requires_grad_()
     blocks[start.untyped_storage().data_ptr()] = _Block(nbytes_of(start), "input")
     with run.watched(entered, left), torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         result = run.forward(start, **run.arguments)
-    outputs[DENSE[run.half].residual] = nbytes_of(first_of(result))
+    outputs[run.section.residual] = nbytes_of(first_of(result))
     if run.inner_norm is not None:
-        outputs[DENSE[run.half].norm] = nbytes_of(start)
+        outputs[run.section.norm] = nbytes_of(start)
     return blocks, outputs, (held, result)
 
 

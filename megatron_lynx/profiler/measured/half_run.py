@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
+from megatron_lynx.anatomy import Section
 from megatron_lynx.nest import all_in
 
 
@@ -32,7 +33,7 @@ class InnerNorm:
 class HalfRun:
     """One half, ready to be run again and again from the same input."""
 
-    half: Half
+    section: Section
     forward: Callable[..., Any]
     arguments: dict[str, Any]
     input: Tensor
@@ -61,24 +62,14 @@ class HalfRun:
                 handle.remove()
 
 
-def sites_of(layer: Any, half: Half, *, norms: bool = True) -> dict[str, nn.Module]:
-    """`norms`: whether they are modules."""
-    attention, mlp = layer.self_attention, layer.mlp
-    if half == "attention":
-        inside = {name: getattr(attention, name) for name in ("linear_qkv", "core_attention", "linear_proj")}
-        sites = {"input_layernorm": layer.input_layernorm, **inside}
-    else:
-        sites = {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2}
-    return sites if norms else {name: module for name, module in sites.items() if not name.endswith("layernorm")}
+def sites_of(layer: Any, section: Section, *, norms: bool = True) -> dict[str, nn.Module]:
+    """The submodules of one half. `norms`: whether those are among them."""
+    return {item.name: attrgetter(item.path)(layer) for item in section.sites if norms or item.role != "norm"}
 
 
-def code_behind(half: Half, site: str | None) -> str:
+def code_behind(section: Section, site: str | None) -> str:
     """The item that code belongs to which runs after `site` (None: before the first)."""
-    order = DENSE[half].names
-    if site is None:
-        return order[0]
-    behind = order[min(order.index(site) + 1, len(order) - 1)]
-    return behind if behind in CODE_ITEMS else site
+    return section.norm if site is None else section.code_behind.get(site, site)
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.anatomy import DENSE, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.measured.blocks import blocks_of
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
@@ -55,14 +55,13 @@ def measure_layer(
     of the rows, and their figures are divided by it. In FP8 the caller has entered its context.
     """
 
-    def run_of(half: Half, forward: Callable[..., Any], arguments: dict[str, Any], start: Tensor) -> HalfRun:
-        sites = sites_of(layer, half, norms=te is None)
-        return HalfRun(half, forward, arguments, start, sites, None if te is None else te.norms[half])
-
-    attention = run_of("attention", layer._forward_attention, arguments, hidden)
-    output = attention.output().detach()
-    mlp = run_of("mlp", layer._forward_mlp, {}, output)
-    return {run.half: _profile(run, sequence_shards, repetitions, te) for run in (attention, mlp)}
+    runs: list[HalfRun] = []
+    for section in DENSE.values():
+        start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
+        sites = sites_of(layer, section, norms=te is None)
+        norm = None if te is None else te.norms[section.half]
+        runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norm))
+    return {run.section.half: _profile(run, sequence_shards, repetitions, te) for run in runs}
 
 
 def _profile(run: HalfRun, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
@@ -70,14 +69,13 @@ def _profile(run: HalfRun, shards: int, repetitions: int, te: TeLayer | None) ->
     tensors, outputs = blocks_of(run)
     flops = item_flops(run) if te is None else te.flops
     if te is not None and te.fp8:
-        gemms = {item: (forward[item], forward[item]) for item in run.sites if item.startswith("linear_")}
+        gemms = {item: (forward[item], forward[item]) for item in run.section.linears}
     else:
         gemms = gradient_gemm_seconds(run, repetitions)
-    order = DENSE[run.half].names
-    on_own_rows = {order[0], order[-1]}  # the norm and the bias-dropout-add
+    section = run.section
 
     def share(item: str) -> int:
-        return shards if item in on_own_rows else 1
+        return shards if item in section.on_own_rows else 1
 
     tensors = tuple(tensor.model_copy(update={"bytes": tensor.bytes // share(tensor.made_by)}) for tensor in tensors)
     items = {
@@ -85,11 +83,11 @@ def _profile(run: HalfRun, shards: int, repetitions: int, te: TeLayer | None) ->
             forward_s=forward.get(item, 0.0) / share(item),
             backward_s=backward.get(item, 0.0) / share(item),
             saved_bytes=sum(tensor.bytes for tensor in tensors if tensor.saved_by[:1] == (item,)),
-            output_bytes=outputs.get(item, 0) // (shards if item in (*on_own_rows, *ROW_PARALLEL) else 1),
+            output_bytes=outputs.get(item, 0) // (shards if item in (*section.on_own_rows, section.row_parallel) else 1),
             flops=flops.get(item, 0),
             dgrad_s=gemms.get(item, (0.0, 0.0))[0],
             wgrad_s=gemms.get(item, (0.0, 0.0))[1],
         )
-        for item in order
+        for item in section.names
     }
     return HalfProfile(input_bytes=nbytes_of(run.input) // shards, items=items, tensors=tensors)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lynx.anatomy import CODE_ITEMS, DENSE
+from megatron_lynx.anatomy import CODE_ITEMS
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
 from megatron_lynx.profiler.profile import BlockProfile
@@ -48,9 +48,9 @@ def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockProfi
 def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
     passes = [_timed_pass(run) for _ in range(WARMUP + repetitions)][WARMUP:]
-    medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in DENSE[run.half].names} for index in (0, 1)]
+    medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     if run.inner_norm is not None:
-        norm, linear = DENSE[run.half].norm, DENSE[run.half].column_parallel
+        norm, linear = run.section.norm, run.section.column_parallel
         for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm], seconds[linear] = seconds[norm] + moved_s, seconds[linear] - moved_s
@@ -76,7 +76,7 @@ def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
     """One pass. A mark (item, second) ends that item's stretch; an item's stretches add up."""
     forward_marks: list[tuple[str, float]] = []
     backward_marks: list[tuple[str, float]] = []
-    code = [code_behind(run.half, None)]
+    code = [code_behind(run.section, None)]
 
     def on_gradient(tensor: Tensor, item: str) -> None:
         if tensor.requires_grad:
@@ -89,7 +89,7 @@ def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
 
     def left(name: str, outputs: Any) -> None:
         forward_marks.append((name, now()))
-        code[0] = code_behind(run.half, name)
+        code[0] = code_behind(run.section, name)
         if code[0] in CODE_ITEMS:
             on_gradient(first_of(outputs), code[0])
 
@@ -101,7 +101,7 @@ def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
     gradient = torch.ones_like(output)
     middle = now()
     output.backward(gradient)
-    backward_marks.append((DENSE[run.half].norm, now()))
+    backward_marks.append((run.section.norm, now()))
     return _stretches(begin, forward_marks), _stretches(middle, backward_marks)
 
 
@@ -127,7 +127,7 @@ def gradient_gemm_seconds(run: HalfRun, repetitions: int) -> dict[str, tuple[flo
     with run.watched(entered, left), torch.no_grad():
         run.output()
     result = {}
-    for name in (name for name in run.sites if name.startswith("linear_")):
+    for name in run.section.linears:
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
         with torch.no_grad():
             dgrad = median_seconds(partial(torch.matmul, gradient, weight), repetitions)

@@ -1,0 +1,52 @@
+"""One section of a layer, priced under one choice of replayed items: for the solver, which asks for every choice, for the
+rehearsal of a plan, which has made its choices, and for the table of trade-offs.
+
+    items of the section ──replay_of──> what runs, stays, is regenerated ──> seconds and FLOPs of the replay
+                                                                         └─> memory of the half, a gathered input included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_lynx.anatomy import Section
+from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
+from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
+from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.profiler.profile import Profile
+
+
+@dataclass(frozen=True)
+class PricedSection:
+    """One micro-batch in one section whose items are replayed as chosen."""
+
+    memory: HalfMemory
+    """When it is replayed on demand."""
+    replay_s: float = 0.0
+    """Forward seconds of everything that the replay runs, code on the way included."""
+    flops: int = 0
+    """What the replayed items compute again."""
+    gathered_bytes: int = 0
+    """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
+
+
+def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
+    """`replay`: the items of the section that are to be replayed. An opaque section is kept whole, whatever they are."""
+    if section.opaque:
+        assert profile.experts is not None, "a profile with such a section has its figures"
+        return PricedSection(expert_memory(profile.experts))
+    costs = profile.half(section.half)
+    replayed = replay_of(section, costs.tensors, replay)
+    gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
+    return PricedSection(
+        half_memory(section, costs, replayed, gathered_bytes=gathered_bytes),
+        sum(costs.items[item].forward_s for item in replayed.runs),
+        sum(costs.items[item].flops for item in replayed.runs if item in replay),
+        gathered_bytes,
+    )
+
+
+def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
+    """Whether a replay of these items runs the GEMM whose input is gathered once."""
+    return profile.shape.sequence_parallel and section.column_parallel in replay

@@ -1,0 +1,157 @@
+"""Seconds of the items of a layer, by its shape and a device's roofline.
+
+    FLOPs of each item   `shape.item_flops`   forward once, backward twice; fused attention's backward 2.5 times (it makes the
+                                              scores again), and a causal mask halves both
+    bytes of each item   `_traffic`           what its kernels read and write, each tensor once
+
+Context-parallel ranks pass keys and values around a ring while they work on those they have: a turn lasts as long as the slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.anatomy import Item
+from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
+from megatron_lynx.profiler.profile import ItemProfile
+from megatron_lynx.profiler.quantized import FP8_BYTES
+from megatron_lynx.profiler.roofline import Passes, Roofline
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES
+
+FUSED_BACKWARD = 2.5
+"""GEMMs of fused attention's backward over those of its forward: five and two."""
+
+
+def item_profile(shape: LayerShape, item: Item, roof: Roofline) -> ItemProfile:
+    """One item of a layer. What it saves is counted elsewhere (`profiler.tensors`)."""
+    flops = item_flops(shape)[item.name]
+    if item.is_linear:
+        return _linear(shape, item, flops, roof)
+    if item.role == "core":
+        seconds = _in_turns(_attention_s(shape, flops, roof), shape, roof)
+    else:
+        seconds = unmultiplied_s(shape, item, roof)
+        if roof.casts is not None and item.role == "norm":
+            both = not shape.parallel.sequence_parallel
+            cast_s = roof.cast_s(roof.casts.of_norm(shape.own_tokens * shape.model.hidden, both=both))
+            seconds = seconds + Passes(cast_s, 0.0)
+    return ItemProfile(
+        forward_s=seconds.forward_s, backward_s=seconds.backward_s, saved_bytes=0, output_bytes=_output(shape, item), flops=flops
+    )
+
+
+def unmultiplied_s(shape: LayerShape, item: Item, roof: Roofline) -> Passes:
+    """An item without a GEMM, whose kernels read and write; nothing where there are none."""
+    forward_s, backward_s = (roof.seconds(0, moved) if moved else 0.0 for moved in _traffic(shape, item))
+    return Passes(forward_s, backward_s)
+
+
+def _linear(shape: LayerShape, item: Item, flops: int, roof: Roofline) -> ItemProfile:
+    """The weight's gradient is added to an fp32 buffer: read and written."""
+    size = LinearShape.of(shape, item)
+    element, read, weight = shape.model.element_bytes, size.read_bytes, size.inside * size.outside
+    taken, made = shape.tokens * size.inside, shape.tokens * size.outside
+    forward_s = roof.linear_s(flops, read * (taken + weight) + element * made)
+    dgrad_s = roof.linear_s(flops, read * (made + weight) + element * taken)
+    wgrad_s = roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
+    if item.role == "column_parallel":
+        dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
+    cast_forward_s, cast_backward_s = _casts_s(shape, item, size, roof)
+    return ItemProfile(
+        forward_s=forward_s + cast_forward_s,
+        backward_s=dgrad_s + wgrad_s + cast_backward_s,
+        saved_bytes=0,
+        output_bytes=_output(shape, item),
+        flops=flops,
+        dgrad_s=dgrad_s,
+        wgrad_s=wgrad_s,
+    )
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear of one rank: columns of what it takes and of what it makes, and in how many bytes its GEMMs read."""
+
+    inside: int
+    outside: int
+    read_bytes: int
+
+    @classmethod
+    def of(cls, shape: LayerShape, item: Item) -> LinearShape:
+        hidden = shape.model.hidden
+        inside, outside = {
+            LINEAR_QKV: (hidden, shape.qkv_width),
+            LINEAR_PROJ: (shape.query_width, hidden),
+            LINEAR_FC1: (hidden, shape.fc1_width),
+            LINEAR_FC2: (shape.ffn, hidden),
+        }[item.name]
+        return cls(inside, outside, shape.model.element_bytes if shape.model.fp8 is None else FP8_BYTES)
+
+
+def _casts_s(shape: LayerShape, item: Item, size: LinearShape, roof: Roofline) -> tuple[float, float]:
+    """Forward and backward seconds of a linear's casts: of its input, where no norm makes it, and of its output's gradient.
+
+    Under sequence parallelism what is gathered is gathered in FP8, and by columns only afterwards.
+    """
+    casts, sliced = roof.casts, shape.parallel.sequence_parallel
+    if casts is None:
+        return 0.0, 0.0
+    taken, made = shape.tokens * size.inside, shape.tokens * size.outside
+    if item.role == "column_parallel":
+        gathered_s = roof.cast_s(casts.transposed(taken)) if sliced else 0.0
+        return 0.0, roof.cast_s(casts.of(made, both=True)) + gathered_s
+    gradient_s = roof.cast_s(casts.of(shape.own_tokens * size.outside, both=not sliced))
+    return roof.cast_s(casts.of(taken, both=True)), gradient_s + (roof.cast_s(casts.transposed(made)) if sliced else 0.0)
+
+
+def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
+    """Unfused: two batched GEMMs, softmax with its mask and dropout pass over all scores."""
+    element = shape.model.element_bytes
+    read = element * shape.tokens * 2 * (shape.query_width + shape.key_width)
+    if shape.model.attention == "flash":
+        causal = flops / 2
+        return Passes(roof.attention_s(causal, read), roof.attention_s(FUSED_BACKWARD * causal, 2 * read))
+    scores = element * shape.scores
+    gemms_s = roof.seconds(flops, read + 2 * scores)
+    dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
+    forward_s = gemms_s + roof.seconds(0, 2 * scores) + roof.seconds(0, dropout)
+    return Passes(forward_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + roof.seconds(0, dropout))
+
+
+def _in_turns(alone: Passes, shape: LayerShape, roof: Roofline) -> Passes:
+    """Attention in as many turns as there are context ranks; in all but the last the next keys and values come in, in backward
+    with their gradients."""
+    ranks = shape.parallel.context
+    if ranks == 1:
+        return alone
+    arriving = 2 * shape.model.element_bytes * shape.tokens * shape.key_width
+    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
+    turns_s = alone.forward_s / ranks, alone.backward_s / ranks
+    return Passes(*(turn + (ranks - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
+
+
+def _traffic(shape: LayerShape, item: Item) -> tuple[int, int]:
+    """Bytes read and written by items without a GEMM, forward and backward."""
+    element, residual = shape.model.element_bytes, shape.model.element_bytes * shape.own_tokens * shape.model.hidden
+    if item.role == "norm":
+        return 2 * residual, 3 * residual
+    if item.role == "residual":
+        mask = MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
+        dropped = 2 * residual + mask if shape.model.hidden_dropout else 0
+        return 3 * residual + mask, dropped + 3 * residual  # backward: the dropout, and the sum with the residual's gradient
+    if item.name == ROTARY:
+        both = element * shape.tokens * (shape.query_width + shape.key_width)
+        turned = 2 * both if shape.model.position == "rope" else 0
+        copied, normed, back = (2 * both, 2 * both, 3 * both) if shape.model.qk_norm else (0, 0, 0)  # out of the linear's block
+        return turned + copied + normed, turned + copied + back
+    inner, outer = element * shape.tokens * shape.fc1_width, element * shape.tokens * shape.ffn
+    apart = outer if shape.model.activation == "swiglu" else 0  # SiLU is a kernel of its own
+    return inner + outer + 2 * apart, 2 * inner + outer + 3 * apart
+
+
+def _output(shape: LayerShape, item: Item) -> int:
+    if not item.is_site:
+        return 0
+    widths = {LINEAR_QKV: shape.qkv_width, CORE_ATTENTION: shape.query_width, LINEAR_FC1: shape.fc1_width}
+    return shape.tokens * widths[item.name] * shape.model.element_bytes if item.name in widths else shape.input_bytes

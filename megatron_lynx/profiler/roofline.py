@@ -1,0 +1,97 @@
+"""The roofline of one device: how long its kernels take, by the FLOPs they compute and the bytes they move.
+
+    seconds of a kernel  =  start and end  +  max( FLOPs / achieved matrix rate ,  bytes moved / achieved memory rate )
+                                              the larger a GEMM, the nearer to its cluster's best: `config.cluster.Matmul`
+
+A GEMM beside a collective loses a share of its rate, so what stock Megatron hides behind linears is not free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.config.cluster import Link, Matmul
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.profiler.quantized import Casts
+from megatron_lynx.profiler.shape import LayerShape
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of both passes."""
+
+    forward_s: float
+    backward_s: float
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What one device of a job achieves."""
+
+    matmul: Matmul
+    hbm: Link
+    dtype: Literal["fp32", "bf16"]
+    ring: Link
+    """The link between context-parallel ranks."""
+    casts: Casts | None
+    """What casts to FP8 move; none where linears compute in the model's type."""
+    fp8_speed: float
+    """How many times faster the GEMMs of linears are than in the model's type."""
+    beside_s: tuple[float, float]
+    """Seconds of the collectives that stock Megatron runs beside the dgrad, and beside the wgrad, of a column-parallel linear."""
+
+    @classmethod
+    def of(cls, job: Job) -> Roofline:
+        matmul, hbm = job.cluster.matmul, job.cluster.hbm
+        missing = [name for name in ("matmul", "hbm", "pcie", "nic", "node") if getattr(job.cluster, name) is None]
+        if matmul is None or hbm is None or missing:
+            problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
+            raise ConfigError("seconds cannot be estimated for this cluster", problems)
+        ring = link_among(job.cluster, job.parallel.tensor * job.parallel.context)
+        units, recipe = job.cluster.fp8, job.model.fp8_recipe
+        casts, speed = None, 1.0
+        if recipe is not None and units is not None:
+            casts, speed = Casts(recipe, units.transposes), 1e12 * units.tflop_per_s / matmul.peak_flop_per_s("bf16")
+        return cls(matmul, hbm, job.model.dtype, ring, casts, speed, _beside_s(job))
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)
+
+    def linear_s(self, flops: float, moved_bytes: float) -> float:
+        """A GEMM of a layer's linear, in FP8 where that is asked for."""
+        return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
+
+    def cast_s(self, cast: tuple[int, int]) -> float:
+        """`cast`: bytes moved, kernels, as `Casts` has them."""
+        moved, kernels = cast
+        return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
+
+    def attention_s(self, flops: float, moved_bytes: float) -> float:
+        """Attention in fused kernels."""
+        return self._seconds(self.matmul.attention_s(flops, self.dtype), moved_bytes)
+
+    def slowed_s(self, alone_s: float, collective_s: float) -> float:
+        """A GEMM beside a collective, which may outlast it."""
+        lost = self.matmul.beside_collective
+        return min(alone_s + lost * collective_s, alone_s / (1 - lost))
+
+    def _seconds(self, compute_s: float, moved_bytes: float) -> float:
+        return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
+
+
+def _beside_s(job: Job) -> tuple[float, float]:
+    """The input gathered again beside the dgrad, under sequence parallelism; its gradient reduced beside the wgrad."""
+    tensor = job.parallel.tensor
+    if tensor == 1:
+        return 0.0, 0.0
+    link, share, shape = link_among(job.cluster, tensor), (tensor - 1) / tensor, LayerShape.of(job)
+    sent = share * shape.gathered_bytes
+    if not job.parallel.sequence_parallel:
+        return 0.0, link.seconds(2 * sent)
+    return link.seconds(share * shape.gathered_input_bytes), link.seconds(sent)
