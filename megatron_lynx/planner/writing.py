@@ -11,7 +11,7 @@ from math import ceil
 from typing import Literal
 
 from megatron_lynx.anatomy import HALVES, ITEMS, Half
-from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.layer import LayerShape
@@ -34,7 +34,7 @@ from megatron_lynx.plan.plan import (
 from megatron_lynx.plan.ranges import joined
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import SECOND_DIGITS, Option
+from megatron_lynx.solver.problem import SECOND_DIGITS
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.solver.stages import StageAnswer
 from megatron_lynx.version import __version__
@@ -165,14 +165,13 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 
 def _rule(layer: int, choice: LayerChoice) -> Rule:
-    options: dict[Half, Option] = {"attention": choice.attention, "mlp": choice.mlp}
-    replay = {item for option in options.values() for item in option.replay}
-    windows = {half: window_of(option.seat.steady, option.seat.cooldown) for half, option in options.items() if option.replay}
-    gathers = {half: option.seat.gather for half, option in options.items()}
+    replay = {item for option in choice.halves for item in option.replay}
+    options = list(zip(HALVES, choice.halves, strict=True))
+    windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
+    gathers = {half: option.seat.gather for half, option in options}
     return rule_of(layer, replay, windows, gathers)
 
 
 def _windows(rules: Sequence[Rule]) -> Iterator[bool]:
     """Whether a half is replayed in a window, for all halves and phases."""
-    phases: tuple[Literal["steady"], Literal["cooldown"]] = ("steady", "cooldown")
-    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in phases)
+    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in BACKWARD_PHASES)

@@ -4,11 +4,10 @@ then `Infeasible` is raised and says what binds, and by how much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
@@ -17,22 +16,25 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Both halves of one layer."""
+    """What becomes of both halves of one layer."""
 
     attention: Option
     mlp: Option
 
     @property
     def halves(self) -> tuple[Option, Option]:
+        """In the order of a forward."""
         return self.attention, self.mlp
 
     @property
-    def exposed_s(self) -> float:
-        return self.attention.exposed_s + self.mlp.exposed_s
-
-    @property
     def resident_bytes(self) -> int:
-        return self.attention.memory.resident + self.mlp.memory.resident
+        return sum(half.memory.resident for half in self.halves)
+
+
+def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
+    """Options of halves in forward order, put together as layers."""
+    each = iter(halves)
+    return tuple(map(LayerChoice, each, each))
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ class Solved:
         """Whether no answer to the problem is faster."""
         return self.gap == 0
 
-    @property
-    def halves(self) -> Iterator[Option]:
+    @cached_property
+    def halves(self) -> tuple[Option, ...]:
         """In forward order."""
-        return (half for layer in self.layers for half in layer.halves)
+        return tuple(half for layer in self.layers for half in layer.halves)
 
     @property
     def backward_order(self) -> tuple[HalfMemory, ...]:
-        return tuple(half.memory for half in reversed(list(self.halves)))
+        return tuple(half.memory for half in self.halves[::-1])
 
     @cached_property
     def exposed_s(self) -> float:
@@ -100,7 +102,7 @@ class Solved:
     @cached_property
     def ahead_bytes(self) -> int:
         """The largest frame that is regenerated in a window, or all that are there before backward begins."""
-        seated = [half.memory for half in self.halves if half.seat.steady != ON_DEMAND]
+        seated = [half.memory for half in self.halves if not half.seat.steady.on_demand]
         return max(sum(memory.early for memory in seated), max((memory.regenerated for memory in seated), default=0))
 
     @cached_property

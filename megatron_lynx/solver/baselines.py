@@ -13,14 +13,16 @@ replayed runs again, so `selective` replays the rotary embedding with the core a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, StageProblem
+from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
+from megatron_lynx.solver.placement import ON_DEMAND_SEAT
+from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
@@ -28,7 +30,9 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     if policy == "full":
         return on_demand(replay_all(problem))
     items = replayed_items(policy)
-    return _everywhere(problem, *(_replaying(options, half, items) for options, half in _halves(problem)))
+    attention = problem.attention.replaying(*_in(ATTENTION, items))
+    mlp, last_mlp = (choices.replaying(*_in(MLP, items)) for choices in (problem.mlp, problem.last_mlp))
+    return _everywhere(problem, attention, mlp, last_mlp)
 
 
 def block(problem: StageProblem, count: int) -> Solved:
@@ -51,8 +55,7 @@ def replay_all(problem: StageProblem) -> Solved:
 
 def on_demand(solved: Solved) -> Solved:
     """The same kept sets, every replay exposed."""
-    layers = [LayerChoice(_exposed(layer.attention), _exposed(layer.mlp)) for layer in solved.layers]
-    return replace(solved, layers=tuple(layers), gap=None)
+    return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]), gap=None)
 
 
 def _exposed(option: Option) -> Option:
@@ -71,7 +74,7 @@ def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp:
 def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
     """Below experts, the option that replays the same as others do, in the seat that hides most of it there."""
     alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
-    on_demand = attention.seat.steady == ON_DEMAND
+    on_demand = attention.seat.steady.on_demand
     below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])
     layers = [
         LayerChoice(below, mixed.experts) if experts else LayerChoice(attention, last_mlp if last else mlp)
@@ -80,12 +83,9 @@ def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp:
     return Solved(tuple(layers), problem.in_flight)
 
 
-def _halves(problem: StageProblem) -> tuple[tuple[Choices, Half], tuple[Choices, Half], tuple[Choices, Half]]:
-    return (problem.attention, "attention"), (problem.mlp, "mlp"), (problem.last_mlp, "mlp")
-
-
-def _replaying(options: Choices, half: Half, items: tuple[str, ...]) -> Option:
-    return options.replaying(*(item for item in items if item in DENSE[half].names))
+def _in(section: Section, items: Iterable[str]) -> Iterator[str]:
+    """Those items that are the section's."""
+    return (item for item in items if item in section.names)
 
 
 def _most_replayed(options: Choices) -> list[Option]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver import heuristic, mixed
 from megatron_lynx.solver.answer import Solved, infeasible
@@ -71,7 +72,7 @@ class _Search:
     hopeless: bool = False
 
     def go(self, deadline: float) -> None:
-        for explicit in _rounds(2 * self.problem.layers):
+        for explicit in _rounds(len(HALVES) * self.problem.layers):
             found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic())
             self.hopeless = not found.possible
             self.bound = max(self.bound, found.bound)

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
+from megatron_lynx.solver.answer import Solved, infeasible, layers_of
 from megatron_lynx.solver.problem import SECOND_DIGITS, Choices, Columns, Floats, StageProblem, unbeaten
 
 MOST_COMBINATIONS = 20_000
@@ -60,7 +60,7 @@ class Combinations:
 
     def answer(self, number: int) -> Solved:
         forward = [self.kinds[kind][self._picked[kind][number]] for kind in self._kind_of_half]
-        return Solved(tuple(map(LayerChoice, forward[::2], forward[1::2])), self.problem.in_flight)
+        return Solved(layers_of(forward), self.problem.in_flight)
 
     @cached_property
     def exposed_s(self) -> Floats:

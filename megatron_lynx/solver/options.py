@@ -8,31 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.layer import LayerShape, item_flops
 from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, Receive, Seat, StageProblem, is_ahead, is_early
-from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.solver.answer import Solved, layers_of
+from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
+from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem
+from megatron_lynx.solver.seats import HalfKind, Seats
+from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import Profile
+KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfKind(MLP, before=None))
+"""The halves of a stage without experts."""
 
-PLACES: tuple[Place, ...] = ("attention", "mlp", "last_mlp")
+BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
 
 
 @dataclass(frozen=True)
 class Subset:
     """One set of replayed items of one half, wherever it is replayed."""
 
-    place: Place
+    kind: HalfKind
     replay: tuple[str, ...]
-    backward: tuple[Wait, ...]
+    backward: tuple[Placement, ...]
     """Windows of its backward that come in time."""
     replay_s: float
     flops: int
@@ -43,10 +46,10 @@ class Subset:
         exposed_s = seat.exposed_s(self.replay_s, interference)
         return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops)
 
-    def _memory(self, window: str) -> HalfMemory:
-        if is_early(window):
+    def _memory(self, placement: Placement) -> HalfMemory:
+        if placement.early:
             return self._early
-        return self._ahead if is_ahead(window, half_of(self.place)) else self.memory
+        return self._ahead if placement.ahead(self.kind.half) else self.memory
 
     @cached_property
     def _early(self) -> HalfMemory:
@@ -98,14 +101,12 @@ class StageProblems:
     def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
         """An answer for several chunks of a stage, as it is in one of them."""
         seats = self.seats(stage, (chunk,))
-        layers = tuple(
-            LayerChoice(self._taken(layer.attention, seats), self._taken(layer.mlp, seats, last_mlp=layer is answer.layers[-1]))
-            for layer in answer.layers
-        )
+        last = len(answer.halves) - 1
+        layers = layers_of([self._taken(option, seats, last=at == last) for at, option in enumerate(answer.halves)])
         return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
 
-    def _taken(self, option: Option, seats: StageSeats, *, last_mlp: bool = False) -> Option:
-        seat = seats.taken(option.seat, last_mlp=last_mlp)
+    def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
+        seat = seats.taken(option.seat, last=last)
         if seat == option.seat:
             return option
         return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, self.profile.interference))
@@ -127,7 +128,7 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     def _priced(self, subsets: Iterable[Subset], seats: StageSeats) -> Iterator[Option]:
-        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.place, subset.replay, subset.backward))
+        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
@@ -137,9 +138,7 @@ class StageProblems:
 
     def _seated(self, subsets: Iterable[Subset], seats: Seats) -> Iterator[Option]:
         """In the seats that every stage has."""
-        offered = (
-            (subset, seat) for subset in subsets for seat in seats.everywhere(subset.place, subset.replay, subset.backward)
-        )
+        offered = ((subset, seat) for subset in subsets for seat in seats.everywhere(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
@@ -149,23 +148,23 @@ class StageProblems:
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
         """From keeping everything to replaying everything."""
-        return tuple(tuple(self._subsets_of(place)) for place in PLACES)
+        return tuple(tuple(self._subsets_of(kind)) for kind in KINDS)
 
     @cached_property
     def _below_experts(self) -> tuple[Subset, ...]:
-        return tuple(self._subsets_of("expert_attention"))
+        return tuple(self._subsets_of(BELOW_EXPERTS))
 
-    def _subsets_of(self, place: Place) -> Iterator[Subset]:
-        half, costs = half_of(place), self.profile.half(half_of(place))
+    def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
+        half, costs = kind.half, self.profile.half(kind.half)
         shape = LayerShape(self.job.model, self.job.parallel, self.job.batch.micro)
         flops = item_flops(shape)
         for items in sensible_choices(half, costs.tensors):
             replayed = replay_of(half, costs.tensors, items)
-            gathered_bytes = shape.gathered_input_bytes if self._seats.gathers(half, items) else 0
+            gathered_bytes = shape.gathered_input_bytes if self._seats.gathers(kind, items) else 0
             yield Subset(
-                place,
+                kind,
                 items,
-                tuple(self._seats.backward(place, items)),
+                tuple(self._seats.backward(kind, items)),
                 replay_s=sum(costs.items[item].forward_s for item in replayed.runs),
                 flops=sum(flops[item] for item in replayed.runs if item in items),
                 memory=half_memory(half, costs, replayed, gathered_bytes=gathered_bytes),

@@ -21,9 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.anatomy import Half
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.solver.placement import Seat
 
 Floats = NDArray[np.float64]
 Numbers = int | NDArray[np.intp]
@@ -34,47 +33,6 @@ SECOND_DIGITS = 12
 
 ENDLESS = 1e100
 """A figure beyond this is as bad as this one, and sums of it stay finite."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a half is replayed. `steady` and `cooldown` name a window for each phase; they may be the same."""
-
-    steady: str
-    cooldown: str
-    steady_s: float = 0.0
-    """Length of the window in the steady phase; 0 on demand."""
-    cooldown_s: float = 0.0
-    steady_share: float = 1.0
-    """The part of the micro-batches whose backward is steady."""
-    gather: str | None = None
-    """Behind which collective the replay's input is gathered (sequence parallelism)."""
-    gather_s: float = 0.0
-    """Seconds of that gather which nothing hides."""
-
-    def exposed_s(self, replay_s: float, interference: float) -> float:
-        """Seconds of a replay that the windows leave over, mean over the phases. In one it runs `interference` times longer."""
-        steady = max(0.0, replay_s - self.steady_s / interference)
-        cooldown = max(0.0, replay_s - self.cooldown_s / interference)
-        return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
-
-
-ON_DEMAND_SEAT = Seat(ON_DEMAND, ON_DEMAND)
-
-
-def is_early(window: str) -> bool:
-    """Whether what is regenerated in this window is there before the stage's backward begins."""
-    return window == RECV_BACKWARD or window.startswith("fwd.")
-
-
-def is_ahead(window: str, half: Half) -> bool:
-    """Whether what this half regenerates in this window is there while the half before it still runs backward."""
-    return window != ON_DEMAND and not is_early(window) and window != own_window(half)
-
-
-def own_window(half: Half) -> str:
-    """The first window of a half's own backward."""
-    return f"bwd.{half}.0"
 
 
 @dataclass(frozen=True)
@@ -146,7 +104,7 @@ class Choices(tuple[Option, ...]):
 
     def replaying(self, *items: str) -> Option:
         """The one on demand that replays these items and, of such, fewest others."""
-        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady == ON_DEMAND]
+        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
 
 

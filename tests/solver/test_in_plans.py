@@ -104,7 +104,7 @@ def test_training_replays_every_half_behind_forwards_as_planned(
 def early(problem: StageProblem) -> Solved:
     """Every half in a window of a forward, with most of it replayed."""
     attention, mlp, last = (
-        max((option for option in choices if option.seat.steady.startswith("fwd.")), key=lambda option: len(option.replay))
+        max((option for option in choices if option.seat.steady.window.startswith("fwd.")), key=lambda option: len(option.replay))
         for choices in (problem.attention, problem.mlp, problem.last_mlp)
     )
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
