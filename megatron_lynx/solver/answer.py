@@ -1,5 +1,6 @@
-"""What a solver answers: one choice for each half of each layer of a stage. There is no answer for a question that has none:
-then `Infeasible` is raised and says what binds, and by how much.
+"""What a solver answers: one choice for each half of each layer of a stage.
+
+Where nothing fits there is no answer: `Infeasible` is raised, and says what binds and by how much.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class WholeMicroBatches:
     count: int
     of_every: int
     resident_bytes: int
-    """Of one of them."""
+    """What one of them holds from forward to backward."""
     peak_bytes: int
-    """The most that one of them holds."""
+    """The most that one of them holds at once."""
 
     @property
     def replaying_share(self) -> float:
@@ -55,18 +56,19 @@ class WholeMicroBatches:
 
 @dataclass(frozen=True)
 class Solved:
-    """A stage's layers, first to last. Seconds of one micro-batch, the mean where some are whole; bytes of one that is not.
+    """The choices for a stage's layers, first to last.
 
-    `peak_bytes` is that of all in flight.
+    Seconds are those of one micro-batch, the mean over all of them where some are whole. Bytes are those of one micro-batch that
+    replays, but for `peak_bytes`, which counts all in flight.
     """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
     gap: float | None = None
-    """No answer exposes less by more than this part of what this one does; 0 for a proven optimum, None where nobody knows."""
+    """The part of its exposed seconds that a faster answer could save at most: 0 where none is faster, None where unknown."""
     whole: WholeMicroBatches | None = None
     cooldown_peak_bytes: int = 0
-    """Where more is there at once in cool-down than an option says (`solver.receive`)."""
+    """The most that is held in cool-down, where that is more than the options say (`solver.receive`)."""
 
     @property
     def proven(self) -> bool:
@@ -107,7 +109,7 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While a micro-batch that replays goes backward, or one that is whole: so many of either are there beside it."""
+        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it."""
         if self.whole is None:
             return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
         count, others = self.whole.count, self.whole.of_every - self.whole.count
@@ -117,7 +119,7 @@ class Solved:
 
     @cached_property
     def flops(self) -> int:
-        """Of the micro-batches that replay."""
+        """What one micro-batch that replays computes again."""
         return sum(half.flops for half in self.halves)
 
     @property

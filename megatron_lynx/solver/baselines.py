@@ -1,4 +1,4 @@
-"""Answers nobody has to search for, to compare with.
+"""Answers that need no search, to compare with: the recomputation policies that have a name.
 
 none        everything kept
 selective   the core attention again, on demand (stock: `--recompute-granularity selective`, where attention is unfused)
@@ -6,9 +6,9 @@ balanced    norms and the activation again, on demand: no GEMM, no attention (Yu
 full        everything that can be replayed, on demand
 block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
-They are what *our* runtime makes of these policies. It never runs a row-parallel GEMM and its reduction again, and keeps the
-input of both halves of a layer, so its `full` is faster than stock's and holds more. Code between sites on the way to what is
-replayed runs again, so `selective` replays the rotary embedding with the core attention.
+They are these policies as *our* runtime carries them out. It never runs a row-parallel GEMM and its reduction again, and keeps
+the input of both halves of a layer, so its `full` is faster than stock Megatron's and holds more. Code between submodules runs
+again on the way to what is replayed, so `selective` replays the rotary embedding with the core attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
-    """Every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
+    """The answer of a policy, every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
     if policy == "full":
         return on_demand(replay_all(problem))
     items = replayed_items(policy)
@@ -54,7 +54,7 @@ def replay_all(problem: StageProblem) -> Solved:
 
 
 def on_demand(solved: Solved) -> Solved:
-    """The same kept sets, every replay exposed."""
+    """The same items kept, and every replay on demand."""
     return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]), gap=None)
 
 
@@ -72,7 +72,7 @@ def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp:
 
 
 def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
-    """Below experts, the option that replays the same as others do, in the seat that hides most of it there."""
+    """In layers of experts the attention half replays the same items as in others, in the seat that hides most of it there."""
     alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
     on_demand = attention.seat.steady.on_demand
     below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])

@@ -1,4 +1,4 @@
-"""The exact solver: every half of every layer has its own subset and seat, and nothing is faster (Lynx's OPT, our formulation).
+"""The exact solver: every half of every layer has its own items and seat, and no answer is faster (Lynx's OPT, our formulation).
 
     first halves that backward reaches, one by one          1 ──> 2 ──> 4 ──> ... ──> all
                                                             │     │
@@ -26,10 +26,10 @@ from megatron_lynx.solver.programme import Goal, Programme
 from megatron_lynx.units import format_bytes
 
 SAME = 1e-6
-"""Answers that differ by less than this part are equally good: HiGHS counts in floats."""
+"""Answers whose costs differ by a smaller part than this are equally good: HiGHS counts in floats."""
 
 SAME_S, SAME_BYTES = 1e-9, 1.0
-"""And those that differ by less than this."""
+"""So are answers that differ by less than this."""
 
 
 def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:

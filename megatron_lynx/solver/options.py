@@ -1,4 +1,4 @@
-"""Every choice for one half, priced: what it keeps, what it replays, where, and what that costs.
+"""Prices every choice for one half of a layer: what it keeps, what it replays, where, and what that costs.
 
 subsets of items ──replay_of──> what runs, stays, is regenerated ──Seats──> windows ──> Option, Option, ...
 """
@@ -31,16 +31,16 @@ BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
 
 @dataclass(frozen=True)
 class Subset:
-    """One set of replayed items of one half, wherever it is replayed."""
+    """One set of replayed items of one kind of half, wherever it is replayed."""
 
     kind: HalfKind
     replay: tuple[str, ...]
     backward: tuple[Placement, ...]
-    """Windows of its backward that come in time."""
+    """The windows of the stage's backward that come in time for it, the longest first."""
     replay_s: float
     flops: int
     memory: HalfMemory
-    """On demand."""
+    """What it holds if it is replayed on demand."""
 
     def option(self, seat: Seat, interference: float) -> Option:
         exposed_s = seat.exposed_s(self.replay_s, interference)
@@ -62,13 +62,16 @@ class Subset:
 
 @dataclass(frozen=True)
 class StageProblems:
-    """What the stages of a job ask of a solver. What they share is priced once."""
+    """The problems of all stages of a job. What several of them need is priced once."""
 
     job: Job
     profile: Profile
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """One stage, with so many layers if the partition is still open. `chunks`: those that are to be alike, if not all."""
+        """The problem of one stage.
+
+        `layers`: how many it has, if the partition is still open. `chunks`: those that are to be treated alike, if not all.
+        """
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
@@ -83,7 +86,7 @@ class StageProblems:
         )
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """Of a stage's chunks that are alike: where the first of them has experts."""
+        """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
         numbers, profile = self.job.layers_of(seats.stage, seats.chunks[0])[:layers], self.profile.experts
         having = tuple(number in self.job.model.expert_layers for number in numbers)
         if profile is None or not any(having):
@@ -95,7 +98,7 @@ class StageProblems:
         return Mixed(having, Choices((*everywhere, *more)), experts)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
-        """What some chunks of a stage, or all, are offered in common."""
+        """The seats that some chunks of a stage, or all, have in common."""
         return StageSeats(self._seats, stage, tuple(range(self.job.chunks)) if chunks is None else chunks)
 
     def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
@@ -137,7 +140,7 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     def _seated(self, subsets: Iterable[Subset], seats: Seats) -> Iterator[Option]:
-        """In the seats that every stage has."""
+        """The options in the seats that every stage has."""
         offered = ((subset, seat) for subset in subsets for seat in seats.everywhere(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
@@ -147,7 +150,7 @@ class StageProblems:
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """From keeping everything to replaying everything."""
+        """For each of `KINDS`, from keeping everything to replaying everything."""
         return tuple(tuple(self._subsets_of(kind)) for kind in KINDS)
 
     @cached_property

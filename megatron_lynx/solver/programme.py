@@ -33,7 +33,7 @@ PRECISION = 1e3
 """Seconds are counted in units of which the slowest option exposes so many."""
 
 HOPELESS = 1e6
-"""Options that expose so many times the least are as bad as each other."""
+"""Options that expose more than so many times the least are treated as equally slow."""
 
 IMPOSSIBLE = 2
 """`status` of scipy's `milp`."""
@@ -41,7 +41,7 @@ IMPOSSIBLE = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What HiGHS says. Seconds or bytes, as the goal is."""
+    """What HiGHS finds. Costs are seconds or bytes, as the goal is."""
 
     possible: bool
     bound: float
@@ -52,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Programme:
-    """`explicit` halves are chosen one by one, from the first that backward reaches."""
+    """The programme in which `explicit` halves are chosen one by one, from the first that backward reaches."""
 
     problem: StageProblem
     explicit: int

@@ -1,12 +1,12 @@
-"""Cool-down: replays of many halves share the wait for the gradient, which is about a forward long.
+"""Lets replays of several halves share the wait for the gradient in cool-down, which is about a forward long.
 
     last stage      F B F B F B                     the stages behind still run a forward between two backwards,
     stage before        B   B   B                   so this one waits, and may hold what a micro-batch less leaves free
-                      ...RRR RRR                    R: replays of the next backward, all that fit, those needed first at first
+                      ...RRR RRR                    R: replays of the next backward, as many as fit, in the order of need
 
-The solvers give every window one half to hide. Here the halves whose cool-down replay is still exposed are seated in the receive,
-in the order in which backward needs them, as long as it is long enough and the budget holds what is then there before backward.
-The steady phase stays as it was, so no answer becomes slower or holds more there.
+The solvers give every window one half to hide. Here halves whose replay is still exposed in cool-down are moved into the
+receive, in the order in which backward needs them, as long as it is long enough and the budget has room for what is then
+regenerated before backward. The steady phase stays as it was, so no answer becomes slower or holds more there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _may_move(option: Option) -> bool:
 
 
 def _moved(option: Option, receive: Receive) -> Option:
-    """Nothing of it is exposed in cool-down."""
+    """The same replay in the receive, where nothing of it is exposed in cool-down."""
     needed_s = option.replay_s * receive.interference
     cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
     seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)

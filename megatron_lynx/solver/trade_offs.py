@@ -12,25 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s
 from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.profile import Profile
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """A set of replayed items, on demand. Of one layer, one micro-batch, one rank."""
+    """A set of items that are replayed on demand: one layer, one micro-batch, one rank."""
 
     replay: tuple[str, ...]
     saved_bytes: int
-    """Against keeping everything, between forward and backward."""
+    """How much less is held between forward and backward than if everything is kept."""
     replay_s: float
 
 

@@ -18,10 +18,9 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.chunks import SolvedChunks
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
