@@ -6,6 +6,9 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
+SECOND_DIGITS = 12
+"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+
 
 def format_bytes(count: float) -> str:
     """`1536` -> `1.5 KiB`: binary units, because that is how device memory is sold and reported."""

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "profiler": {"config"},
     "cost": {"config", "profiler"},
     "simulator": {"schedule", "cost"},
-    "solver": {"config", "schedule", "cost", "simulator"},
+    "solver": {"config", "schedule", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config"},

@@ -1,16 +1,18 @@
-"""From a job and a profile to a plan.
+"""Makes the plan of a job from a profile: partitions the layers, solves every stage, rehearses the answers and writes them down.
 
-decision.py      make_plan: the whole planning pipeline on one screen
+decision.py      make_plan, which runs all of it
 partitioning.py  layers of each stage, where the job leaves them open
 nearest.py       what to change in a job that does not fit
-writing.py       answers as a plan;  uniform.py: plans nobody solved for
-checks.py        what a plan cannot do, and profiles of something else
+summary.py       a plan in figures, for programs
+writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
+checks.py        refuses what a plan cannot do, and profiles of another job
 """
 
+from megatron_lynx.anatomy import REPLAYABLE
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.decision import Decision, decide, least_memory, make_plan
 from megatron_lynx.planner.partitioning import partitioned_as
-from megatron_lynx.planner.uniform import REPLAYABLE, uniform_plan
+from megatron_lynx.planner.uniform import uniform_plan
 
 __all__ = [
     "REPLAYABLE",

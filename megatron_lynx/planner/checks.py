@@ -1,4 +1,4 @@
-"""What is refused before anything is planned: what a plan cannot say, and figures of something else."""
+"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The whole planning pipeline on one screen.
+"""Makes a plan: the whole planning pipeline.
 
 job, profile ──partitioned──> layers of each stage ──Stages──> what each keeps, replays, offloads ──write, rehearse──┬──> Plan
-                                                       └── without the shares that hold more in the rehearsal than fits ──┤
-                                                       └── with every layer free to differ, where that is worth reading ──┘
+                                                       ├── again without shares that hold more in the rehearsal than fits ┤
+                                                       └── once more with layers that differ, if that is much faster ─────┘
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice
+from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import layers_budget_bytes
-from megatron_lynx.solver.stages import NOTHING_FITS, StageAnswer, Stages
+from megatron_lynx.solver.stages import NOTHING_FITS, Stages
 
 WORTH_READING = 1e-3
-"""The part of a step that must be gained for layers that are treated one by one."""
+"""The part of a step that must be gained for a plan with layers that differ, which is harder to read."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a job and a profile lead to."""
+    """A plan with everything that led to it."""
 
     job: Job
-    """With the layers of every stage, if they were left open."""
+    """The job, with the layers of every stage if it left them open."""
     stages: tuple[StageAnswer, ...]
     plan: Plan
     simulation: Simulation
@@ -42,7 +43,7 @@ class Decision:
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Of a device of every stage, by name."""
+        """What a device of every stage holds, by name."""
         return tuple(device_memory(self.job, answer, self.simulation.memory(answer.stage).peak_bytes) for answer in self.stages)
 
 
@@ -58,7 +59,7 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 
 def decide(job: Job, profile: Profile) -> Decision:
-    """As `make_plan`, with what led there."""
+    """Makes a plan as `make_plan` does, and returns what led to it, too."""
     check_plannable(job)
     check_profile(job, profile)
     try:
@@ -84,7 +85,11 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
 
 
 def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
-    """Copies may lag behind what the solver counts on: what then is too much in the rehearsal is tried no more."""
+    """The decision for a job whose partition is known.
+
+    Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
+    and all stages are solved again.
+    """
     stages = Stages(parted, profile)
     while True:
         answers = _answers(stages)
@@ -101,7 +106,7 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
 
 
 def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
-    """With the exact solver's answers, if they shorten the step: layers that are alike are easier to read."""
+    """The decision with the exact solver's answers, if they shorten the step by `WORTH_READING`."""
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     stages = Stages(decision.job, profile)
@@ -122,7 +127,7 @@ def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
 
 
 def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
-    """Of all stages; every stage's problem at once."""
+    """The answers of all stages. Raises `Infeasible` with the problems of all of them together."""
     answers: list[StageAnswer] = []
     problems: list[Problem] = []
     for stage in range(stages.job.parallel.pipeline):

@@ -1,10 +1,10 @@
-"""What to change in a job that does not fit: the fewest of these with which every stage's least memory does, the first of equals.
+"""Finds what to change in a job that does not fit: the fewest of these changes after which every stage's least memory fits.
 
     offload_ratio: auto -> defer_updates: false -> distributed_optimizer -> sequence_parallel -> smaller micro-batch
                   -> longer pipeline -> tensor -> schedule: flush
 
-That is the order of how little they ask of the one who launches. Of changes that need other measurements, those that a described
-cluster's figures can stand in for are tried.
+Of equally many changes those that come first in this order are taken: they ask least of whoever launches the job. Changes that
+need another profile are tried where the cluster is described well enough to make an analytic one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_lynx.solver.stage_budget import layers_budget_bytes
 from megatron_lynx.solver.stages import Stages
 
 NEVER_MORE_TENSOR_RANKS = 8
-"""Across nodes tensor parallelism is no remedy."""
+"""Larger groups would span nodes, where tensor parallelism is too slow to help."""
 
 MOST_AT_ONCE = 3
 
 
 def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
-    """One problem that says it, or none where none of them fits. `plannable`: whether there is a plan, for those that might."""
+    """One problem that names the changes, or none where nothing helps. `plannable`: whether a job has a plan, asked last."""
     known = list(_changes(job))
     for size in range(1, MOST_AT_ONCE + 1):
         for chosen in combinations(known, size):
@@ -62,7 +62,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
-    """None where the job would not be sound."""
+    """The job with these changes, or None where it would not be valid."""
     data = job.model_dump(by_alias=True)
     for key, value in changes:
         *path, last = key.split(".")
@@ -75,7 +75,7 @@ def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
 
 
 def _fitting(job: Job, profile: Profile) -> Profile | None:
-    """A profile of the job, if it fits with everything replayed and offloaded that can be; else None."""
+    """A profile of the job, if it fits with everything replayed and offloaded that can be, else None."""
     budgets = [layers_budget_bytes(job, stage) for stage in range(job.parallel.pipeline)]
     if any(budget is not None and budget <= 0 for budget in budgets):
         return None

@@ -1,4 +1,4 @@
-"""Layers of each stage, where a job leaves them open (`parallel.partition: auto`).
+"""Decides how many layers each stage gets, where a job leaves that open (`parallel.partition: auto`).
 
     every stage with n layers: one job ──Stages──> seconds of each stage ──partition.best──> layers of each stage ──> its chunks
 
@@ -21,11 +21,11 @@ from megatron_lynx.solver.stages import Stages
 
 
 def partitioned(job: Job, profile: Profile) -> list[Job]:
-    """The same job with every virtual stage's layers written down, if they were open: as even as may be, and as is fastest by the
-    closed form of a step. What messages and bubbles make of both, a rehearsal says. Raises `Infeasible` where nothing fits."""
+    """The same job with the layers of every virtual stage, if they were open: spread evenly, and as is fastest by the closed form
+    of a step. A rehearsal decides between the two. Raises `Infeasible` where nothing fits."""
     if job.parallel.partition != "auto":
         return [job]
-    if 0 < len(job.model.expert_layers) < job.model.layers:  # stages are compared by how many layers they have alone
+    if 0 < len(job.model.expert_layers) < job.model.layers:  # `_Times` knows stages by how many layers they have
         return [with_partition(job, job.partition)]
     times = _Times(job, profile)
     layers, stages = job.model.layers, job.parallel.pipeline
@@ -58,12 +58,12 @@ def _by_virtual_stage(counts: tuple[int, ...], chunks: int) -> tuple[int, ...]:
 
 
 NEVER_FLUSHED = 1_000_000
-"""Micro-batches that a pipeline which is filled once may count on: only the slowest stage matters, not all of them once."""
+"""Stands for the micro-batches of a pipeline that is filled only once, so that only the slowest stage matters."""
 
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of stages by their layers."""
+    """How long stages take, by how many layers they have."""
 
     job: Job
     profile: Profile
@@ -83,20 +83,20 @@ class _Times:
         return self.known[stage, count]
 
     def least(self, stage: int, count: int) -> float:
-        """If nothing is replayed."""
+        """Seconds of a stage that replays nothing."""
         alike = with_partition(self.job, (count,) * self.job.parallel.pipeline)
         stock = stage_seconds(alike, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
         return stock.both_s + self._messages_s(stage)
 
     def _messages_s(self, stage: int) -> float:
-        """Without chunks they hold up both sides (`cost.stage.step_s`), stages with two neighbours twice; posted ones do not."""
+        """How long messages hold a stage up: without chunks both sides wait (`cost.stage.step_s`), unless posted early."""
         if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
             return 0.0
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
         return neighbours * self.profile.link_s("p2p", LayerShape.of(self.job).input_bytes)
 
     def _stages(self, count: int) -> Stages:
-        """All of them with as many layers: what they share is priced once."""
+        """All stages with so many layers each. What they share is priced once."""
         if count not in self.alike:
             counts = (count,) * self.job.parallel.pipeline
             self.alike[count] = Stages(with_partition(self.job, _by_virtual_stage(counts, self.job.chunks)), self.profile)

@@ -26,13 +26,13 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 
 
 def job_flags(job: Job) -> list[str]:
-    """What a launch has to say besides, of which a plan does not know."""
+    """Flags of a launch that a plan does not know of."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
     return [*expert_flags(job), *optimizer, f"--global-batch-size {job.batch.global_}"]
 
 
 def expert_flags(job: Job) -> list[str]:
-    """Which experts, and where they are."""
+    """Flags that say which experts there are, and where."""
     experts, layout = job.model.experts, job.parallel
     if experts is None:
         return []

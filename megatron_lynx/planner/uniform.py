@@ -1,19 +1,18 @@
-"""Plans that treat every layer alike, without a profile: to compare with, and to begin an own plan from."""
+"""Plans that treat every layer alike and need no profile: to compare with, and to begin an own plan from."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Literal
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, ITEMS, REPLAYABLE, Half, Section, sections_of
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
+from megatron_lynx.anatomy.in_time import half_before, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, replayed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
-
-REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 
 
 def uniform_plan(
@@ -24,10 +23,10 @@ def uniform_plan(
     gather: Literal["keep", "once"] = "keep",
     note: str | None = None,
 ) -> Plan:
-    """The same for every layer, without a profile: to compare with, and to begin an own plan from.
+    """A plan that replays the items of `replay` in every layer.
 
-    `replay` names the items. With `windows` each half runs in its usual window, else on demand. Under sequence parallelism
-    `gather` says what becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
+    With `windows` each half is replayed in its usual window, else on demand. Under sequence parallelism `gather` says what
+    becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
     """
     check_plannable(job)
     items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
@@ -47,47 +46,63 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
 
 
 def _items_of(job: Job, layer: int, items: Collection[str]) -> Collection[str]:
-    """Experts are kept whole."""
-    return [item for item in items if item in DENSE["attention"].names] if layer in job.model.expert_layers else items
+    """Those that the layer has: experts are kept whole."""
+    return [item for item in items if any(item in section.names for section in _replayed_sections(job, layer))]
 
 
-def _uniform_rule(job: Job, place: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
-    """`place`: stage and chunk."""
-    top = layer == job.layers_of(*place)[-1]
+def _replayed_sections(job: Job, layer: int) -> Iterator[Section]:
+    """What a layer consists of, but for what is kept whole."""
+    return (section for section in sections_of(experts=layer in job.model.expert_layers) if not section.opaque)
+
+
+def _uniform_rule(job: Job, where: tuple[int, int], layer: int, items: Collection[str], ahead: bool) -> Rule:
+    """`where`: stage and chunk."""
     windows: dict[Half, str | ByPhase | None] = {}
     gathers: dict[Half, str | None] = {}
-    for half in (half for half in HALVES if set(items) & set(DENSE[half].names)):
-        first = top and (half == "mlp" or layer in job.model.expert_layers)
-        hidden = ahead and not (job.reduces_amaxes and DENSE[half].norm in items)
-        gathers_once = job.parallel.sequence_parallel and DENSE[half].column_parallel in items
-        too_late = gathers_once or f"{half}_bda" in items or job.model.uses_te
-        own = job.parallel.sequence_parallel and not too_late
-        window = _usual_window(job, place, (layer, half), first, own) if hidden and not (first and gathers_once) else ON_DEMAND
-        windows[half] = window
+    for section in _replayed_sections(job, layer):
+        if not set(items) & set(section.names):
+            continue
+        before = _half_with_windows_before(job, where, layer, section.half)
+        gathers_once = job.parallel.sequence_parallel and section.column_parallel in items
+        hidden = ahead and not (job.reduces_amaxes and section.norm in items) and not (before is None and gathers_once)
+        windows[section.half] = _usual_window(job, where, section, items, before) if hidden else ON_DEMAND
         if gathers_once:
-            gathers[half] = ON_DEMAND if first or not hidden else f"bwd.{_before(job, layer, half)}".format(0)
+            gathers[section.half] = window_name("bwd", before[0], 0, before[1]) if hidden and before else ON_DEMAND
     return rule_of(layer, items, windows, gathers)
 
 
-def _before(job: Job, layer: int, half: Half) -> str:
-    """The nearest half that backward passes before this one and that has windows: experts have none."""
-    own_mlp = half == "attention" and layer not in job.model.expert_layers
-    return "mlp.{}" if own_mlp else "attention.{}+1"
+def _half_with_windows_before(job: Job, where: tuple[int, int], layer: int, half: Half) -> tuple[Half, int] | None:
+    """The nearest half that has windows and whose backward comes before this one's, and how many layers above it is.
 
-
-def _usual_window(job: Job, place: tuple[int, int], frame: tuple[int, Half], first: bool, own: bool) -> str | ByPhase:
-    """Where a half is replayed when no figures say better.
-
-    `first`: no backward with windows comes before it on this stage. `own`: the first window of its own backward comes in time.
+    Experts have none. None where no such half is on this stage.
     """
-    (layer, half), parallel, last_stage = frame, job.parallel, place == (job.parallel.pipeline - 1, job.chunks - 1)
-    if own:
-        return f"bwd.{half}.0"
-    if (first and last_stage) or (parallel.tensor == 1 and not first):
+    at = layer
+    while True:
+        half, above = half_before(half)
+        at += above
+        if at > job.layers_of(*where)[-1]:
+            return None
+        if any(section.half == half for section in _replayed_sections(job, at)):
+            return half, at - layer
+
+
+def _usual_window(
+    job: Job, where: tuple[int, int], section: Section, items: Collection[str], before: tuple[Half, int] | None
+) -> str | ByPhase:
+    """Where a half is replayed when no figures say better. `before`: the half before it that has windows."""
+    parallel, half = job.parallel, section.half
+    gathers_once = parallel.sequence_parallel and section.column_parallel in items
+    in_time = own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
+    if in_time and not gathers_once:
+        return own_window(half)
+    if before is not None:
+        last = len(DENSE[before[0]].collectives("bwd", parallel.sequence_parallel)) - 1
+        return ON_DEMAND if parallel.tensor == 1 else window_name("bwd", before[0], last, before[1])
+    stage, chunk = where
+    last_stage = stage == parallel.pipeline - 1
+    if last_stage and chunk == job.chunks - 1:
         return ON_DEMAND
-    if first:
-        lies_there = place[0] == parallel.pipeline - 1 and job.microbatch_group > parallel.pipeline
-        received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(place[0])
-        precedes = parallel.tensor > 1 and layers[place[1]] == min(layers) and job.schedule == "flush"
-        return window_of(f"fwd.{half}.0" if precedes else received, received)
-    return f"bwd.{_before(job, layer, half)}".format(2 if parallel.sequence_parallel else 0)
+    lies_there = last_stage and job.microbatch_group > parallel.pipeline
+    received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(stage)
+    precedes = parallel.tensor > 1 and layers[chunk] == min(layers) and job.schedule == "flush"
+    return window_of(window_name("fwd", half, 0) if precedes else received, received)

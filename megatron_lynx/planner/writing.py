@@ -1,4 +1,4 @@
-"""Answers as a plan.
+"""Writes the answers of all stages down as a plan.
 
 StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth, bytes to the host, what is expected ──> Plan
 """
@@ -11,7 +11,7 @@ from math import ceil
 from typing import Literal
 
 from megatron_lynx.anatomy import HALVES, ITEMS, Half
-from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.layer import LayerShape
@@ -34,21 +34,21 @@ from megatron_lynx.plan.plan import (
 from megatron_lynx.plan.ranges import joined
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import SECOND_DIGITS, Option
+from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers
-from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 
 
 def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: str, note: str | None = None) -> Plan:
-    """Answers of all stages as a plan. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
+    """The plan of these answers. `parted`: the job with its layers; `job`, `profile`: digests of what was asked."""
     places = ((answers[stage], chunk) for chunk in range(parted.chunks) for stage in range(parted.parallel.pipeline))
     entries = tuple(_entry(parted, answer, chunk) for answer, chunk in places)
     return plan_of(parted, entries, Provenance(made_by=made_by(), job=job, profile=profile, note=note))
 
 
 def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
-    """The plan with what a rehearsal says of its step, its copies, and its memory."""
+    """The plan with what a rehearsal predicts of its step, its copies and its memory."""
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
@@ -66,9 +66,9 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
 
 
 def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
-    """Everything that a device of a stage holds at its fullest, by name. `job` with its layers.
+    """Everything that a device of a stage holds at its fullest, by name. `job`: with its layers.
 
-    `held_bytes`: what a rehearsal finds that its layers hold, if that is more: originals whose copies lag behind.
+    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
@@ -100,10 +100,10 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
 
 
 def stage_of(
-    job: Job, place: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offload: Offload | None = None
+    job: Job, where: tuple[int, int], rules: Sequence[Rule], predicted: Predicted, offload: Offload | None = None
 ) -> Stage:
-    """One entry, as deep ahead as its windows need. `place`: stage and chunk."""
-    layers, (stage, chunk) = job.layers_of(*place), place
+    """One entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
+    layers, (stage, chunk) = job.layers_of(*where), where
     entry = Stage(
         stage=stage,
         chunk=chunk,
@@ -119,7 +119,7 @@ def stage_of(
 def rule_of(
     layer: int, replay: Collection[str], windows: Mapping[Half, str | ByPhase | None], gathers: Mapping[Half, str | None]
 ) -> Rule:
-    """What becomes of one layer."""
+    """The rule for one layer."""
     content = {
         "layers": layer,
         "keep": tuple(item for item in ITEMS if item not in replay),
@@ -139,10 +139,10 @@ def made_by() -> str:
 
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
-    solved, place = answer.chunks[chunk], (answer.stage, chunk)
-    rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*place), solved.layers, strict=True)]
+    solved, where = answer.chunks[chunk], (answer.stage, chunk)
+    rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
     predicted = _predicted(job, answer, solved)
-    return stage_of(job, place, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
+    return stage_of(job, where, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
 
 
 def _offload(job: Job, size_bytes: int) -> Offload | None:
@@ -165,14 +165,13 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
 
 
 def _rule(layer: int, choice: LayerChoice) -> Rule:
-    options: dict[Half, Option] = {"attention": choice.attention, "mlp": choice.mlp}
-    replay = {item for option in options.values() for item in option.replay}
-    windows = {half: window_of(option.seat.steady, option.seat.cooldown) for half, option in options.items() if option.replay}
-    gathers = {half: option.seat.gather for half, option in options.items()}
+    replay = {item for option in choice.halves for item in option.replay}
+    options = list(zip(HALVES, choice.halves, strict=True))
+    windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
+    gathers = {half: option.seat.gather for half, option in options}
     return rule_of(layer, replay, windows, gathers)
 
 
 def _windows(rules: Sequence[Rule]) -> Iterator[bool]:
     """Whether a half is replayed in a window, for all halves and phases."""
-    phases: tuple[Literal["steady"], Literal["cooldown"]] = ("steady", "cooldown")
-    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in phases)
+    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in BACKWARD_PHASES)

@@ -1,8 +1,7 @@
-"""Which layout, micro-batch size and policy make a job fastest on a number of devices."""
+"""Finds the layouts, micro-batch sizes and recomputation policies with which a job runs fastest on a number of devices."""
 
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.losers import Lost
-from megatron_lynx.search.ranking import Ranking
-from megatron_lynx.search.search import POLICIES, search
+from megatron_lynx.search.search import POLICIES, Ranking, search
 
 __all__ = ["POLICIES", "Candidate", "Lost", "Ranking", "search"]

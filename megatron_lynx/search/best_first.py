@@ -1,10 +1,10 @@
-"""The fastest ways to run a job on so many devices: nothing that could win is left out, and little else is priced.
+"""Searches for the fastest ways to run a job: prices little beside those that could win, and leaves none of those out.
 
     every layout, micro-batch size and policy
        │ parameters, gradients and optimizer alone do not fit ──> lost, all policies at once
        v
     [1] by its floor          seconds if nothing is copied, and of a plan, nothing exposed: a few additions
-    [2] looked at closer      does it fit, and with how much on the host? closed form of the step       `stock`, `planned`
+    [2] looked at closer      does it fit, and with how much on the host? closed form of the step       `entry`, `planned`
     [3] simulated             the best micro-batch size and policy of each layout
     [4] won
 
@@ -24,19 +24,17 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.step import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
-from megatron_lynx.search import planned, stock
+from megatron_lynx.search import planned
 from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.entry import Entry
+from megatron_lynx.search.entry import Entry, StockFloored
 from megatron_lynx.search.fit import Excess, always_bytes
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.losers import Losers
 from megatron_lynx.search.space import Layout, Space
-
-SECOND_DIGITS = 12
-"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+from megatron_lynx.units import SECOND_DIGITS
 
 Watch = Callable[[int, int], None]
-"""Told at every look how many of the best are known, and of how many that are wanted."""
+"""Called at every look with how many of the best are known, and how many are wanted."""
 
 
 @dataclass
@@ -51,7 +49,7 @@ class BestFirst:
     considered: int = 0
     losers: Losers = field(default_factory=Losers)
     excesses: list[Excess] = field(default_factory=list)
-    """Of all that do not fit, though their state does."""
+    """What is too much for those that do not fit, although their parameters, gradients and optimizer do."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
     _updates_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
@@ -85,7 +83,7 @@ class BestFirst:
         return tuple(won)
 
     def _open(self, jobs: Sequence[Job]) -> None:
-        """[1] of one layout's micro-batch sizes under every policy."""
+        """Queues one layout's micro-batch sizes under every policy. [1]"""
         count, budget = len(jobs) * len(self.policies), jobs[0].memory_budget_bytes
         self.considered += count
         if (state := always_bytes(jobs[0])) > budget:
@@ -105,10 +103,10 @@ class BestFirst:
         spent = cost.floor(job).with_update(self._update_s(job))
         if job.policy == "planned":
             return planned.Floored(job, cost, spent, self.offload, besides_none="none" in self.policies)
-        return stock.Floored(job, cost, spent, self.offload)
+        return StockFloored(job, cost, spent, self.offload)
 
     def _look(self, order: int, entry: Entry) -> None:
-        """[2] [3]"""
+        """Takes one more look at an entry. [2] [3]"""
         found = entry.closer()
         if found is None:
             self.losers.add("no plan", entry.job, 0.0, 0.0)
@@ -125,7 +123,7 @@ class BestFirst:
         return round(seconds, SECOND_DIGITS), order, entry
 
     def _cost(self, job: Job) -> LayerCost:
-        """Of one layer and its links; asked for again with every pipeline."""
+        """What one layer and its links cost, which is the same for many pipelines."""
         layout = job.parallel
         key = (layout.tensor, layout.context, layout.sequence_parallel, layout.pipeline > 1, job.batch.micro, layout.expert)
         if key not in self._costs:
@@ -133,7 +131,7 @@ class BestFirst:
         return self._costs[key]
 
     def _update_s(self, job: Job) -> float:
-        """Of gradients, optimizer and parameters, which are as many however they are run."""
+        """Seconds of gradients, optimizer and parameters, which are the same for many micro-batch sizes and policies."""
         layout = job.parallel
         key = (layout.tensor, layout.context, layout.pipeline, job.schedule == "flush", layout.expert)
         if key not in self._updates_s:

@@ -1,19 +1,62 @@
-"""One way to run a job that fits: its layout, its policy, what it takes."""
+"""One way to run a job that fits: its layout, schedule and policy, and where the seconds of its step go.
+
+flush              1F1B: one chunk on each stage, the pipeline is emptied before every update
+interleaved        the same with several chunks
+double-buffered    never emptied: two versions of the weights, gradients that are one update old; searched only if asked for
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.search.schedules import GRADIENT_AGE_UPDATES, schedule_of
-from megatron_lynx.search.spent import Spent
+
+ScheduleName = Literal["flush", "interleaved", "double-buffered"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EXACT_SCHEDULES: tuple[ScheduleName, ...] = ("flush", "interleaved")
+"""Those with which training computes what it computes without a pipeline."""
+
+GRADIENT_AGE_UPDATES: dict[ScheduleName, int] = {"flush": 0, "interleaved": 0, "double-buffered": 1}
+OLD_GRADIENTS = "double-buffered: every gradient is one update old, which changes what is learnt from step to step"
+
+
+def schedule_of(job: Job) -> ScheduleName:
+    if job.schedule == "double_buffered":
+        return "double-buffered"
+    return "flush" if job.chunks == 1 else "interleaved"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where the seconds of a step go, which says what a layout has lost by."""
+
+    compute_s: float
+    """Forwards and backwards of the slowest stage."""
+    replay_s: float
+    """Replays on demand there, with the collectives that they repeat."""
+    communication_s: float
+    """Exposed collectives of the slowest stage, messages between stages, gradients and parameters, the optimizer."""
+    bubble_s: float
+    copies_s: float = 0.0
+    """Copies to and from the host that nothing hides."""
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.replay_s + self.communication_s + self.bubble_s + self.copies_s
+
+    def up_to(self, step_s: float) -> Spent:
+        """The same with what a step takes beyond it, in which stages wait for each other."""
+        return replace(self, bubble_s=self.bubble_s + max(0.0, step_s - self.total_s))
+
+    def with_update(self, update_s: float) -> Spent:
+        return replace(self, communication_s=self.communication_s + update_s)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`job` states it whole: its layout, micro-batch size and policy; its offload ratio, but where a plan is to say it."""
+    """`job` has its layout, micro-batch size and policy, and its offload ratio unless a plan decides that."""
 
     job: Job
     step_s: float
@@ -23,11 +66,11 @@ class Candidate:
     offload_ratio: float
     """The largest of all stages: plans have one for each."""
     memory_bytes: int
-    """Of the fullest stage, everything counted."""
+    """What the fullest stage holds, everything counted."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens that all devices together train on."""
         return self.job.batch.global_ * self.job.model.seq / self.step_s
 
     @property
@@ -39,7 +82,7 @@ class Candidate:
 
     @property
     def bubble_share(self) -> float:
-        """Of the closed form's step."""
+        """The part of the closed form's step in which stages are idle."""
         return self.spent.bubble_s / self.spent.total_s
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a job fits its devices, and with how much of its activations on the host.
+"""Decides whether a job fits its devices, and with how much of its activations in host memory.
 
 parameters, gradients, optimizer and the rest         too much: no policy and no micro-batch size of this layout fits
 + activations, nothing offloaded                      fits: nothing is offloaded
@@ -24,7 +24,7 @@ class Excess:
     job: Job
     stage: int
     memory: StageMemory
-    """Of the stage, with as much offloaded as may be."""
+    """What the stage holds, with as much offloaded as may be."""
     found: float
     limit: float
     host: bool = False
@@ -35,7 +35,7 @@ class Excess:
 
     @property
     def most(self) -> str:
-        """The part that takes most."""
+        """The part of the stage's memory that is largest."""
         name = max((field.name for field in fields(self.memory)), key=lambda part: getattr(self.memory, part))
         return f"{name} {format_bytes(getattr(self.memory, name))}"
 
@@ -46,7 +46,7 @@ class Fits:
 
     offload_ratio: float
     memory: StageMemory
-    """Of the fullest stage."""
+    """What the fullest stage holds."""
 
 
 def fit(job: Job, offload: bool) -> Fits | Excess:
@@ -80,7 +80,7 @@ def always_bytes(job: Job) -> int:
 
 
 def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
-    """With all the host memory that there might be, the job would fit."""
+    """What is too much where the job would fit if the host had more memory."""
     node = job.cluster.node
     assert node is not None, "who offloads says where to"
     roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})

@@ -1,5 +1,5 @@
-"""Seconds that a step takes at least, from the seconds of one layer: the closed form of `cost.step` but for copies to the host,
-and with every message between stages waited for once only.
+"""Bounds the seconds of a step from below, from the seconds of one layer: the closed form of `cost.step` without copies to the
+host, where every message between stages is waited for only once.
 
     one (tensor, context, sequence parallelism, micro-batch)  ──profile──>  LayerCost
     times many (pipeline, chunks, data)                       ──floor────>  Spent      a few additions each
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, PASSES
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
@@ -21,9 +20,7 @@ from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.search.spent import Spent
-
-PASSES: tuple[Literal["fwd"], Literal["bwd"]] = ("fwd", "bwd")
+from megatron_lynx.search.candidate import Spent
 
 STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
 """Policies whose seconds need no plan."""
@@ -31,7 +28,7 @@ STOCK: tuple[Policy, ...] = ("none", "selective", "balanced", "full")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One micro-batch, forward and backward, on one rank."""
+    """What a layer and the ends of the model cost: one micro-batch, forward and backward, on one rank."""
 
     profile: Profile
     layer_s: float
@@ -41,11 +38,11 @@ class LayerCost:
     embedding_s: float
     head_s: float
     message_s: float
-    """One message between stages."""
+    """How long one message between stages takes."""
 
     @classmethod
     def of(cls, job: Job) -> LayerCost:
-        """Of the job's layers, however they are spread over stages."""
+        """The costs of the job's layers, however these are spread over stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
         ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes)
         embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
@@ -81,16 +78,16 @@ class LayerCost:
         )
 
     def slowest_s(self, job: Job) -> float:
-        """One micro-batch on the slowest stage, if nothing is replayed."""
+        """Seconds of one micro-batch on the slowest stage, if nothing is replayed."""
         ends_s = max(self.embedding_s, self.head_s) if job.parallel.pipeline > 1 else self.embedding_s + self.head_s
         return job.model.layers // job.parallel.pipeline * self.layer_s + ends_s
 
 
 def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
-    """The mean over layers, with the exchanges of those that have experts in place of their MLPs' collectives."""
+    """The mean over layers. Those with experts have the exchanges of these in place of their MLPs' collectives."""
     mixtures = len(job.model.expert_layers) / job.model.layers
     waits_s = [
-        (1.0 if half == "attention" else 1 - mixtures) * sum(window_lengths_s(profile, passing, DENSE[half], message_bytes))
+        (1 - mixtures if half == EXPERTS.half else 1.0) * sum(window_lengths_s(profile, passing, DENSE[half], message_bytes))
         for passing in PASSES
         for half in HALVES
     ]
@@ -99,7 +96,7 @@ def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
 
 
 def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:
-    """All layers on one stage."""
+    """Seconds of one micro-batch with all layers on one stage."""
     flat = job.model_copy(update={"parallel": _flat(job.parallel), "policy": policy})
     return replaying_stage_s(flat, profile, 0, shape.gathered_bytes).both_s
 

@@ -1,4 +1,4 @@
-"""Why the others lost, in families: how many, and the best of each beside the winner.
+"""Says why the others lost, in families: how many there are, and the best of each beside the winner.
 
 cannot run     no plan can do what the layout needs
 micro-batches  fewer of them than stages, which two versions of the weights are not enough for
@@ -8,7 +8,7 @@ activations    everything that may be offloaded is, and it does not fit
 host memory    the host has no room for what must be offloaded
 slower         by what it spends most on beyond the winner: compute, replay, communication, bubble, copies
 
-What lost without flushes is a family of its own.
+Layouts without flushes are families of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.search.candidate import in_words, sizes
-from megatron_lynx.search.spent import Spent
+from megatron_lynx.search.candidate import Spent, in_words, sizes
 from megatron_lynx.units import format_bytes, format_seconds
 
 OF_BYTES = ("state", "activations", "host memory")
@@ -59,7 +58,7 @@ class Lost:
 
 @dataclass
 class Losers:
-    """Counts while the search goes on."""
+    """The families so far, counted while the search goes on."""
 
     _counts: Counter[str] = field(default_factory=Counter)
     _best: dict[str, tuple[float, Job, float, float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""When nothing fits: what lacks least, and the smallest changes that would help.
+"""Says, when nothing fits, which layout comes closest, and the smallest changes that would help.
 
 closest      of all layouts and policies, the stage that is least over its budget
 then one line for each change that alone is enough: other policies, offloading, a larger budget, more devices
@@ -25,7 +25,7 @@ STATES_TRIED = 32
 
 @dataclass(frozen=True)
 class Asked:
-    """What was searched."""
+    """What a search was asked for."""
 
     space: Space
     policies: Sequence[Policy]
@@ -77,7 +77,7 @@ def _then(job: Job, fits: Fits) -> str:
 
 
 def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
-    """The first, by the bytes of its state; with its smallest micro-batch. It need not be the fastest."""
+    """The layout with the smallest state of those that fit, with its smallest micro-batch. It need not be the fastest."""
     for job in _by_state(asked.space):
         if always_bytes(job) > job.memory_budget_bytes:
             return None
@@ -88,7 +88,7 @@ def first_that_fits(asked: Asked) -> tuple[Job, Fits] | None:
 
 
 def _by_state(space: Space) -> list[Job]:
-    """One job for each layout, least state first."""
+    """One job for each layout, that with the smallest parameters, gradients and optimizer first."""
     jobs: Iterable[Job] = (next(space.on(parallel)) for parallel in space.layouts())
     return sorted(jobs, key=always_bytes)
 

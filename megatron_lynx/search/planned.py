@@ -3,7 +3,7 @@
 [1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
 [2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
 [3] all stages
-[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`steady`)
+[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`)
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, least_memory
 from megatron_lynx.planner.writing import device_memory, written
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.search.candidate import Candidate
+from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.entry import Entry
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
-from megatron_lynx.search.simulated import simulated_spent
-from megatron_lynx.search.spent import Spent
-from megatron_lynx.search.steady import in_steady_state
-from megatron_lynx.solver.stages import StageAnswer, Stages
+from megatron_lynx.search.simulated import in_steady_state, simulated_spent
+from megatron_lynx.solver.stage_answer import StageAnswer
+from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB
 
 
 @dataclass(frozen=True)
 class Floored(Entry):
-    """What it takes if every replay and every copy is hidden. `besides_none`: whether policy `none` is a candidate, too."""
+    """What a plan takes if every replay and copy is hidden. `besides_none`: whether policy `none` is a candidate, too."""
 
     offload: bool
     besides_none: bool
 
     def closer(self) -> Ends | Excess | None:
-        """[1] [2]"""
+        """Solves the first and the last stage. [1] [2]"""
         kept = self.job.model_copy(update={"policy": "none"})
         if self.besides_none and isinstance(fit(kept, offload=False), Fits):
             return None
@@ -52,12 +51,12 @@ class Floored(Entry):
 
 @dataclass(frozen=True)
 class Ends(Entry):
-    """What it takes if no other stage takes more than the first one or the last."""
+    """What a plan takes if no other stage takes more than the first one or the last."""
 
     stages: Stages
 
     def closer(self) -> AllStages | Excess:
-        """[3]"""
+        """Solves all stages. [3]"""
         try:
             answers = [self.stages.answer(stage) for stage in range(self.job.parallel.pipeline)]
         except Infeasible:
@@ -67,13 +66,13 @@ class Ends(Entry):
 
 @dataclass(frozen=True)
 class AllStages(Entry):
-    """What it takes by the solver's account."""
+    """What a plan takes by the solver's account."""
 
     stages: Stages
     answers: Sequence[StageAnswer]
 
     def closer(self) -> Candidate | Excess:
-        """[4] Where copies lag behind what the solver counts on, so that more is held than fits, the planner knows what to do."""
+        """Rehearses the plan. Where copies lag and more is held than fits, the planner excludes such shares. [4]"""
         answers, pipeline_s, memory_bytes = self.answers, *self._rehearsed()
         if memory_bytes > self.job.memory_budget_bytes:
             try:
@@ -106,7 +105,7 @@ def _shorter(plan: Plan, microbatches: int) -> Plan:
 
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
-    """With a budget, which the planner takes as the cluster's only on a GPU."""
+    """The job with the policy `planned`, and with a budget: without one the planner assumes the device's memory only on a GPU."""
     budget = job.budget if job.budget.memory_gib is not None else job.budget.model_copy(update={"memory_gib": _device_gib(job)})
     return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
 
@@ -116,15 +115,15 @@ def _device_gib(job: Job) -> float:
 
 
 def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
-    """What these stages replay and copy in the open, on top of a floor. The slowest one sets the pace."""
+    """A floor, with the exposed replays and copies of these stages. The slowest one sets the pace."""
     slowest_s = max(answer.stock.both_s + answer.exposed_s for answer in answers)
     replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
     return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
 
 
 def _excess(job: Job, stages: Stages) -> Excess:
-    """Of the stage that is most over its budget with everything replayed and offloaded that can be; if that is none, of the
-    host."""
+    """What is too much: on the stage that is most over its budget with everything replayed and offloaded that can be, or else on
+    the host."""
     memory = least_memory(stages.job, stages.profile)
     stage = max(range(len(memory)), key=lambda number: memory[number].total)
     if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:

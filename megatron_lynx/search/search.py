@@ -1,10 +1,10 @@
-"""Which layouts of a job are the fastest on so many devices.
+"""Searches for the layouts with which a job is fastest on a number of devices.
 
 job, gpus ──Space──> every layout ──BestFirst──> the fastest that fit, and why the others lost ──> Ranking
                                         └── none: the closest, and what would help ──> Infeasible
 
-Of the job count its model, its cluster, its batch, its memory budget, and `parallel.distributed_optimizer` where it is stated.
-The rest of its layout, its micro-batch size, policy and offload ratio are what is looked for. Schedules without flushes are
+Taken from the job are its model, its cluster, its batch, its memory budget, and `parallel.distributed_optimizer` where it is
+stated. The rest of its layout, its micro-batch size, policy and offload ratio are looked for. Schedules without flushes are
 looked at only if they are asked for, or the job states one: they change what is learnt.
 """
 
@@ -13,27 +13,58 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_lynx.config.job import Job, Policy, needs_flushes
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch
-from megatron_lynx.search.candidate import Candidate, in_words
+from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
 from megatron_lynx.search.floor import STOCK
+from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits
-from megatron_lynx.search.ranking import Ranking
-from megatron_lynx.search.schedules import EXACT, NAMES, Name, schedule_of
 from megatron_lynx.search.space import Space
 
 POLICIES: tuple[Policy, ...] = (*STOCK, "planned")
 
 MOST_GPUS = 2**20
 MOST_SEQUENCES = 2**32
-"""Of a batch. Numbers beyond these are slips of the pen, and would take long to divide."""
+"""The largest batch. Numbers beyond these are typing errors, and would take long to divide."""
 
 NEIGHBOURS = 4096
 """How far numbers of devices are looked for that do divide."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search answers.
+
+    `candidates`: the fastest first, each the best of its layout. `losers`: all others, in families. `best_of`: the fastest of
+    each schedule that was asked for and fits, where schedules without flushes were asked for.
+    """
+
+    job: Job
+    gpus: int
+    candidates: tuple[Candidate, ...]
+    considered: int
+    """Layouts times micro-batch sizes times policies."""
+    losers: tuple[Lost, ...]
+    seconds: float
+    """How long the search took."""
+    best_of: tuple[Candidate, ...] = ()
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "gpus": self.gpus,
+            "budget_bytes": self.job.memory_budget_bytes,
+            "candidates": [candidate.as_json for candidate in self.candidates],
+            **({"best_of_schedules": [candidate.as_json for candidate in self.best_of]} if self.best_of else {}),
+            "considered": self.considered,
+            "losers": [lost.as_json for lost in self.losers],
+            "seconds": self.seconds,
+        }
 
 
 def search(
@@ -49,9 +80,9 @@ def search(
 ) -> Ranking:
     """The `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
 
-    `across_nodes`: whether tensor-parallel groups may span nodes. `schedules`: names of `search.schedules`; by default those with
-    flushes, and the job's. Raises `ConfigError` for a request that makes no sense or that
-    nothing divides, and `Infeasible` (what binds on which stage, and the changes that would help) where nothing fits.
+    `across_nodes`: whether tensor-parallel groups may span nodes. `schedules`: some of `SCHEDULES`; by default those
+    with flushes, and the job's. Raises `ConfigError` for a request that makes no sense or that nothing divides, and `Infeasible`
+    (what binds on which stage, and the changes that would help) where nothing fits.
     """
     began_s = time.perf_counter()
     known, strange = _known_schedules(job, schedules)
@@ -74,12 +105,12 @@ def _best_of_each(asked: Asked, candidates: Sequence[Candidate]) -> Iterator[Can
         yield from found[:1] or BestFirst(alone, asked.policies, 1, asked.offload).run()
 
 
-def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[Name, ...], list[Problem]]:
-    """Those that there are, each once, and what is wrong with the others."""
+def _known_schedules(job: Job, schedules: Sequence[str] | None) -> tuple[tuple[ScheduleName, ...], list[Problem]]:
+    """The schedules that exist, each once, and what is wrong with the other names."""
     if schedules is None:
-        return (NAMES if job.schedule == "double_buffered" else EXACT), []
+        return (SCHEDULES if job.schedule == "double_buffered" else EXACT_SCHEDULES), []
     asked = [name.replace("_", "-") for name in schedules]
-    return tuple(name for name in NAMES if name in asked), list(_of_names("--schedules", asked, NAMES))
+    return tuple(name for name in SCHEDULES if name in asked), list(_of_names("--schedules", asked, SCHEDULES))
 
 
 def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[Problem]) -> tuple[Policy, ...]:
@@ -119,7 +150,7 @@ def _of_names(option: str, names: Sequence[str], known: Sequence[str]) -> Iterat
 
 
 def _what_is_short(space: Space, first: Job | None) -> Problem:
-    """Of layouts that could be interleaved or go without flushes, the one that lacks least."""
+    """Why no layout can run under the schedules: of those without flushes, the layout that lacks fewest micro-batches."""
     names = ", ".join(space.schedules)
     if "double-buffered" in space.schedules and (reasons := needs_flushes(space.job.model)):
         return Problem("--schedules", names, "flush or interleaved", "; ".join(reasons))

@@ -1,7 +1,14 @@
-"""A stock policy's step, simulated: its schedule with the passes of every chunk and their copies to the host."""
+"""Simulates a step under a stock policy: its schedule with the passes of every chunk and their copies to the host.
+
+The time of many micro-batches follows from the times of few:
+
+    micro-batches   0 ... 2p + rest ... 3p + rest ........................ m      from 2p on every further p of them take as
+                    simulated          │ simulated │ as often as needed           long as the p before: the pipeline is full
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_lynx.config.job import Job
@@ -13,8 +20,7 @@ from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
-from megatron_lynx.search.spent import Spent
-from megatron_lynx.search.steady import in_steady_state
+from megatron_lynx.search.candidate import Spent
 from megatron_lynx.simulator.copies import HostCopy
 from megatron_lynx.simulator.double_buffered import Updates, simulate_without_flushes
 from megatron_lynx.simulator.passes import ChunkPasses, plain_passes
@@ -32,7 +38,7 @@ def pipeline_s(job: Job, profile: Profile, offload_ratio: float) -> float:
 
 
 def simulated_spent(job: Job, spent: Spent, step_s: float) -> Spent:
-    """The closed form's account of a simulated step. Without flushes that knows nothing of stages that wait for each other."""
+    """The closed form's account of a simulated step. Without flushes, waits of stages for each other are added."""
     return spent.up_to(step_s) if job.schedule == "double_buffered" else spent
 
 
@@ -71,3 +77,12 @@ def _copy(job: Job, stage: int, ratio: float) -> HostCopy | None:
     size = ratio * chunk_bytes(job, stage)
     seconds = pcie.shared_s(size)
     return HostCopy(seconds, seconds, round(size), avoid_messages(job))
+
+
+def in_steady_state(step_s: Callable[[int], float], microbatches: int, pipeline: int) -> float:
+    """`step_s(microbatches)`, asked for no more than four times as many micro-batches as stages."""
+    if microbatches <= 4 * pipeline:
+        return step_s(microbatches)
+    whole, rest = divmod(microbatches, pipeline)
+    short_s, longer_s = step_s(2 * pipeline + rest), step_s(3 * pipeline + rest)
+    return short_s + (whole - 2) * (longer_s - short_s)

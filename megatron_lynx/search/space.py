@@ -1,4 +1,4 @@
-"""Every way to spread a job over devices that Megatron accepts, one job each, made as it is asked for.
+"""Lists every way to spread a job over devices that Megatron accepts, one job each, made as it is asked for.
 
     gpus = tensor x context x pipeline x data
 
@@ -15,7 +15,7 @@
 
 Order: tensor, context, pipeline, chunks, then the micro-batch, smallest first; without sequence parallelism before with it, with
 flushes before without.
-A stage has as many layers as every other one: who wants to move some begins with one of these.
+All stages have as many layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fp8_fit import fp8_problems
 from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule, needs_flushes
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.search.schedules import EXACT, Name
+from megatron_lynx.search.candidate import EXACT_SCHEDULES, ScheduleName
 
 
 class Layout(NamedTuple):
@@ -41,22 +41,25 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of `job` on `gpus` devices. Of the job count its model, its cluster, its batch and its budget; and
-    `parallel.distributed_optimizer` where it is stated, which is on otherwise."""
+    """The layouts of `job` on `gpus` devices.
+
+    Taken from the job are its model, its cluster, its batch and its budget; and `parallel.distributed_optimizer`, which is on
+    where the job does not state it.
+    """
 
     job: Job
     gpus: int
     across_nodes: bool = False
     """Whether a tensor-parallel group may span nodes."""
-    schedules: tuple[Name, ...] = EXACT
+    schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
 
     def __iter__(self) -> Iterator[Job]:
-        """Jobs that keep everything; valid as they stand."""
+        """Valid jobs of all layouts and micro-batch sizes, with policy `none`."""
         for layout in self.layouts():
             yield from self.on(layout)
 
     def layouts(self) -> Iterator[Layout]:
-        """Each has a micro-batch size that goes with it."""
+        """The layouts for which there is at least one micro-batch size."""
         return (layout for layout in self._layouts() if any(_runs(layout, count) for _, count in self._sizes(layout)))
 
     def on(self, layout: Layout) -> Iterator[Job]:
@@ -64,7 +67,7 @@ class Space:
         return (self._job(layout, micro) for micro, count in self._sizes(layout) if _runs(layout, count))
 
     def short_of_microbatches(self) -> Iterator[Job]:
-        """What two versions of the weights would not be enough for."""
+        """Jobs without flushes that have fewer micro-batches than stages, which two versions of the weights do not allow."""
         for layout in self._layouts():
             if layout.schedule == "double_buffered":
                 yield from (self._job(layout, micro) for micro, count in self._sizes(layout) if not _runs(layout, count))
@@ -89,7 +92,7 @@ class Space:
                         yield from self._scheduled(parallel)
 
     def _scheduled(self, parallel: Parallel) -> Iterator[Layout]:
-        flushes: Name = "flush" if parallel.layers_per_chunk is None else "interleaved"
+        flushes: ScheduleName = "flush" if parallel.layers_per_chunk is None else "interleaved"
         if flushes in self.schedules:
             yield Layout(parallel)
         if "double-buffered" in self.schedules and flushes == "flush" and parallel.pipeline > 1 and not self._needs_flushes:

@@ -1,4 +1,4 @@
-"""A ranking for people: the candidates, and beneath them why the others lost."""
+"""Shows a ranking as a table: the candidates, and below them why the others lost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lynx.search.candidate import Candidate, in_words
+from megatron_lynx.search.candidate import OLD_GRADIENTS, Candidate, in_words, schedule_of
 from megatron_lynx.search.losers import Lost
-from megatron_lynx.search.ranking import Ranking
-from megatron_lynx.search.schedules import OLD_GRADIENTS, schedule_of
+from megatron_lynx.search.search import Ranking
 from megatron_lynx.units import format_bytes, format_seconds
 
 COLUMNS = ("t", "c", "p", "d", "layers per chunk", "schedule", "SP", "micro", "policy", "offload")
@@ -22,7 +21,7 @@ FIGURES = ("step", "tokens/s", "MFU", "bubble", "memory")
 
 
 def table(ranking: Ranking) -> Group:
-    """Candidates down, the fastest first; families of losers with their best example."""
+    """A row for each candidate, the fastest first, then one for each family of losers with its best example."""
     budget = format_bytes(ranking.job.memory_budget_bytes)
     best = Table(header_style="bold", title=f"{ranking.job.model.layers} layers on {ranking.gpus} devices, {budget} each")
     experts = EXPERTS if ranking.job.model.experts is not None else ()
@@ -37,7 +36,7 @@ def table(ranking: Ranking) -> Group:
 
 
 def _schedules(best_of: Sequence[Candidate]) -> Iterator[str]:
-    """The fastest of each schedule, and what the figures do not say."""
+    """The fastest of each schedule, and what old gradients change, which no figure says."""
     least_s = min(candidate.step_s for candidate in best_of)
     for candidate in best_of:
         slower = f", {candidate.step_s / least_s:.2f} times the fastest" if candidate.step_s > least_s else ""

@@ -1,1 +1,1 @@
-"""Choosing what is kept and what is replayed, and where: a problem in, an answer out."""
+"""Decides what each layer of a pipeline stage keeps, what it replays and in which windows, within a memory budget."""

@@ -1,14 +1,14 @@
-"""What a solver answers: one choice for each half of each layer of a stage. There is no answer for a question that has none:
-then `Infeasible` is raised and says what binds, and by how much.
+"""What a solver answers: one choice for each half of each layer of a stage.
+
+Where nothing fits there is no answer: `Infeasible` is raised, and says what binds and by how much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
@@ -17,22 +17,25 @@ from megatron_lynx.units import format_bytes
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Both halves of one layer."""
+    """What becomes of both halves of one layer."""
 
     attention: Option
     mlp: Option
 
     @property
     def halves(self) -> tuple[Option, Option]:
+        """In the order of a forward."""
         return self.attention, self.mlp
 
     @property
-    def exposed_s(self) -> float:
-        return self.attention.exposed_s + self.mlp.exposed_s
-
-    @property
     def resident_bytes(self) -> int:
-        return self.attention.memory.resident + self.mlp.memory.resident
+        return sum(half.memory.resident for half in self.halves)
+
+
+def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
+    """Options of halves in forward order, put together as layers."""
+    each = iter(halves)
+    return tuple(map(LayerChoice, each, each))
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ class WholeMicroBatches:
     count: int
     of_every: int
     resident_bytes: int
-    """Of one of them."""
+    """What one of them holds from forward to backward."""
     peak_bytes: int
-    """The most that one of them holds."""
+    """The most that one of them holds at once."""
 
     @property
     def replaying_share(self) -> float:
@@ -53,32 +56,33 @@ class WholeMicroBatches:
 
 @dataclass(frozen=True)
 class Solved:
-    """A stage's layers, first to last. Seconds of one micro-batch, the mean where some are whole; bytes of one that is not.
+    """The choices for a stage's layers, first to last.
 
-    `peak_bytes` is that of all in flight.
+    Seconds are those of one micro-batch, the mean over all of them where some are whole. Bytes are those of one micro-batch that
+    replays, but for `peak_bytes`, which counts all in flight.
     """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
     gap: float | None = None
-    """No answer exposes less by more than this part of what this one does; 0 for a proven optimum, None where nobody knows."""
+    """The part of its exposed seconds that a faster answer could save at most: 0 where none is faster, None where unknown."""
     whole: WholeMicroBatches | None = None
     cooldown_peak_bytes: int = 0
-    """Where more is there at once in cool-down than an option says (`solver.receive`)."""
+    """The most that is held in cool-down, where that is more than the options say (`solver.receive`)."""
 
     @property
     def proven(self) -> bool:
         """Whether no answer to the problem is faster."""
         return self.gap == 0
 
-    @property
-    def halves(self) -> Iterator[Option]:
+    @cached_property
+    def halves(self) -> tuple[Option, ...]:
         """In forward order."""
-        return (half for layer in self.layers for half in layer.halves)
+        return tuple(half for layer in self.layers for half in layer.halves)
 
     @property
     def backward_order(self) -> tuple[HalfMemory, ...]:
-        return tuple(half.memory for half in reversed(list(self.halves)))
+        return tuple(half.memory for half in self.halves[::-1])
 
     @cached_property
     def exposed_s(self) -> float:
@@ -100,12 +104,12 @@ class Solved:
     @cached_property
     def ahead_bytes(self) -> int:
         """The largest frame that is regenerated in a window, or all that are there before backward begins."""
-        seated = [half.memory for half in self.halves if half.seat.steady != ON_DEMAND]
+        seated = [half.memory for half in self.halves if not half.seat.steady.on_demand]
         return max(sum(memory.early for memory in seated), max((memory.regenerated for memory in seated), default=0))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While a micro-batch that replays goes backward, or one that is whole: so many of either are there beside it."""
+        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it."""
         if self.whole is None:
             return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
         count, others = self.whole.count, self.whole.of_every - self.whole.count
@@ -115,7 +119,7 @@ class Solved:
 
     @cached_property
     def flops(self) -> int:
-        """Of the micro-batches that replay."""
+        """What one micro-batch that replays computes again."""
         return sum(half.flops for half in self.halves)
 
     @property

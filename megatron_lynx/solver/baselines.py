@@ -1,4 +1,4 @@
-"""Answers nobody has to search for, to compare with.
+"""Answers that need no search, to compare with: the recomputation policies that have a name.
 
 none        everything kept
 selective   the core attention again, on demand (stock: `--recompute-granularity selective`, where attention is unfused)
@@ -6,29 +6,33 @@ balanced    norms and the activation again, on demand: no GEMM, no attention (Yu
 full        everything that can be replayed, on demand
 block       the same in the stage's first layers only (stock: `--recompute-method block`)
 
-They are what *our* runtime makes of these policies. It never runs a row-parallel GEMM and its reduction again, and keeps the
-input of both halves of a layer, so its `full` is faster than stock's and holds more. Code between sites on the way to what is
-replayed runs again, so `selective` replays the rotary embedding with the core attention.
+They are these policies as *our* runtime carries them out. It never runs a row-parallel GEMM and its reduction again, and keeps
+the input of both halves of a layer, so its `full` is faster than stock Megatron's and holds more. Code between submodules runs
+again on the way to what is replayed, so `selective` replays the rotary embedding with the core attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, StageProblem
+from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
+from megatron_lynx.solver.placement import ON_DEMAND_SEAT
+from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
 
 
 def of_policy(problem: StageProblem, policy: Policy) -> Solved:
-    """Every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
+    """The answer of a policy, every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
     if policy == "full":
         return on_demand(replay_all(problem))
     items = replayed_items(policy)
-    return _everywhere(problem, *(_replaying(options, half, items) for options, half in _halves(problem)))
+    attention = problem.attention.replaying(*_in(ATTENTION, items))
+    mlp, last_mlp = (choices.replaying(*_in(MLP, items)) for choices in (problem.mlp, problem.last_mlp))
+    return _everywhere(problem, attention, mlp, last_mlp)
 
 
 def block(problem: StageProblem, count: int) -> Solved:
@@ -50,9 +54,8 @@ def replay_all(problem: StageProblem) -> Solved:
 
 
 def on_demand(solved: Solved) -> Solved:
-    """The same kept sets, every replay exposed."""
-    layers = [LayerChoice(_exposed(layer.attention), _exposed(layer.mlp)) for layer in solved.layers]
-    return replace(solved, layers=tuple(layers), gap=None)
+    """The same items kept, and every replay on demand."""
+    return replace(solved, layers=layers_of([_exposed(option) for option in solved.halves]), gap=None)
 
 
 def _exposed(option: Option) -> Option:
@@ -69,9 +72,9 @@ def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp:
 
 
 def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
-    """Below experts, the option that replays the same as others do, in the seat that hides most of it there."""
+    """In layers of experts the attention half replays the same items as in others, in the seat that hides most of it there."""
     alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
-    on_demand = attention.seat.steady == ON_DEMAND
+    on_demand = attention.seat.steady.on_demand
     below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])
     layers = [
         LayerChoice(below, mixed.experts) if experts else LayerChoice(attention, last_mlp if last else mlp)
@@ -80,12 +83,9 @@ def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp:
     return Solved(tuple(layers), problem.in_flight)
 
 
-def _halves(problem: StageProblem) -> tuple[tuple[Choices, Half], tuple[Choices, Half], tuple[Choices, Half]]:
-    return (problem.attention, "attention"), (problem.mlp, "mlp"), (problem.last_mlp, "mlp")
-
-
-def _replaying(options: Choices, half: Half, items: tuple[str, ...]) -> Option:
-    return options.replaying(*(item for item in items if item in DENSE[half].names))
+def _in(section: Section, items: Iterable[str]) -> Iterator[str]:
+    """Those items that are the section's."""
+    return (item for item in items if item in section.names)
 
 
 def _most_replayed(options: Choices) -> list[Option]:

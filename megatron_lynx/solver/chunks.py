@@ -3,11 +3,12 @@
    last stage of 2, v = 2      0F0 1F0 | 0F1 0B1   1F1 1B1   2F0 0B0   3F0 1B0 ...
                                                              └ 2, 1 and 0 of chunk 0 are there, and none of chunk 1
 
-[1] chunks with as many layers, and experts in the same ones, are alike: they are offered what all of them have, and counted as if
-    all in flight were one of them
+[1] chunks with as many layers, and experts in the same ones, are treated alike: they are offered the windows that all of them
+    have, and are counted as if every chunk in flight were one of them
 [2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
     the budget of those that hold most, until all keep theirs
-[3] the model's last chunk goes back at once: beside the others there is one of it at most, so it may use what they leave
+[3] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
+    what they leave
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.interleaved import goes_back_at_once
@@ -23,38 +23,9 @@ from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.receive import with_shared_receive
+from megatron_lynx.solver.stage_answer import SolvedChunks
 
 Solver = Callable[[StageProblem], Solved]
-
-
-class SolvedChunks(tuple[Solved, ...]):
-    """By chunk: those that are in flight beside each other, then the one that goes back at once, if there is one.
-
-    That one is solved as if it were alone."""
-
-    @property
-    def beside_each_other(self) -> tuple[Solved, ...]:
-        return self[:-1] if len(self) > 1 and self[-1].in_flight == 1 else self
-
-    @property
-    def most_resident_bytes(self) -> int:
-        """What the largest of those in flight beside others keeps of one micro-batch."""
-        return max(chunk.resident_bytes for chunk in self.beside_each_other)
-
-    @property
-    def peak_bytes(self) -> int:
-        """While any of them goes back, with as many of the largest beside it as there can be."""
-        return max(chunk.peak_bytes + self._more_beside(chunk) for chunk in self)
-
-    @property
-    def beside_bytes(self) -> int:
-        """What is held of the others at most while one goes back."""
-        return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
-
-    def _more_beside(self, chunk: Solved) -> int:
-        """What others hold, more than as many of its own kind would."""
-        counted = chunk.resident_bytes if chunk.in_flight == self[0].in_flight else 0
-        return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
 
 
 @dataclass(frozen=True)
@@ -76,7 +47,7 @@ class Chunks:
         return SolvedChunks((*answers, _solved_or_least(problem, solver, least=budget_bytes is None)))
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
-        """The same, with replays of cool-down in the receive."""
+        """The same answers, with replays of cool-down moved into the receive of the gradient."""
         if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1:
             return chunks
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
@@ -85,7 +56,7 @@ class Chunks:
     def _beside_each_other(
         self, stage: int, chunks: range, in_flight: float, budget_bytes: int | None, solver: Solver
     ) -> dict[int, Solved]:
-        """By chunk. [1] [2]"""
+        """The answers by chunk. [1] [2]"""
         kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
         alike = [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
         budgets = [budget_bytes] * len(alike)
@@ -109,13 +80,13 @@ class Chunks:
         return len(layers), tuple(layer in job.model.expert_layers for layer in layers) if job.model.experts is not None else ()
 
     def _goes_back_at_once(self, stage: int) -> bool:
-        """Whether the last of several chunks does."""
+        """Whether the backward of the last of several chunks follows its own forward. [3]"""
         job, last = self.problems.job, self.problems.job.chunks - 1
         layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
         return last > 0 and goes_back_at_once(*layout)
 
     def _problem(self, stage: int, chunks: tuple[int, ...]) -> StageProblem:
-        """Of chunks that are to be alike; the same for all shares."""
+        """The problem of chunks that are treated alike. It is the same for all offloaded shares."""
         if (stage, chunks) not in self._known:
             self._known[stage, chunks] = self.problems.of(stage, self.problems.job.chunk_layers(stage)[chunks[0]], chunks)
         return self._known[stage, chunks]
@@ -126,7 +97,7 @@ class Chunks:
 
 
 def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> Solved:
-    """`least`: where there is too little room, the least memory will do."""
+    """`least`: whether the answer with the least memory is taken where nothing fits."""
     try:
         return solver(problem)
     except Infeasible:

@@ -1,4 +1,4 @@
-"""The exact solver: every half of every layer has its own subset and seat, and nothing is faster (Lynx's OPT, our formulation).
+"""The exact solver: every half of every layer has its own items and seat, and no answer is faster (Lynx's OPT, our formulation).
 
     first halves that backward reaches, one by one          1 ──> 2 ──> 4 ──> ... ──> all
                                                             │     │
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver import heuristic, mixed
 from megatron_lynx.solver.answer import Solved, infeasible
@@ -25,10 +26,10 @@ from megatron_lynx.solver.programme import Goal, Programme
 from megatron_lynx.units import format_bytes
 
 SAME = 1e-6
-"""Answers that differ by less than this part are equally good: HiGHS counts in floats."""
+"""Answers whose costs differ by a smaller part than this are equally good: HiGHS counts in floats."""
 
 SAME_S, SAME_BYTES = 1e-9, 1.0
-"""And those that differ by less than this."""
+"""So are answers that differ by less than this."""
 
 
 def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
@@ -71,7 +72,7 @@ class _Search:
     hopeless: bool = False
 
     def go(self, deadline: float) -> None:
-        for explicit in _rounds(2 * self.problem.layers):
+        for explicit in _rounds(len(HALVES) * self.problem.layers):
             found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic())
             self.hopeless = not found.possible
             self.bound = max(self.bound, found.bound)

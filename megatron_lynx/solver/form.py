@@ -1,4 +1,4 @@
-"""What answers of the heuristic's form cost, many of them at once.
+"""Prices answers of the heuristic's form, thousands of them at once.
 
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y           attention as the layer below, last MLP half Z
@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import SECOND_DIGITS, Columns, Floats, Numbers, StageProblem, unbeaten
+from megatron_lynx.solver.problem import Columns, Floats, Numbers, StageProblem, unbeaten
+from megatron_lynx.units import SECOND_DIGITS
 
 
 @dataclass(frozen=True)
 class Form:
-    """The answers of this form to one problem."""
+    """All answers of this form to one problem."""
 
     problem: StageProblem
 
@@ -47,7 +48,7 @@ class Form:
         return len(self.problem.last_mlp.unbeaten)
 
     def answer(self, below: int, above: int, last: int, count: int) -> Solved:
-        """Spelt out, with `count` layers of `above` (k)."""
+        """One of them, layer by layer, with `count` layers of `above` (k)."""
         end = LayerChoice(self._layer(above).attention, self.problem.last_mlp.unbeaten[last])
         lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
         return Solved((*lower, end), self.problem.in_flight)
@@ -119,7 +120,7 @@ class Form:
 
     @cached_property
     def attention(self) -> Columns:
-        """Of every layer's attention half."""
+        """Costs of the attention half of every kind of layer."""
         numbers = np.repeat(np.arange(len(self.problem.attention.unbeaten)), len(self.problem.mlp.unbeaten))
         return self.problem.attention.unbeaten.columns.at(numbers)
 

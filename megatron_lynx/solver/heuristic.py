@@ -10,7 +10,7 @@ Exact among answers of this form, by enumeration, and deterministic:
     with a budget     least exposed seconds, then least peak, then fewest resident bytes; layers of two kinds are only looked at
                       where they could be faster than layers of one
     without one       least peak, then least exposed seconds, then fewest resident bytes; all layers alike, and every replay
-                      in the window of its backward that hides most of it: memory is not saved by leaving windows empty
+                      in the window of its backward that hides most of it: leaving a window empty saves no memory
 The last tie goes to the choice that comes first in the problem. More budget allows every answer that less allows, so it never
 costs time. An on-demand replay is exposed whole, so a window never makes an answer worse.
 
@@ -32,13 +32,13 @@ from megatron_lynx.solver.form import Form
 from megatron_lynx.solver.problem import Floats, StageProblem
 
 ROUNDED_S = 1e-11
-"""No less than what rounding seconds can change."""
+"""Rounding seconds changes them by less than this."""
 
 BATCH = 128
 """Pairs that are priced at once."""
 
 MOST_BYTES = 10**100
-"""A budget beyond this is as good as this one."""
+"""Larger budgets are cut to this one."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _joined(candidates: Sequence[_Candidates]) -> _Candidates:
 
 
 def _time_first(candidates: _Candidates, budget_bytes: float) -> Iterator[Solved]:
-    """Those that fit, the best first."""
+    """Answers that fit, the fastest first."""
     form = candidates.form
     left = candidates.where(candidates.priced(form.peak_bytes) <= budget_bytes)
     while len(left.count):

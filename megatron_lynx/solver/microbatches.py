@@ -34,7 +34,7 @@ def with_whole_microbatches(problem: StageProblem, solve: Solver = heuristic.sol
 
 
 def _with_whole(problem: StageProblem, solve: Solver) -> Iterator[Solved]:
-    """Every count that leaves room for the others."""
+    """An answer for every count of whole ones that leaves room for the others."""
     kept, in_flight, budget_bytes = keep_all(problem), int(problem.in_flight), problem.budget_bytes or 0
     whole_peak_bytes = replace(kept, in_flight=1).peak_bytes
     for count in range(1, in_flight):

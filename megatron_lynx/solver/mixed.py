@@ -1,4 +1,4 @@
-"""Stages with experts: layers differ, so each kind of half has its own choice, and the lower layers may have another.
+"""Solves stages with experts, whose layers differ: each kind of half has its own choice, and lower layers may have another.
 
     kinds of halves      attention   attention below experts   MLP   last MLP          experts have none: they are kept
     [1] all alike        every combination of what no other option of its kind beats   ──> the fastest that fits
@@ -6,7 +6,7 @@
                          the largest k that keeps within the budget
 
 Peaks of all combinations are worked out side by side, half by half in backward order, as `cost.memory.peak_bytes` does for one.
-Nobody knows how far the answer is from the best (`Solved.gap`), and cool-down's replays do not share a receive.
+How far the answer is from the best is unknown (`Solved.gap`), and replays of cool-down do not share a receive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.solver.answer import LayerChoice, Solved, infeasible
-from megatron_lynx.solver.problem import SECOND_DIGITS, Choices, Columns, Floats, StageProblem, unbeaten
+from megatron_lynx.solver.answer import Solved, infeasible, layers_of
+from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem, unbeaten
+from megatron_lynx.units import SECOND_DIGITS
 
 MOST_COMBINATIONS = 20_000
 """Beyond it, options that only differ in when they hold what are not told apart."""
@@ -60,7 +61,7 @@ class Combinations:
 
     def answer(self, number: int) -> Solved:
         forward = [self.kinds[kind][self._picked[kind][number]] for kind in self._kind_of_half]
-        return Solved(tuple(map(LayerChoice, forward[::2], forward[1::2])), self.problem.in_flight)
+        return Solved(layers_of(forward), self.problem.in_flight)
 
     @cached_property
     def exposed_s(self) -> Floats:
@@ -84,7 +85,7 @@ class Combinations:
 
     @cached_property
     def kinds(self) -> list[Choices]:
-        """Of each kind, the options worth looking at."""
+        """The options of each kind that are worth looking at."""
         kinds = [choices.unbeaten for choices in self._distinct]
         return kinds if prod(map(len, kinds)) <= MOST_COMBINATIONS else [_fewer(kind, self.problem.in_flight) for kind in kinds]
 
@@ -104,7 +105,7 @@ class Combinations:
 
     @cached_property
     def _picked(self) -> list[Numbers]:
-        """Of each kind, which option every combination has."""
+        """For each kind, the position of the option that every combination has."""
         return [numbers.ravel() for numbers in np.indices([len(kind) for kind in self.kinds])]
 
     @cached_property
@@ -141,14 +142,14 @@ def _with(below: Solved, above: Solved, count: int) -> Solved:
 
 
 def _fewer(choices: Choices, in_flight: float) -> Choices:
-    """Those that no other one beats in seconds and in bytes, these weighed as if each were the largest half."""
+    """Those that no other one beats in seconds and in bytes, counted as if each half were the one with the peak."""
     columns = choices.columns
     held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead
     return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))
 
 
 def _best_seated(problem: StageProblem) -> StageProblem:
-    """As without experts: memory is not saved by leaving windows empty."""
+    """As without experts: leaving a window empty saves no memory."""
     assert problem.mixed is not None, "asked only of stages with experts"
     mixed = replace(problem.mixed, attention=problem.mixed.attention.best_seated)
     return replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated, mixed=mixed)

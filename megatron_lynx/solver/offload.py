@@ -1,4 +1,4 @@
-"""How much must be offloaded: the smallest share of every chunk's bytes with which all stages fit.
+"""Finds how much must be offloaded: the smallest share of every chunk's bytes with which all stages fit.
 
     held by a stage, r offloaded     fixed + (N - (N - 4)r)C  <=  budget        falls as r grows: the first that fits is found
 

@@ -1,4 +1,4 @@
-"""Every choice for one half, priced: what it keeps, what it replays, where, and what that costs.
+"""Prices every choice for one half of a layer: what it keeps, what it replays, where, and what that costs.
 
 subsets of items ──replay_of──> what runs, stays, is regenerated ──Seats──> windows ──> Option, Option, ...
 """
@@ -8,46 +8,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from megatron_lynx.anatomy import DENSE, EXPERTS
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import priced
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Mixed, Option, Receive, Seat, StageProblem, is_ahead, is_early
-from megatron_lynx.solver.seats import Place, Seats, StageSeats, Wait, half_of
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.solver.answer import Solved, layers_of
+from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
+from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem
+from megatron_lynx.solver.seats import HalfKind, Seats
+from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import Profile
+KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfKind(MLP, before=None))
+"""The halves of a stage without experts."""
 
-PLACES: tuple[Place, ...] = ("attention", "mlp", "last_mlp")
+BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """One set of replayed items of one half, wherever it is replayed."""
+    """One set of replayed items of one kind of half, wherever it is replayed."""
 
-    place: Place
+    kind: HalfKind
     replay: tuple[str, ...]
-    backward: tuple[Wait, ...]
-    """Windows of its backward that come in time."""
+    backward: tuple[Placement, ...]
+    """The windows of the stage's backward that come in time for it, the longest first."""
     replay_s: float
     flops: int
     memory: HalfMemory
-    """On demand."""
+    """What it holds if it is replayed on demand."""
 
     def option(self, seat: Seat, interference: float) -> Option:
         exposed_s = seat.exposed_s(self.replay_s, interference)
         return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops)
 
-    def _memory(self, window: str) -> HalfMemory:
-        if is_early(window):
+    def _memory(self, placement: Placement) -> HalfMemory:
+        if placement.early:
             return self._early
-        return self._ahead if is_ahead(window, half_of(self.place)) else self.memory
+        return self._ahead if placement.ahead(self.kind.half) else self.memory
 
     @cached_property
     def _early(self) -> HalfMemory:
@@ -60,13 +62,16 @@ class Subset:
 
 @dataclass(frozen=True)
 class StageProblems:
-    """What the stages of a job ask of a solver. What they share is priced once."""
+    """The problems of all stages of a job. What several of them need is priced once."""
 
     job: Job
     profile: Profile
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
-        """One stage, with so many layers if the partition is still open. `chunks`: those that are to be alike, if not all."""
+        """The problem of one stage.
+
+        `layers`: how many it has, if the partition is still open. `chunks`: those that are to be treated alike, if not all.
+        """
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
@@ -81,7 +86,7 @@ class StageProblems:
         )
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
-        """Of a stage's chunks that are alike: where the first of them has experts."""
+        """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
         numbers, profile = self.job.layers_of(seats.stage, seats.chunks[0])[:layers], self.profile.experts
         having = tuple(number in self.job.model.expert_layers for number in numbers)
         if profile is None or not any(having):
@@ -93,20 +98,18 @@ class StageProblems:
         return Mixed(having, Choices((*everywhere, *more)), experts)
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
-        """What some chunks of a stage, or all, are offered in common."""
+        """The seats that some chunks of a stage, or all, have in common."""
         return StageSeats(self._seats, stage, tuple(range(self.job.chunks)) if chunks is None else chunks)
 
     def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
         """An answer for several chunks of a stage, as it is in one of them."""
         seats = self.seats(stage, (chunk,))
-        layers = tuple(
-            LayerChoice(self._taken(layer.attention, seats), self._taken(layer.mlp, seats, last_mlp=layer is answer.layers[-1]))
-            for layer in answer.layers
-        )
+        last = len(answer.halves) - 1
+        layers = layers_of([self._taken(option, seats, last=at == last) for at, option in enumerate(answer.halves)])
         return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
 
-    def _taken(self, option: Option, seats: StageSeats, *, last_mlp: bool = False) -> Option:
-        seat = seats.taken(option.seat, last_mlp=last_mlp)
+    def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
+        seat = seats.taken(option.seat, last=last)
         if seat == option.seat:
             return option
         return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, self.profile.interference))
@@ -128,7 +131,7 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     def _priced(self, subsets: Iterable[Subset], seats: StageSeats) -> Iterator[Option]:
-        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.place, subset.replay, subset.backward))
+        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
@@ -137,10 +140,8 @@ class StageProblems:
         return attention, mlp, last_mlp
 
     def _seated(self, subsets: Iterable[Subset], seats: Seats) -> Iterator[Option]:
-        """In the seats that every stage has."""
-        offered = (
-            (subset, seat) for subset in subsets for seat in seats.everywhere(subset.place, subset.replay, subset.backward)
-        )
+        """The options in the seats that every stage has."""
+        offered = ((subset, seat) for subset in subsets for seat in seats.everywhere(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
@@ -149,16 +150,15 @@ class StageProblems:
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """From keeping everything to replaying everything."""
-        return tuple(tuple(self._subsets_of(place)) for place in PLACES)
+        """For each of `KINDS`, from keeping everything to replaying everything."""
+        return tuple(tuple(self._subsets_of(kind)) for kind in KINDS)
 
     @cached_property
     def _below_experts(self) -> tuple[Subset, ...]:
-        return tuple(self._subsets_of("expert_attention"))
+        return tuple(self._subsets_of(BELOW_EXPERTS))
 
-    def _subsets_of(self, place: Place) -> Iterator[Subset]:
-        section = DENSE[half_of(place)]
-        for items in sensible_choices(section, self.profile.half(section.half).tensors):
-            price = priced(self.profile, section, items)
-            backward = tuple(self._seats.backward(place, items))
-            yield Subset(place, items, backward, price.replay_s, price.flops, price.memory)
+    def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
+        for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
+            price = priced(self.profile, kind.section, items)
+            backward = tuple(self._seats.backward(kind, items))
+            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 
+from megatron_lynx.units import SECOND_DIGITS
+
 StageTime = Callable[[int, int], float]
 """Seconds of one micro-batch, forward and backward, on a stage with so many layers. `inf`: they do not fit."""
 
 Counts = tuple[int, ...]
 """Layers of each stage."""
-
-SECOND_DIGITS = 12
-"""Steps that agree to a picosecond are equal."""
 
 
 def step_s(counts: Sequence[int], microbatches: int, time: StageTime) -> float:

@@ -7,8 +7,8 @@
       ├── mixed       where some layers have experts: which, and the choices of their halves
       └── in_flight, budget_bytes
 
-An option is a set of replayed items with what follows from it. A seat is where that replay runs and how much of it the window
-there hides; a window has one seat. Seconds and bytes are those of one micro-batch on one rank.
+An option is a set of replayed items with what follows from it. Its seat says where that replay runs, and how much of it the
+windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -21,60 +21,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.anatomy import Half
-from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.solver.placement import Seat
+from megatron_lynx.units import SECOND_DIGITS
 
 Floats = NDArray[np.float64]
 Numbers = int | NDArray[np.intp]
-"""Which options of a table are meant."""
-
-SECOND_DIGITS = 12
-"""Seconds that agree to a picosecond are equal: sums of floats in another order must not decide."""
+"""Positions of options in a table."""
 
 ENDLESS = 1e100
-"""A figure beyond this is as bad as this one, and sums of it stay finite."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a half is replayed. `steady` and `cooldown` name a window for each phase; they may be the same."""
-
-    steady: str
-    cooldown: str
-    steady_s: float = 0.0
-    """Length of the window in the steady phase; 0 on demand."""
-    cooldown_s: float = 0.0
-    steady_share: float = 1.0
-    """The part of the micro-batches whose backward is steady."""
-    gather: str | None = None
-    """Behind which collective the replay's input is gathered (sequence parallelism)."""
-    gather_s: float = 0.0
-    """Seconds of that gather which nothing hides."""
-
-    def exposed_s(self, replay_s: float, interference: float) -> float:
-        """Seconds of a replay that the windows leave over, mean over the phases. In one it runs `interference` times longer."""
-        steady = max(0.0, replay_s - self.steady_s / interference)
-        cooldown = max(0.0, replay_s - self.cooldown_s / interference)
-        return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
-
-
-ON_DEMAND_SEAT = Seat(ON_DEMAND, ON_DEMAND)
-
-
-def is_early(window: str) -> bool:
-    """Whether what is regenerated in this window is there before the stage's backward begins."""
-    return window == RECV_BACKWARD or window.startswith("fwd.")
-
-
-def is_ahead(window: str, half: Half) -> bool:
-    """Whether what this half regenerates in this window is there while the half before it still runs backward."""
-    return window != ON_DEMAND and not is_early(window) and window != own_window(half)
-
-
-def own_window(half: Half) -> str:
-    """The first window of a half's own backward."""
-    return f"bwd.{half}.0"
+"""Larger figures are cut to this one, so that sums of them stay finite."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +50,7 @@ class Option:
 
 
 class Columns(NamedTuple):
-    """What options cost, each of it as an array."""
+    """What many options cost: an array for each kind of cost."""
 
     exposed_s: Floats
     resident: Floats
@@ -112,7 +68,7 @@ class Columns(NamedTuple):
 
 
 def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
-    """The numbers of those that no other one beats or equals (the first of equals stays) in every cost."""
+    """Positions that no other one beats or equals in every cost. Of equals the first stays."""
     table = np.array(costs)
     no_worse = (table[:, :, None] <= table[:, None, :]).all(axis=0)
     later = np.tri(table.shape[1], k=-1, dtype=bool).T
@@ -120,23 +76,26 @@ def unbeaten(costs: Sequence[Floats]) -> NDArray[np.intp]:
 
 
 class Choices(tuple[Option, ...]):
-    """Every choice for one kind of half. What is worked out about them is kept with them."""
+    """Every option of one kind of half, with what is worked out about them once."""
 
     @cached_property
     def columns(self) -> Columns:
-        """Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as endless."""
+        """Their costs. Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as `ENDLESS`."""
         rows = [_costs(option) for option in self]
         table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
         return Columns(*np.fmin(table, ENDLESS).T)
 
     @cached_property
     def unbeaten(self) -> Choices:
-        """Without those that another one beats or equals (the first of equals stays) in time and in every kind of memory."""
+        """Those that no other one beats or equals in time and in every kind of memory."""
         return Choices(self[number] for number in unbeaten(self.columns))
 
     @cached_property
     def best_seated(self) -> Choices:
-        """Every subset in the seat that hides most of it, in which it is not early: memory that only haste costs is not held."""
+        """Every set of replayed items once, in the seat that hides most of it.
+
+        Windows in which the half is regenerated before the stage's backward begins are left out, because they hold memory longer.
+        """
         subsets: dict[tuple[str, ...], Option] = {}
         for option in self:
             known = subsets.get(option.replay)
@@ -145,8 +104,8 @@ class Choices(tuple[Option, ...]):
         return Choices(subsets.values())
 
     def replaying(self, *items: str) -> Option:
-        """The one on demand that replays these items and, of such, fewest others."""
-        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady == ON_DEMAND]
+        """The option on demand that replays these items, and as few others as possible."""
+        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
 
 
@@ -165,7 +124,7 @@ class Receive:
     share: float
     """The part of the micro-batches whose backward is in cool-down."""
     in_flight: float
-    """Micro-batches that are there when the first of those begins."""
+    """Micro-batches that hold activations when the first of those backwards begins."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +132,16 @@ class Mixed:
     """A stage some of whose layers have experts, or all."""
 
     layers: tuple[bool, ...]
-    """Whether each has, from the first layer on."""
+    """For every layer, from the first on, whether it has experts."""
     attention: Choices
-    """Of the attention halves below experts, which have no windows to hide anything."""
+    """For attention halves in layers of experts: the experts' backward comes before theirs, and has no windows."""
     experts: Option
-    """All of a mixture is kept."""
+    """For the other half of such a layer, of which everything is kept."""
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """One stage. `budget_bytes` bounds what its layers hold at once; without one the least memory is wanted."""
+    """The question about one stage. `budget_bytes` bounds what its layers hold at once; without it the least memory is wanted."""
 
     stage: int
     layers: int

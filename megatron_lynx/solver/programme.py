@@ -20,7 +20,8 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from megatron_lynx.solver.answer import LayerChoice, Solved
+from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
 
 Goal = Literal["time", "memory"]
@@ -32,7 +33,7 @@ PRECISION = 1e3
 """Seconds are counted in units of which the slowest option exposes so many."""
 
 HOPELESS = 1e6
-"""Options that expose so many times the least are as bad as each other."""
+"""Options that expose more than so many times the least are treated as equally slow."""
 
 IMPOSSIBLE = 2
 """`status` of scipy's `milp`."""
@@ -40,7 +41,7 @@ IMPOSSIBLE = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What HiGHS says. Seconds or bytes, as the goal is."""
+    """What HiGHS finds. Costs are seconds or bytes, as the goal is."""
 
     possible: bool
     bound: float
@@ -51,7 +52,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Programme:
-    """`explicit` halves are chosen one by one, from the first that backward reaches."""
+    """The programme in which `explicit` halves are chosen one by one, from the first that backward reaches."""
 
     problem: StageProblem
     explicit: int
@@ -82,26 +83,28 @@ class Programme:
             [option for option, count in zip(group, part, strict=True) for _ in range(count)]
             for group, part in zip(self._groups, parts, strict=True)
         ]
-        attention, mlp = (sorted(group, key=_needed) for group in options[self.explicit :])
+        counted = {half: iter(sorted(group, key=_needed)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
         backward = [option for (option,) in options[: self.explicit]]
-        while attention or mlp:
-            backward.append((attention if len(backward) % 2 else mlp).pop(0))
-        forward = backward[::-1]
-        return Solved(tuple(map(LayerChoice, forward[::2], forward[1::2])), self.problem.in_flight)
+        backward += [next(counted[half]) for half in self._backward[self.explicit :]]
+        return Solved(layers_of(backward[::-1]), self.problem.in_flight)
+
+    @cached_property
+    def _backward(self) -> list[Half]:
+        """Every half, in the order of a backward."""
+        return [*reversed(HALVES)] * self.problem.layers
 
     @cached_property
     def _groups(self) -> list[Choices]:
-        """The options of each half on the left, then of the attention and of the MLP halves on the right."""
-        attention, mlp = self.problem.attention.unbeaten, self.problem.mlp.unbeaten
-        first = [attention if number % 2 else mlp for number in range(self.explicit)]
-        return [self.problem.last_mlp.unbeaten, *first[1:], attention, mlp]
+        """The options of each half on the left, then of all attention and of all MLP halves on the right."""
+        counted = dict(zip(HALVES, (self.problem.attention.unbeaten, self.problem.mlp.unbeaten), strict=True))
+        below = [counted[half] for half in self._backward[1 : self.explicit]]
+        return [self.problem.last_mlp.unbeaten, *below, *counted.values()]
 
     @cached_property
     def _sizes(self) -> Floats:
         """How many halves each group stands for."""
-        layers = self.problem.layers
-        right = (layers - self.explicit // 2, layers - (self.explicit + 1) // 2)
-        return np.array([*[1] * self.explicit, *right], dtype=float)
+        right = self._backward[self.explicit :]
+        return np.array([*[1] * self.explicit, *(right.count(half) for half in HALVES)], dtype=float)
 
     @cached_property
     def _widths(self) -> list[int]:

@@ -1,24 +1,26 @@
-"""Cool-down: replays of many halves share the wait for the gradient, which is about a forward long.
+"""Lets replays of several halves share the wait for the gradient in cool-down, which is about a forward long.
 
     last stage      F B F B F B                     the stages behind still run a forward between two backwards,
     stage before        B   B   B                   so this one waits, and may hold what a micro-batch less leaves free
-                      ...RRR RRR                    R: replays of the next backward, all that fit, those needed first at first
+                      ...RRR RRR                    R: replays of the next backward, as many as fit, in the order of need
 
-The solvers give every window one half to hide. Here the halves whose cool-down replay is still exposed are seated in the receive,
-in the order in which backward needs them, as long as it is long enough and the budget holds what is then there before backward.
-The steady phase stays as it was, so no answer becomes slower or holds more there.
+The solvers give every window one half to hide. Here halves whose replay is still exposed in cool-down are moved into the
+receive, in the order in which backward needs them, as long as it is long enough and the budget has room for what is then
+regenerated before backward. The steady phase stays as it was, so no answer becomes slower or holds more there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 
-from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import Option, Receive, StageProblem, is_ahead
+from megatron_lynx.solver.answer import Solved, layers_of
+from megatron_lynx.solver.placement import Placement
+from megatron_lynx.solver.problem import Option, Receive, StageProblem
 
 
 def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
@@ -26,9 +28,9 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
     receive, budget_bytes = problem.receive, problem.budget_bytes
     if receive is None or receive.share == 0 or budget_bytes is None or answer.whole is not None:
         return answer
-    backward = list(reversed(list(answer.halves)))
+    backward = [*answer.halves[::-1]]
     left_s = receive.seconds / receive.interference - sum(
-        option.replay_s for option in backward if option.seat.cooldown == RECV_BACKWARD
+        option.replay_s for option in backward if option.seat.cooldown.in_receive
     )
     for number, option in enumerate(backward):
         if not _may_move(option) or option.replay_s > left_s:
@@ -36,8 +38,7 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
         moved = [*backward[:number], _moved(option, receive), *backward[number + 1 :]]
         if moved[number].exposed_s < option.exposed_s and _peak_bytes(moved, receive) <= budget_bytes:
             backward, left_s = moved, left_s - option.replay_s
-    forward = backward[::-1]
-    layers = tuple(map(LayerChoice, forward[::2], forward[1::2]))
+    layers = layers_of(backward[::-1])
     if layers == answer.layers:
         return answer
     return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(backward, receive))
@@ -45,13 +46,14 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
 
 def _may_move(option: Option) -> bool:
     """A replay whose input has to be gathered cannot run before that."""
-    return bool(option.replay) and option.seat.gather is None and option.seat.cooldown != RECV_BACKWARD
+    return bool(option.replay) and option.seat.gather is None and not option.seat.cooldown.in_receive
 
 
 def _moved(option: Option, receive: Receive) -> Option:
-    """Nothing of it is exposed in cool-down."""
+    """The same replay in the receive, where nothing of it is exposed in cool-down."""
     needed_s = option.replay_s * receive.interference
-    seat = replace(option.seat, cooldown=RECV_BACKWARD, cooldown_s=needed_s, steady_share=1 - receive.share)
+    cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
+    seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)
     return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, receive.interference))
 
 
@@ -61,12 +63,10 @@ def _peak_bytes(backward: Sequence[Option], receive: Receive) -> int:
 
 def _in_cooldown(backward: Sequence[Option]) -> Iterator[HalfMemory]:
     """What the halves hold where their cool-down seat is another than their steady one."""
-    for number, option in enumerate(backward):
-        half: Half = "attention" if number % 2 else "mlp"
-        memory, window = option.memory, option.seat.cooldown
+    for half, option in zip(cycle(reversed(HALVES)), backward, strict=False):
+        memory, cooldown = option.memory, option.seat.cooldown
         if option.seat.gather is not None:
             yield memory
         else:
-            early = window == RECV_BACKWARD
-            ahead = not early and is_ahead(window, half)
+            early, ahead = cooldown.in_receive, cooldown.ahead(half)
             yield replace(memory, early=early * memory.regenerated, ahead=ahead * memory.regenerated)

@@ -1,4 +1,4 @@
-"""What the layers of a stage may hold, of what the whole device may.
+"""The memory that the layers of a stage may use: the device's budget less everything else on the device.
 
 budget of the device   -   parameters, gradients, optimizer, embedding, head, logits, the rest      =  layers may hold
                            `cost.stage_memory` names each
@@ -6,7 +6,7 @@ budget of the device   -   parameters, gradients, optimizer, embedding, head, lo
 budget.activation_mib   bounds the layers alone
 budget.memory_gib       bounds the device; without one, its memory less the cluster's reserve
 neither, on a GPU       the device's memory: the fastest plan that fits is wanted
-neither, on the testbed no bound: nobody has said what else lives there, and the least memory is wanted
+neither, on the testbed no bound, because other processes share that memory: the plan with the least memory is wanted
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lynx.units import MIB
 
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
-    """The smallest bound there is; below 0 where the rest alone is too much. None: the least memory is wanted."""
+    """The smallest of the bounds, which is below 0 where the rest alone is too much; None where there is no bound."""
     bounds = []
     if job.budget.activation_mib is not None:
         bounds.append(int(job.budget.activation_mib * MIB))

@@ -1,13 +1,13 @@
-"""What a job makes of its stages: what their layers keep, replay and offload, and how long each takes.
+"""Decides for every stage of a job what its layers keep, replay and send to host memory, and how long the stage then takes.
 
     share r to the host    r of what a chunk keeps, of N chunks in flight, leaves N - (N - 4)r of them on the device (Yuan et al.)
-                           small blocks, and what Megatron itself holds, cannot leave: where r asks for more, what can leaves
+                           small blocks and what Megatron itself holds stay: a larger r moves all that can be moved
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
 
-Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without. A share is no candidate where
-host memory, divided by the devices of a node, does not hold it. Copies and messages take turns (`cost.step`), and devices that
-share a link to the host share its rate, so that a copy is as long as the profile's `host` link says.
+Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without offloading. A share is no
+candidate where a node's host memory is too small for what all its devices offload. Copies and messages take turns (`cost.step`),
+and devices that share a link to the host share its rate, so a copy is as long as the profile's `host` link says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil
-from typing import TYPE_CHECKING
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -25,100 +24,36 @@ from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.solver import baselines, exact
 from megatron_lynx.solver.answer import Solved, infeasible
-from megatron_lynx.solver.chunks import Chunks, SolvedChunks
+from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
+from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
-from megatron_lynx.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
 
 NOTHING_FITS = "no plan fits the budget"
 
 
 STEPS = 20
-"""A share is sought in twentieths."""
-
-SECOND_DIGITS = 12
-"""Seconds that agree to a picosecond are equal."""
-
-
-@dataclass(frozen=True)
-class StageAnswer:
-    """One stage. Seconds of one micro-batch through all its chunks, but for `exposed_copies_s`."""
-
-    stage: int
-    chunks: SolvedChunks
-    in_flight: int
-    """Chunks between their forward and their backward, at most."""
-    offload_ratio: float
-    """Asked for, of what every chunk keeps."""
-    stock: StageSeconds
-    """Without replays."""
-    exposed_copies_s: float
-    """Of a whole step."""
-    host_sets: tuple[int, ...] = ()
-    """Micro-batches of each chunk that are in host memory at once."""
-    received_bytes: int = 0
-    """What Megatron itself holds of a micro-batch, once it was received from the stage before: that stays."""
-    offloaded_share: float = 0.0
-    """Of what every chunk keeps, at least so much goes: what was asked for, or what can."""
-
-    @property
-    def exposed_s(self) -> float:
-        return sum(chunk.exposed_s for chunk in self.chunks)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What all its layers hold at most, all chunks in flight. No less than what a simulation finds."""
-        return self.chunks.peak_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """What the largest chunk that is in flight beside others keeps of one micro-batch (C)."""
-        return self.chunks.most_resident_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Pinned, of one rank."""
-        return sum(sets * self.offloaded_bytes(chunk) for chunk, sets in enumerate(self.host_sets))
-
-    def offloaded_bytes(self, chunk: int) -> int:
-        """Of one micro-batch of a chunk."""
-        return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
-
-    @property
-    def movable_share(self) -> float:
-        """The part of what a chunk keeps that can go, of the chunk of which least can."""
-        return min(
-            self._movable_bytes(at) / max(1, chunk.resident_bytes) for at, chunk in enumerate(self.chunks.beside_each_other)
-        )
-
-    def _movable_bytes(self, chunk: int) -> int:
-        received = 0 if (self.stage, chunk) == (0, 0) else self.received_bytes
-        return max(0, self.chunks[chunk].movable_bytes - received)
-
-    def seconds(self, microbatches: int) -> float:
-        """Of one micro-batch, with its part of the copies."""
-        return self.stock.both_s + self.exposed_s + self.exposed_copies_s / microbatches
+"""Shares are multiples of a twentieth."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a job. What they share is priced once."""
+    """The stages of a job. What several of them need is priced once."""
 
     job: Job
     profile: Profile
     excluded: frozenset[tuple[int, float]] = field(default_factory=frozenset)
-    """(stage, share): not to be offloaded."""
+    """Pairs of a stage and a share of which it is not to offload."""
 
     def answer(self, stage: int) -> StageAnswer:
-        """The best there is; sought once. Raises `Infeasible` where nothing fits."""
+        """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
         if stage not in self._answers:
             self._answers[stage] = self._best(stage)
         return self._answers[stage]
@@ -128,7 +63,7 @@ class Stages:
         return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
 
     def refined(self, answer: StageAnswer) -> StageAnswer:
-        """The same share offloaded, and nothing faster: every layer may differ, and replays of cool-down share the receive."""
+        """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive."""
         if answer.exposed_s == 0:
             return answer
         return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), refined=True)
@@ -176,7 +111,7 @@ class Stages:
         return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, exact.solve))
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
-        """`ratio` is asked for, `share` goes. `solved`: the chunks, by how many are in flight."""
+        """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
@@ -201,7 +136,7 @@ class Stages:
         return Problem(f"host memory of a node, stage {answer.stage}", found, f"at most {node.host_memory_gib:g} GiB")
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
-        """What the device lacks, if it is what binds; else what the solver says."""
+        """By how much the device's memory is exceeded, if that is what binds; else what the solver says."""
         beside, budget_bytes = beside_layers(self.job, stage), self.job.memory_budget_bytes
         least = self.least(stage)
         missing = beside.total + least.peak_bytes - budget_bytes
@@ -234,7 +169,7 @@ class Stages:
 
 
 def _solved(job: Job, problem: StageProblem) -> Solved:
-    """What a policy makes of layers. Stock's replay on demand, as stock does."""
+    """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
     if job.policy == "planned":
         return solve(problem)
     answer = baselines.of_policy(problem, job.policy)

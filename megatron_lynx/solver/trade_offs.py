@@ -12,24 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.cost.communication import gather_once_s, message_bytes_of
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import gathers, priced
-
-if TYPE_CHECKING:
-    from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.profile import Profile
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """A set of replayed items, on demand. Of one layer, one micro-batch, one rank."""
+    """A set of items that are replayed on demand: one layer, one micro-batch, one rank."""
 
     replay: tuple[str, ...]
     saved_bytes: int
-    """Against keeping everything, between forward and backward."""
+    """How much less is held between forward and backward than if everything is kept."""
     replay_s: float
 
 

@@ -7,9 +7,8 @@ import pytest
 from megatron_lynx.cost.step import step_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.search.floor import STOCK, LayerCost
-from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.search.simulated import in_steady_state, pipeline_s
 from megatron_lynx.search.space import Space
-from megatron_lynx.search.steady import in_steady_state
 from tests.config.jobs import catalogued_job
 from tests.search.jobs import small_job
 

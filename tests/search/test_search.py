@@ -11,13 +11,12 @@ from megatron_lynx.errors import ConfigError, Infeasible
 from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.search import POLICIES, Ranking, planned, search, stock
+from megatron_lynx.search import POLICIES, Ranking, planned, search
 from megatron_lynx.search.best_first import BestFirst
-from megatron_lynx.search.candidate import Candidate
-from megatron_lynx.search.entry import Entry
+from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, schedule_of
+from megatron_lynx.search.entry import Entry, StockFitting
 from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import STOCK
-from megatron_lynx.search.schedules import EXACT, NAMES, Name, schedule_of
 from megatron_lynx.search.space import Space
 from tests.config.jobs import catalogued_job
 from tests.search.jobs import small_job, with_budget
@@ -31,14 +30,14 @@ def looked_through(entry: Entry) -> Entry | None:
     found = entry.closer()
     while not isinstance(found, Excess | None):
         assert not isinstance(found, Candidate)
-        if isinstance(found, stock.Fitting | planned.AllStages):
+        if isinstance(found, StockFitting | planned.AllStages):
             return found
         found = found.closer()
     return None
 
 
 def everything(
-    job: Job, gpus: int, policies: tuple[str, ...], offload: bool, schedules: tuple[Name, ...] = EXACT
+    job: Job, gpus: int, policies: tuple[str, ...], offload: bool, schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
 ) -> list[Candidate]:
     """The best of each layout by its closed form, by simulated time: nothing pruned, nothing put off."""
     space = Space(job, gpus, schedules=schedules)
@@ -81,10 +80,10 @@ def test_nothing_that_wins_with_a_plan_is_left_out() -> None:
 @pytest.mark.parametrize("memory_gib", [TIGHT_GIB, 60.0])
 def test_nothing_that_wins_without_flushes_is_left_out(memory_gib: float) -> None:
     job = with_budget(small_job(seq=4096, layers=16), memory_gib)
-    expected = everything(job, 8, STOCK, True, NAMES)
-    found = search(job, 8, top=20, policies=STOCK, schedules=NAMES)
+    expected = everything(job, 8, STOCK, True, SCHEDULES)
+    found = search(job, 8, top=20, policies=STOCK, schedules=SCHEDULES)
     assert [(each.job, each.step_s) for each in found.candidates] == [(each.job, each.step_s) for each in expected[:20]]
-    assert {schedule_of(each.job) for each in found.best_of} == set(NAMES)
+    assert {schedule_of(each.job) for each in found.best_of} == set(SCHEDULES)
     for best in found.best_of:
         name = schedule_of(best.job)
         assert best.step_s == min(each.step_s for each in expected if schedule_of(each.job) == name)
@@ -109,7 +108,7 @@ def test_old_gradients_are_only_searched_on_request() -> None:
 def test_small_batches_on_long_pipelines_gain() -> None:
     """Where nothing but a long pipeline fits, and there are few micro-batches, the flush is what a step loses most by."""
     job = with_budget(catalogued_job("llama-65b", "a100-80g", gpus=1, batch=16, seq=4096, parallel={}, policy="none"), 70.0)
-    of = {schedule_of(each.job): each for each in search(job, 64, top=1, policies=STOCK, schedules=NAMES).best_of}
+    of = {schedule_of(each.job): each for each in search(job, 64, top=1, policies=STOCK, schedules=SCHEDULES).best_of}
     assert of["double-buffered"].step_s < of["flush"].step_s
 
 

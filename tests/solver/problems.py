@@ -14,7 +14,8 @@ from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.heuristic import least_memory
 from megatron_lynx.solver.options import StageProblems
-from megatron_lynx.solver.problem import ON_DEMAND_SEAT, Choices, Option, Seat, StageProblem
+from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
+from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from tests.config.jobs import catalogued_job
 
 REPLAYABLE = ("input_layernorm", "linear_qkv", "rotary", "core_attention")
@@ -33,7 +34,8 @@ LAYOUTS = {
 def option(count: int, saved: int, regenerated: int, replay_s: float, window_s: float, kind: str = "ahead") -> Option:
     """A choice that replays the first `count` items."""
     seated = count and window_s
-    seat = Seat(WINDOWS[kind], WINDOWS[kind], window_s, window_s) if seated else ON_DEMAND_SEAT
+    placement = Placement.in_window(WINDOWS[kind], window_s) if seated else NOWHERE
+    seat = Seat(placement, placement)
     there = {kind: regenerated} if seated else {}
     return Option(
         replay=REPLAYABLE[:count],

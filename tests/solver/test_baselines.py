@@ -32,7 +32,7 @@ def test_policies_replay_what_they_name(name):
     assert "core_attention" in items["selective"] <= {"rotary", "core_attention"}
     assert items["balanced"] == set(BALANCED)
     assert items["balanced"] < items["full"] <= set(ITEMS) - set(ROW_PARALLEL)
-    assert all(half.seat.steady == "on_demand" for layer in replayed.values() for half in layer.halves)
+    assert all(half.seat.steady.on_demand for layer in replayed.values() for half in layer.halves)
 
 
 @every_layout

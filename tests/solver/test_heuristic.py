@@ -177,9 +177,9 @@ def test_layers_on_top_are_replayed_late_where_only_their_frames_are_too_much():
     attention, mlp, last_mlp = (long_needed(getattr(example(), name)) for name in ("attention", "mlp", "last_mlp"))
     problem = StageProblem(0, 8, attention, mlp, Choices(last_mlp[1:]))
     least = least_memory(problem)
-    assert {layer.mlp.seat.steady for layer in least.layers[:-1]} == {"on_demand"}
+    assert {layer.mlp.seat.steady.window for layer in least.layers[:-1]} == {"on_demand"}
     answer = solve(replace(problem, budget_bytes=least.peak_bytes))
-    late = [layer.mlp.seat.steady == "on_demand" for layer in answer.layers[:-1]]
+    late = [layer.mlp.seat.steady.on_demand for layer in answer.layers[:-1]]
     assert 0 < late.count(True) < len(late)
     assert late == sorted(late)
 

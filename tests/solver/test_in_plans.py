@@ -18,10 +18,9 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.chunks import SolvedChunks
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.stages import StageAnswer
+from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
@@ -104,7 +103,7 @@ def test_training_replays_every_half_behind_forwards_as_planned(
 def early(problem: StageProblem) -> Solved:
     """Every half in a window of a forward, with most of it replayed."""
     attention, mlp, last = (
-        max((option for option in choices if option.seat.steady.startswith("fwd.")), key=lambda option: len(option.replay))
+        max((option for option in choices if option.seat.steady.window.startswith("fwd.")), key=lambda option: len(option.replay))
         for choices in (problem.attention, problem.mlp, problem.last_mlp)
     )
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)

@@ -17,7 +17,7 @@ FORWARD = {"attention": ("fwd.attention.0", "fwd.attention.1"), "mlp": ("fwd.mlp
 
 
 def seats(name, stage, kind):
-    return {option.seat.steady for option in getattr(catalogued(name).of(stage), kind)}
+    return {option.seat.steady.window for option in getattr(catalogued(name).of(stage), kind)}
 
 
 def test_halves_have_the_windows_of_their_backward_and_of_their_forward():
@@ -46,16 +46,16 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
     problem = catalogued(name).of(0)
     for half, choices in (("attention", problem.attention), ("mlp", problem.mlp), ("mlp", problem.last_mlp)):
         for option in choices:
-            early = option.seat.steady in (*FORWARD[half], RECV_BACKWARD)
+            early = option.seat.steady.window in (*FORWARD[half], RECV_BACKWARD)
             assert not (early and option.seat.gather)
             assert (option.memory.early > 0) == early
-            assert not (f"{half}_bda" in option.replay and option.seat.steady == f"bwd.{half}.0")
+            assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
 
 
 def test_in_cool_down_a_forward_seat_is_the_longest_that_is_left():
     found = {option.replay: option.seat for option in catalogued("long windows").of(0).attention if option.memory.early}
-    assert {seat.cooldown for seat in found.values()} == {"bwd.mlp.0"}
-    last = [option.seat.cooldown for option in catalogued("long windows").of(0).last_mlp if option.memory.early]
+    assert {seat.cooldown.window for seat in found.values()} == {"bwd.mlp.0"}
+    last = [option.seat.cooldown.window for option in catalogued("long windows").of(0).last_mlp if option.memory.early]
     assert set(last) == {RECV_BACKWARD}
 
 
@@ -71,7 +71,7 @@ def test_windows_without_length_are_no_seats(name, link_s):
     job = catalogued(name).job
     problem = StageProblems(job, made_up_profile(job, link_s=link_s)).of(0)
     for choices in (problem.attention, problem.mlp):
-        assert all(option.seat.steady == ON_DEMAND or option.seat.steady_s > 0 for option in choices)
+        assert all(option.seat.steady.on_demand or option.seat.steady.seconds > 0 for option in choices)
 
 
 def chunked(**layout):
@@ -82,7 +82,7 @@ def chunked(**layout):
 
 
 def names(choices):
-    return {(option.seat.steady, option.seat.cooldown) for option in choices}
+    return {(option.seat.steady.window, option.seat.cooldown.window) for option in choices}
 
 
 def test_chunks_have_the_windows_of_forwards_of_other_chunks():

@@ -1,0 +1,105 @@
+"""The windows that only some stages have: those of forwards, and the receive of the gradient.
+
+    forward of a later micro-batch     attention [fwd.attention.n]   mlp [fwd.mlp.n]          hides replays of the same halves [1]
+    receive of the gradient            [pipe.recv_backward]           hides that of the stage's last half                     [2]
+    backward                           as in `solver.seats`
+
+[1] Only in the steady phase, and not in the model's last chunk, where the forward is the micro-batch's own; not without
+    flushes, where the forward may use another version of the weights. What is regenerated is held until its backward. In
+    cool-down the replay falls to the longest of the windows that are left.
+[2] In cool-down the stages behind still run a forward between two backwards, so that wait is about a forward long.
+An input that is gathered once for its replay is gathered in the backward, so [1] and [2] come too early for it. With several
+chunks on a stage:
+[3] That forward may be another chunk's, so a chunk with more layers than another one has no such windows.
+[4] Only the last chunk's backwards wait as long as in [2]. In the others all stages run backwards, and a message is all that is
+    waited for. In groups larger than the pipeline the message arrives in time, and on the last stage long before. Before
+    cool-down messages are overlapped with passes, and only the first gradient is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.anatomy.address import RECV_BACKWARD
+from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
+from megatron_lynx.schedule import interleaved
+from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
+from megatron_lynx.solver.seats import HalfKind, Seats
+
+
+@dataclass(frozen=True)
+class StageSeats:
+    """The seats that depend on the stage. `chunks`: those chunks of it whose layers are to be treated alike."""
+
+    seats: Seats
+    stage: int
+    chunks: tuple[int, ...] = (0,)
+
+    def of(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement]) -> Iterator[Seat]:
+        """Those that not every stage has. `backward`: what `Seats.backward()` says of this half."""
+        if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
+            return
+        steady, late = [*self._forwards[kind.half]], [*backward]
+        if kind.last and self.received_s is not None:  # in cool-down the receive may hide more than a window of the backward
+            message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
+            steady += [*backward, Placement.in_window(RECV_BACKWARD, message_s)]
+            late.append(Placement.in_window(RECV_BACKWARD, self.received_s))
+        cooldown = max(late, key=lambda placement: placement.seconds, default=NOWHERE)
+        for placement in steady:
+            yield Seat(placement, cooldown, self.phases.steady_share)
+
+    def taken(self, seat: Seat, *, last: bool) -> Seat:
+        """A seat that several chunks were offered, as it is in these: their own phases, their own wait in cool-down.
+
+        `last`: whether it is that of the last half.
+        """
+        if seat.steady == seat.cooldown and not seat.cooldown.in_receive:
+            return seat
+        cooldown = seat.cooldown
+        if self.received_s is not None and (last or cooldown.in_receive):
+            received = Placement.in_window(RECV_BACKWARD, self.received_s)
+            cooldown = received if cooldown.in_receive else max(cooldown, received, key=lambda placement: placement.seconds)
+        return replace(seat, cooldown=cooldown, steady_share=self.phases.steady_share)
+
+    @cached_property
+    def _forwards(self) -> dict[Half, list[Placement]]:
+        """Windows of the forwards that come right before a backward. [3]"""
+        job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
+        precedes = self.phases.steady > 0 and job.parallel.tensor > 1 and not self._last and job.schedule == "flush"
+        everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
+        return {half: self.seats.forward(half) if precedes and everywhere else [] for half in HALVES}
+
+    @cached_property
+    def phases(self) -> Phases:
+        job = self.seats.job
+        if job.chunks == 1:
+            return phases_of(job, self.stage)
+        last = interleaved.cooldown(job.parallel.pipeline, self.stage, job.microbatches, job.chunks, job.microbatch_group)
+        late = sum(last[chunk] for chunk in self.chunks)
+        return Phases(job.microbatches * len(self.chunks) - late, late)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are any that not every stage has."""
+        return self.received_s is not None or any(self._forwards.values())
+
+    @property
+    def _last(self) -> bool:
+        """Whether the model's last chunk is among them: it receives no gradient, and its backward follows its own forward."""
+        job = self.seats.job
+        return self.stage == job.parallel.pipeline - 1 and job.chunks - 1 in self.chunks
+
+    @cached_property
+    def received_s(self) -> float | None:
+        """How long the gradient is awaited in cool-down, if it is. [4]"""
+        seats, job = self.seats, self.seats.job
+        lies_there = self.stage == job.parallel.pipeline - 1 and job.microbatch_group > job.parallel.pipeline
+        if self._last or lies_there:
+            return None
+        if self.stage == job.parallel.pipeline - 1 or self.chunks != (job.chunks - 1,):
+            return seats.p2p_s if job.microbatch_group == job.parallel.pipeline else 0.0
+        forward_s = stage_seconds(job, seats.profile, self.stage + 1, seats.shape.gathered_bytes).forward_s
+        return seats.p2p_s + forward_s / job.chunks
