@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.refusals import asked_twice
-
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.ledger import MicroBatch
 
 Key = tuple[int, int]
 """(segment, ordinal within the segment)."""
