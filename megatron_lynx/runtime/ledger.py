@@ -21,25 +21,25 @@ from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder, VirtualMi
 
 
 class Ledger:
-    """The micro-batches in all chunks of a stage, oldest first."""
+    """The micro-batches in flight in all chunks of a stage, and their frames."""
 
     def __init__(self, order_of_step: OrderOfStep | None = None) -> None:
         self._order_of_step = order_of_step or (lambda microbatches: StageOrder(()))
         self._order = StageOrder(())
         self._begun = 0
-        """Backwards of this step."""
+        """Backwards of this step that have begun."""
         self._overlapping = False
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
         """By number of the micro-batch and half, of all that live. Frames belong to autograd's graph, so they are held weakly."""
         self._first = self._count = 0
-        """Number of this step's first micro-batch, and of the next one that opens."""
+        """Number of this step's first micro-batch, and of the next one that begins."""
         self._recording: MicroBatch | None = None
         self._in_forward = False
         self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
-        """Collectives that this half's backward has issued."""
+        """How many collectives this half's backward has issued."""
 
     @property
     def entered(self) -> Frame | None:
@@ -99,7 +99,7 @@ class Ledger:
         self.leave()
 
     def abort(self) -> None:
-        """The step failed: nothing of it is continued."""
+        """Forget a step that failed: nothing of it is continued."""
         self._in_flight.clear()
         self._recording = None
         self._in_forward = False
@@ -107,8 +107,8 @@ class Ledger:
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
-        """The one that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another chunk,
-        begins the next."""
+        """The micro-batch that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another
+        chunk, begins the next."""
         recording = self._recording
         if not self._in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
             recording = self._recording = MicroBatch(self._count, self._count, chunk)
@@ -117,15 +117,15 @@ class Ledger:
         return recording
 
     def keep(self, frame: Frame) -> None:
-        """A half is recorded."""
+        """Remember the frame of a half that is being recorded, for as long as the graph owns it."""
         self._frames[frame.micro_batch.number, frame.key] = frame
 
     def frame_of(self, micro_batch: MicroBatch, key: FrameKey) -> Frame | None:
-        """What was recorded of a half, while backward has not passed it."""
+        """What was recorded of a half of this micro-batch, if its graph still lives."""
         return self._frames.get((micro_batch.number, key))
 
     def enter(self, frame: Frame) -> None:
-        """Backward reaches a half."""
+        """Backward reaches a half, and so has left the one before."""
         self.leave()
         self._entered = weakref.ref(frame)
         frame.micro_batch.ahead.discard(frame.key)
@@ -161,7 +161,7 @@ class Ledger:
         return self._recording.chunk if self._recording is not None else 0
 
     def _tell_phase(self) -> MicroBatch | None:
-        """The micro-batch whose backward comes next is told its phase."""
+        """Tell the micro-batch whose backward comes next its phase, and return it."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
             micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"

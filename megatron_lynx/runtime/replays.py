@@ -39,7 +39,7 @@ class Replays:
         self._surroundings = surroundings
 
     def take(self, handle: Handle) -> Tensor:
-        """What backward asks for."""
+        """The tensor that backward asks for, which is replayed now if no window did that."""
         if torch.is_grad_enabled():
             raise second_order(handle.frame.policy.name)
         if handle.frame.lets_go:

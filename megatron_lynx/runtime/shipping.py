@@ -25,7 +25,7 @@ from megatron_lynx.runtime.windows import Windows
 
 
 class Shipping:
-    """Of one engine."""
+    """Asks the offloader of one engine for copies, pass by pass."""
 
     def __init__(self, offloader: Offloader | None, ledger: Ledger, windows: Sequence[Windows]) -> None:
         self._offloader = offloader

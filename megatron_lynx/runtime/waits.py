@@ -94,13 +94,13 @@ class Waits:
         return frame.gathering if frame is not None else None
 
     def _in_forward(self, scope: Recorder | Passage) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
-        """Where the collective issued now stands, and whose replays it hides."""
+        """Address of the collective that a forward issues now, and for which micro-batch and phase its window runs tasks."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
         return address, self._ledger.hidden_by_forward(), "steady"
 
     def _in_backward(self) -> tuple[WindowAddress | None, MicroBatch | None, BackwardPhase]:
-        """The same in a half's backward; nowhere outside of one."""
+        """The same for a collective of a half's backward. Outside of one there is no address."""
         entered = self._ledger.entered
         if entered is None:
             return None, None, "steady"

@@ -33,7 +33,8 @@ class Windows:
     whole: Container[int] = ()
     """Micro-batches of a step that keep everything, whatever the halves' policies say."""
     first_layer: int = 1
-    """Of the chunk. A window of a forward is known by where its layer stands in its chunk: the forward may be another chunk's."""
+    """The chunk's first layer. A window of a forward is known by where its layer stands in its chunk, because the forward may be
+    another chunk's."""
 
     def tasks_during(self, window: Window, phase: BackwardPhase, running: Windows) -> tuple[Task, ...]:
         """`running`: the windows of the chunk whose pass waits, which may be another one where that pass is a forward."""
