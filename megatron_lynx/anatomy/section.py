@@ -155,3 +155,7 @@ class Section:
 
     def role_of(self, name: str) -> Role:
         return self.items[self.index(name)].role
+
+    def path_of(self, name: str) -> str:
+        """Where the submodule of an item is, as an attribute path of Megatron's layer."""
+        return self.items[self.index(name)].path

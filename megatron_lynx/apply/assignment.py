@@ -1,4 +1,4 @@
-"""From a plan to what the runtime follows: a policy for every half, an agenda of windows, and the order in which passes run."""
+"""From a plan to what the runtime follows: a policy for every half, windows with their tasks, the order of passes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_lynx.anatomy import Half, Section, sections_of
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, FrameKey, Window
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window
 from megatron_lynx.plan.order import frames_of, gather_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.runtime.ledger import Order
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.turns import Turn, Turns
-from megatron_lynx.runtime.window import Agenda
+from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
+from megatron_lynx.runtime.task import Gather, Replay, Task
+from megatron_lynx.runtime.windows import Windows
 from megatron_lynx.schedule.one_stage import passes_of
 
 
@@ -41,41 +41,37 @@ def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Call
     )
 
 
-def agenda(stage: Stage) -> Agenda:
-    """Which frames of a chunk run in which window, by phase. Frames of one window run in the order in which backward needs
-    them."""
-    replays: dict[Any, dict[Window, tuple[FrameKey, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
-    gathers: dict[Window, tuple[FrameKey, ...]] = {}
-    for frame in frames_of(stage):
+def windows(stage: Stage) -> Windows:
+    """Which tasks of a chunk run in which window, by phase. Those of one window run in the order in which backward needs them."""
+    during: dict[BackwardPhase, dict[Window, tuple[Task, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
+    behind: dict[Window, tuple[Task, ...]] = {}
+    for half in frames_of(stage):
         for phase in BACKWARD_PHASES:
-            _assign(replays[phase], window_of(stage, frame, phase), frame)
-        behind = gather_of(stage, frame)
-        if behind is not None:
-            _assign(gathers, behind, frame)
-    return Agenda(
-        replays=replays,
-        gathers=gathers,
+            _assign(during[phase], window_of(stage, half, phase), Replay(half))
+        _assign(behind, gather_of(stage, half), Gather(half))
+    return Windows(
+        during=during,
+        behind=behind,
         ahead_depth=stage.ahead_depth,
         whole=stage.whole or (),
         first_layer=stage.layers.first,
     )
 
 
-def _assign(table: dict[Window, tuple[FrameKey, ...]], window: Window, frame: FrameKey) -> None:
-    if window == ON_DEMAND:
-        return
-    table[window] = (*table.get(window, ()), frame)
+def _assign(tasks: dict[Window, tuple[Task, ...]], window: Window | None, task: Task) -> None:
+    if window is not None and window != ON_DEMAND:
+        tasks[window] = (*tasks.get(window, ()), task)
 
 
-def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> Order:
+def order_of(pipeline: int, stage: int, chunks: int, group_size: int) -> OrderOfStep:
     """What a stage does in a step, by the number of micro-batches.
 
     `group_size`: Megatron's `microbatch_group_size_per_vp_stage`.
     """
 
     @lru_cache(maxsize=8)
-    def order(microbatches: int) -> Turns:
+    def order(microbatches: int) -> StageOrder:
         passes = passes_of(pipeline, stage, microbatches, chunks, group_size)
-        return Turns([Turn(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes])  # type: ignore[arg-type]
+        return StageOrder([ScheduledPass(action.kind, action.micro_batch, action.chunk, phase) for action, phase in passes])  # type: ignore[arg-type]
 
     return order

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.assignment import agenda, order_of, policies
+from megatron_lynx.apply.assignment import order_of, policies, windows
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps, te_collectives
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
@@ -130,7 +130,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         without_flushes.check_drained("a plan is installed")
         order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
     engine = Engine(
-        [agenda(entry) for entry in plan.chunks_of(run.stage)],
+        [windows(entry) for entry in plan.chunks_of(run.stage)],
         order=order,
         random=MegatronRandom(),
         guard=left_as_they_were,

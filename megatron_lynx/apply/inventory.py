@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.apply.releases import Release, fingerprint, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.errors import HookRefused
@@ -20,7 +21,7 @@ RELIES_ON = {
         "transformer.dot_product_attention",
         "fusions.fused_bias_dropout",
     ),
-    "experts": ("transformer.moe.moe_layer", "transformer.moe.moe_utils", "transformer.moe.router"),
+    EXPERTS.name: ("transformer.moe.moe_layer", "transformer.moe.moe_utils", "transformer.moe.router"),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),

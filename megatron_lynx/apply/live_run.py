@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from torch.nn import Module
 
+from megatron_lynx.anatomy import ATTENTION, EXPERTS
+from megatron_lynx.anatomy.dense import LINEAR_QKV
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
 """How the full names begin of Megatron's classes that wrap Transformer Engine's layers."""
 
-EXPERTS = "megatron.core.transformer.moe.moe_layer.MoELayer"
+EXPERTS_CLASS = "megatron.core.transformer.moe.moe_layer.MoELayer"
 """The class of the mixture of experts that a layer may have in place of an MLP."""
 
 
@@ -44,8 +47,8 @@ class LiveRun:
     @property
     def uses_te(self) -> bool:
         """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
-        attention = getattr(next(iter(self.layers.values()), None), "self_attention", None)
-        return name_of(getattr(attention, "linear_qkv", None)).startswith(TE_MODULE)
+        linear = module_at(next(iter(self.layers.values()), None), ATTENTION.path_of(LINEAR_QKV))
+        return name_of(linear).startswith(TE_MODULE)
 
     @property
     def fp8(self) -> bool:
@@ -97,7 +100,13 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 
 def has_experts(layer: Module) -> bool:
     """Whether a layer's MLP half is a mixture of experts."""
-    return name_of(getattr(layer, "mlp", None)) == EXPERTS
+    (experts,) = EXPERTS.sites
+    return name_of(module_at(layer, experts.path)) == EXPERTS_CLASS
+
+
+def module_at(layer: object, path: str) -> object:
+    """The submodule of a layer at an attribute path; None where it has none."""
+    return reduce(lambda module, name: getattr(module, name, None), path.split("."), layer)
 
 
 def name_of(module: object) -> str:

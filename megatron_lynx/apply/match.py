@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.apply.fp8_refusals import recipe_of
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
@@ -66,8 +67,8 @@ def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     planned = {number for number in run.layers if plan.model.has_experts(number)}
     live = set(run.expert_layers)
     for numbers, found, needed in (
-        (live - planned, "an MLP", "experts"),
-        (planned - live, "experts", "an MLP"),
+        (live - planned, "an MLP", EXPERTS.name),
+        (planned - live, EXPERTS.name, "an MLP"),
     ):
         if numbers:
             place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"

@@ -9,20 +9,20 @@ import torch
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.host_memory import available_bytes
-from megatron_lynx.runtime.ledger import Order
 from megatron_lynx.runtime.offload import Offloader, sets_on_host
 from megatron_lynx.runtime.shipment import OffloadPolicy
+from megatron_lynx.runtime.stage_order import OrderOfStep
 
 
-def offloader_of(plan: Plan, run: LiveRun, order: Order, device: torch.device) -> Offloader | None:
+def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: torch.device) -> Offloader | None:
     """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once.
 
     Raises `OffloadError` with both numbers where the host has too little memory.
     """
-    turns = order(plan.batch.microbatches)
+    passes = order(plan.batch.microbatches)
     policies = {}
     for entry in plan.chunks_of(run.stage):
-        if entry.offload is None or not (sets := sets_on_host(turns, entry.chunk, entry.offload.prefetch)):
+        if entry.offload is None or not (sets := sets_on_host(passes, entry.chunk, entry.offload.prefetch)):
             continue
         policies[entry.chunk] = OffloadPolicy(
             bytes=entry.offload.bytes,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
+from megatron_lynx.anatomy.dense import CORE_ATTENTION
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
-from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.order import frames_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
@@ -63,11 +65,11 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
         todo = "drop --te-rng-tracker and CUDA-graph settings"
         yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
     for number, layer in run.layers.items():
-        attention = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        held = getattr(attention, "rng_states_tracker", None)
+        held = getattr(module_at(layer, ATTENTION.path_of(CORE_ATTENTION)), "rng_states_tracker", None)
         if held not in (None, tracker):
+            where, found = f"layer {number}.{CORE_ATTENTION}", "a random-number tracker of its own"
             todo = "seed before the model is built, or without force_reset_rng"
-            yield Problem(f"layer {number}.core_attention", "a random-number tracker of its own", "Megatron's present one", todo)
+            yield Problem(where, found, "Megatron's present one", todo)
             break
 
 

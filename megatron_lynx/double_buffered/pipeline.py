@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,13 +28,11 @@ from megatron_lynx.double_buffered.scales import TwoScales
 from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
-from megatron_lynx.runtime.turns import Turns
+from megatron_lynx.runtime.overlapping import BatchListener
+from megatron_lynx.runtime.stage_order import StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
-
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.engine import Engine
 
 
 class DoubleBuffered:
@@ -82,7 +80,7 @@ class DoubleBuffered:
         self._scales = TwoScales(optimizer if defer_updates else None)
         self._batch = 0
         self._drains = True
-        self._engine: Engine | None = None
+        self._engine: BatchListener | None = None
 
     def _show(self, action: Action) -> None:
         """The weights that this micro-batch sees, the scale of its loss, and the gradient that it adds to."""
@@ -162,7 +160,7 @@ class DoubleBuffered:
 
     # --- under a plan (`runtime.overlapping`) --------------------------------------------------------------------------
 
-    def few_batches(self, microbatches: int) -> Turns:
+    def few_batches(self, microbatches: int) -> StageOrder:
         """What this stage does from filling to draining."""
         return turns_of_few_batches(self._pipeline, self._stage, microbatches)
 
@@ -170,7 +168,7 @@ class DoubleBuffered:
         """The weights that this micro-batch (counted since the pipeline was filled) sees."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
-    def under(self, engine: Engine | None) -> None:
+    def under(self, engine: BatchListener | None) -> None:
         """A plan is in force from the next batch on, or none is."""
         self._engine = engine
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, order
@@ -18,7 +18,7 @@ FEW_BATCHES = 3
 """In which everything happens that ever does: filling, going on, draining."""
 
 
-def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> Turns:
+def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
     """From the first pass of a batch's run on."""
     batches = [batch] if drains else [batch, batch + 1]
     steps = [
@@ -27,21 +27,21 @@ def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
         for step in batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains)
         if isinstance(step, Action)
     ]
-    return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
-def turns_of_few_batches(pipeline: int, stage: int, microbatches: int) -> Turns:
+def turns_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
     """From filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
-    return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
-def _phased(actions: Sequence[Action], ahead: int) -> Iterator[Turn]:
+def _phased(actions: Sequence[Action], ahead: int) -> Iterator[ScheduledPass]:
     """As `schedule.Schedule.phases` tells them: a backward behind another one is in cool-down."""
     phase = "cooldown"
     for action in actions:
         if action.kind == "F":
             phase = "steady" if 0 < ahead <= action.micro_batch else "warmup"
-        yield Turn(action.kind, action.micro_batch, action.chunk, phase)  # type: ignore[arg-type]
+        yield ScheduledPass(action.kind, action.micro_batch, action.chunk, phase)  # type: ignore[arg-type]
         if action.kind == "B":
             phase = "cooldown"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Counts:
-    """What an engine did since they were last taken."""
+    """What an engine did since its counts were last taken."""
 
     recorded: int = 0
     """Frames that let something go."""
     let_go_bytes: int = 0
-    """Of tensors that were let go; those that share memory count each."""
+    """Bytes of tensors that were let go. Those that share memory count each."""
     hidden: int = 0
     """Replays that ran inside a window."""
     on_demand: int = 0
@@ -35,7 +35,7 @@ class Counts:
         return self.hidden + self.on_demand
 
     def __add__(self, later: Counts) -> Counts:
-        """Of both stretches: sums, and the larger of what is held at once."""
+        """The counts of both stretches: sums, and the larger of what is held at once."""
         most = ("live_ahead", "host_bytes")
         both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
         return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})

@@ -5,7 +5,7 @@
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       site()                                     recorder, replayer
-        a collective is issued      collective(): a window, fwd.*              waits; an agenda says what runs in it
+        a collective is issued      collective(): a window, fwd.*              waits; windows say what runs in it
     messages between stages         exchange_begins()                          shipping
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
@@ -13,7 +13,7 @@
         a collective is issued      collective(): a window, bwd.*              waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
 
-An engine belongs to one installation; nothing is kept on modules (rule R13), nothing per thread (rule R12).
+An engine belongs to one installation; it keeps nothing on modules (rule R13) and nothing per thread (rule R12).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import Tensor
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.ledger import Ledger, MicroBatch, Order
+from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
@@ -39,21 +40,21 @@ from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.site_call import SiteCall
+from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.state import Autocast, State, Surroundings
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.turns import Turns
 from megatron_lynx.runtime.waits import Waits
-from megatron_lynx.runtime.window import Agenda
+from megatron_lynx.runtime.windows import Windows
 
 
 class Engine:
-    """Everything of one installation that changes while training runs. `agendas`: one for each chunk of the stage."""
+    """Everything of one installation that changes while training runs. `windows`: those of each chunk of the stage."""
 
     def __init__(
         self,
-        agendas: Sequence[Agenda] = (Agenda(),),
+        windows: Sequence[Windows] = (Windows(),),
         *,
-        order: Order | None = None,
+        order: OrderOfStep | None = None,
         random: RandomSource | None = None,
         guard: Guard = nullcontext,
         device: torch.device | None = None,
@@ -61,7 +62,7 @@ class Engine:
         as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
         surroundings: Sequence[State] = (Autocast(),),
     ) -> None:
-        self._agendas = tuple(agendas)
+        self._windows = tuple(windows)
         self.offloader = offloader
         self.trace = Trace(device) if offloader is None else offloader.trace
         self._ledger = Ledger(order)
@@ -69,8 +70,8 @@ class Engine:
         self._progress = Progress(self._ledger, self.trace, offloader)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
-        self._shipping = Shipping(offloader, self._ledger, self._agendas)
-        self._waits = Waits(self._progress, self._agendas, self._replays, self._shipping)
+        self._shipping = Shipping(offloader, self._ledger, self._windows)
+        self._waits = Waits(self._progress, self._windows, self._replays, self._shipping)
         self._entered_at: Any = None
 
     @property
@@ -99,9 +100,9 @@ class Engine:
 
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
 
-    def begin_batch(self, turns: Turns, *, fills: bool) -> None:
+    def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
         """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
-        self._ledger.begin_batch(turns, fills)
+        self._ledger.begin_batch(order, fills)
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
@@ -134,7 +135,7 @@ class Engine:
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
-        if micro_batch.index in self._agendas[policy.chunk].whole:
+        if micro_batch.index in self._windows[policy.chunk].whole:
             policy = policy.keeping
         shipment = None if policy.section.opaque else self._shipping.shipment_of(micro_batch, (args, kwargs))
         recorded = policy.replay or shipment is not None
@@ -167,7 +168,7 @@ class Engine:
         if policy.replay:
             frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
             frame.random, frame.surroundings = self._random.capture(), self._surroundings.capture()
-        micro_batch.frames[frame.key] = frame
+        self._ledger.keep(frame)
         return frame
 
     def _mark_entry(self, frame: Frame, outputs: Any) -> None:

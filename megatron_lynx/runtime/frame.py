@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.refusals import asked_twice
-
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.ledger import MicroBatch
 
 Key = tuple[int, int]
 """(segment, ordinal within the segment)."""
@@ -72,8 +70,8 @@ class Absent:
 
 @dataclass(frozen=True)
 class Memo:
-    """What a kept site returned (tensors, or `Absent` for those that are not needed), and the random state behind it where
-    the site drew from it."""
+    """What a site returned (tensors, or `Absent` for those that are not needed), and the random state behind it where the site
+    may have drawn from it. The record makes those of kept sites, a replay up to a site those of the sites that it ran."""
 
     outputs: Any
     random: Any | None
@@ -81,7 +79,7 @@ class Memo:
 
 @dataclass(eq=False)
 class Frame:
-    """The record of one half. Filled by `record`, emptied by `replay` and `take`."""
+    """The record of one half. A recorder fills it; replays, and the backward that takes what they found, empty it."""
 
     policy: HalfPolicy
     micro_batch: MicroBatch
@@ -91,7 +89,7 @@ class Frame:
     random: Any = None
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """By segment, of sites that a replay may run."""
+    """What sites that a replay may run keep from call to call, by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     wanted: set[Key] = field(default_factory=set)
@@ -109,22 +107,22 @@ class Frame:
 
     @property
     def lets_go(self) -> bool:
-        """Whether its replay is to come: an empty one where gathering the input ahead of time made all that was wanted."""
+        """Whether its replay is still to come: an empty one, where gathering the input ahead of time made all that was wanted."""
         return not self.replayed and (bool(self.wanted) or self.gathering is not None)
 
     @property
     def waits(self) -> bool:
-        """Whether a backward is to come that needs this frame."""
+        """Whether a backward that needs this frame is still to come."""
         return self.lets_go or bool(self.found)
 
     def keep(self, key: Key, tensor: Tensor) -> None:
-        """A wanted tensor was regenerated."""
+        """Hold a tensor that was regenerated until backward takes it, if it is wanted."""
         if key in self.wanted:
             self.wanted.discard(key)
             self.found[key] = tensor.detach()
 
     def want(self, key: Key, size_bytes: int) -> Handle:
-        """Instead of a tensor that is let go."""
+        """The handle that autograd gets instead of a tensor that is let go."""
         self.let_go_bytes += size_bytes
         self.wanted.add(key)
         return Handle(self, key)

@@ -1,78 +1,45 @@
-"""Which passes are in flight, which one's backward runs, and which comes next.
+"""Which passes are in flight on this stage, which one's backward runs, and which comes next.
 
-    forward_step(i, chunk)   ──>  a MicroBatch opens; recorded halves put their frames into it
-    a gradient is received   ──>  the next backward by the order of turns: its frames may be replayed now
-    backward_step(output)    ──>  the MicroBatch whose forward gave that output
+Whoever replays ahead of time must know for whom: the ledger follows the passes that Megatron runs, by the order that the schedule
+has for this stage (`stage_order`).
 
-What comes next is the schedule's to say (`turns`). A micro-batch is recognised by the identity of its output tensor, which is
-held weakly: holding an alias would keep memory that the schedule frees.
+    forward_step(i, chunk)   ──>  a micro-batch begins; its recorded halves enter their frames
+    a gradient is received   ──>  the next backward by the order of the stage: its frames may be replayed now
+    backward_step(output)    ──>  the micro-batch whose forward gave that output, recognised by the tensor's identity
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
-
-from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
+from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.saved import tensors_in
-from megatron_lynx.runtime.turns import Place, Turns
-
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.frame import Frame
-    from megatron_lynx.runtime.shipment import Shipment
-
-Order = Callable[[int], Turns]
-"""From the number of micro-batches of a step to what this stage does."""
-
-
-@dataclass(eq=False)
-class MicroBatch:
-    """One forward of one chunk, until its backward is over. Frames belong to autograd's graph, so they are held weakly."""
-
-    number: int
-    """Counted from 0 over the whole run; the same for all chunks that it passes through."""
-    index: int = 0
-    """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
-    chunk: int = 0
-    frames: weakref.WeakValueDictionary[FrameKey, Frame] = field(default_factory=weakref.WeakValueDictionary)
-    ahead: set[FrameKey] = field(default_factory=set)
-    """Frames that were regenerated and that backward has not reached."""
-    output: weakref.ref[Tensor] | None = None
-    phase: BackwardPhase = "steady"
-    shipment: Shipment | None = None
-    """What of it goes to the host."""
-
-    @property
-    def place(self) -> Place:
-        return self.index, self.chunk
-
-    @property
-    def alive(self) -> bool:
-        return self.output is None or self.output() is not None
+from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder, VirtualMicroBatch
 
 
 class Ledger:
-    """The micro-batches in all chunks of a stage, oldest first."""
+    """The micro-batches in flight in all chunks of a stage, and their frames."""
 
-    def __init__(self, order: Order | None = None) -> None:
-        self._order = order or (lambda microbatches: Turns(()))
-        self._turns = Turns(())
+    def __init__(self, order_of_step: OrderOfStep | None = None) -> None:
+        self._order_of_step = order_of_step or (lambda microbatches: StageOrder(()))
+        self._order = StageOrder(())
         self._begun = 0
-        """Backwards of this step."""
+        """Backwards of this step that have begun."""
         self._overlapping = False
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
-        self._in_flight: dict[Place, MicroBatch] = {}
+        self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
+        self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
+        """By number of the micro-batch and half, of all that live. Frames belong to autograd's graph, so they are held weakly."""
         self._first = self._count = 0
-        """Number of this step's first micro-batch, and of the next one that opens."""
+        """Number of this step's first micro-batch, and of the next one that begins."""
         self._recording: MicroBatch | None = None
         self._in_forward = False
         self._entered: weakref.ref[Frame] | None = None
         self.ordinal = 0
-        """Collectives that this half's backward has issued."""
+        """How many collectives this half's backward has issued."""
 
     @property
     def entered(self) -> Frame | None:
@@ -82,16 +49,16 @@ class Ledger:
     @property
     def busy(self) -> bool:
         """Whether a micro-batch is between the beginning of its forward and the end of its backward."""
-        waits = self._recording is not None and any(frame.waits for frame in self._recording.frames.values())
+        waits = any(frame.waits for frame in self._frames.values() if frame.micro_batch is self._recording)
         return self._in_forward or waits or any(micro_batch.alive for micro_batch in self._in_flight.values())
 
-    def begin_batch(self, turns: Turns, fills: bool) -> None:
-        """A batch begins, of a schedule that does not empty the pipeline in between. `turns` begin with its first pass.
+    def begin_batch(self, order: StageOrder, fills: bool) -> None:
+        """A batch begins, of a schedule that does not empty the pipeline in between. `order` begins with its first pass.
 
         `fills`: nothing is in flight, and micro-batches are counted from 0.
         """
         self._overlapping = True
-        self._turns, self._begun = turns, 0
+        self._order, self._begun = order, 0
         if fills:
             self._first = self._count
             self._in_flight.clear()
@@ -102,7 +69,7 @@ class Ledger:
         if self._overlapping:
             index = self._count - self._first
         elif (index, chunk) == (0, 0):
-            self._turns, self._begun, self._first = self._order(microbatches), 0, self._count
+            self._order, self._begun, self._first = self._order_of_step(microbatches), 0, self._count
             self._in_flight.clear()  # what is left had its graph dropped without a backward
         self._in_forward = True
         self._recording = MicroBatch(self._first + index, index, chunk)
@@ -116,7 +83,7 @@ class Ledger:
         if micro_batch is None or tensor is None or not tensor.requires_grad:
             return None
         micro_batch.output = weakref.ref(tensor)
-        self._in_flight[micro_batch.place] = micro_batch
+        self._in_flight[micro_batch.virtual] = micro_batch
         return micro_batch
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
@@ -128,29 +95,37 @@ class Ledger:
 
     def end_backward(self, micro_batch: MicroBatch | None) -> None:
         if micro_batch is not None:
-            del self._in_flight[micro_batch.place]
+            del self._in_flight[micro_batch.virtual]
         self.leave()
 
     def abort(self) -> None:
-        """The step failed: nothing of it is continued."""
+        """Forget a step that failed: nothing of it is continued."""
         self._in_flight.clear()
         self._recording = None
         self._in_forward = False
-        self._turns = Turns(())
+        self._order = StageOrder(())
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
-        """The one that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another chunk,
-        begins the next."""
+        """The micro-batch that a frame recorded now belongs to. Outside of Megatron's schedules a repeated layer, or another
+        chunk, begins the next."""
         recording = self._recording
-        if not self._in_forward and (recording is None or recording.chunk != chunk or key in recording.frames):
+        if not self._in_forward and (recording is None or recording.chunk != chunk or self.frame_of(recording, key)):
             recording = self._recording = MicroBatch(self._count, self._count, chunk)
             self._count += 1
         assert recording is not None
         return recording
 
+    def keep(self, frame: Frame) -> None:
+        """Remember the frame of a half that is being recorded, for as long as the graph owns it."""
+        self._frames[frame.micro_batch.number, frame.key] = frame
+
+    def frame_of(self, micro_batch: MicroBatch, key: FrameKey) -> Frame | None:
+        """What was recorded of a half of this micro-batch, if its graph still lives."""
+        return self._frames.get((micro_batch.number, key))
+
     def enter(self, frame: Frame) -> None:
-        """Backward reaches a half."""
+        """Backward reaches a half, and so has left the one before."""
         self.leave()
         self._entered = weakref.ref(frame)
         frame.micro_batch.ahead.discard(frame.key)
@@ -165,7 +140,7 @@ class Ledger:
         """Whose replays the collectives of the running forward hide: the micro-batch whose backward comes right behind it."""
         if not self._in_forward or self._recording is None:
             return None
-        return self._living(self._turns.hidden_by(self._recording.place))
+        return self._living(self._order.hidden_by(self._recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
         """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next, with its phase set."""
@@ -173,12 +148,12 @@ class Ledger:
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
         """Whether nothing comes between its forward and its backward."""
-        return self._turns.at_once(micro_batch.place)
+        return self._order.at_once(micro_batch.virtual)
 
     def coming(self, ahead: int) -> MicroBatch | None:
         """The micro-batch whose backward begins after `ahead` others."""
-        turn = self._turns.backward(self._begun + ahead)
-        return self._living(turn.place) if turn is not None else None
+        backward = self._order.backward(self._begun + ahead)
+        return self._living(backward.virtual) if backward is not None else None
 
     @property
     def recording_chunk(self) -> int:
@@ -186,15 +161,14 @@ class Ledger:
         return self._recording.chunk if self._recording is not None else 0
 
     def _tell_phase(self) -> MicroBatch | None:
-        """The micro-batch whose backward comes next is told its phase."""
-        turn = self._turns.backward(self._begun)
-        micro_batch = self._living(turn.place if turn is not None else None)
-        if micro_batch is not None and turn is not None:
-            micro_batch.phase = "cooldown" if turn.phase == "cooldown" else "steady"
+        """Tell the micro-batch whose backward comes next its phase, and return it."""
+        micro_batch, backward = self.coming(0), self._order.backward(self._begun)
+        if micro_batch is not None and backward is not None:
+            micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
         return micro_batch
 
-    def _living(self, place: Place | None) -> MicroBatch | None:
-        micro_batch = self._in_flight.get(place) if place is not None else None
+    def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
+        micro_batch = self._in_flight.get(virtual) if virtual is not None else None
         return micro_batch if micro_batch is not None and micro_batch.alive else None
 
     def _of(self, output: Any) -> MicroBatch | None:

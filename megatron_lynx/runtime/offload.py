@@ -27,9 +27,9 @@ from megatron_lynx.runtime.host_pool import HostPool
 from megatron_lynx.runtime.parcel import Parcel
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
+from megatron_lynx.runtime.stage_order import StageOrder, VirtualMicroBatch
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.transfer import Owner, failed
-from megatron_lynx.runtime.turns import Place, Turns
 
 
 class _Departure(NamedTuple):
@@ -159,18 +159,18 @@ class Offloader:
         return parcels
 
 
-def sets_on_host(turns: Turns, chunk: int, prefetch: int) -> int:
-    """How many micro-batches of a chunk are on the host at once, at most, in a step of these turns."""
-    away: set[Place] = set()
+def sets_on_host(order: StageOrder, chunk: int, prefetch: int) -> int:
+    """How many micro-batches of a chunk are on the host at once, at most, in a step of this order."""
+    away: set[VirtualMicroBatch] = set()
     most = begun = 0
-    for turn in turns.all:
-        if turn.kind == "B":
+    for each in order.all:
+        if each.kind == "B":
             begun += 1
-            away.discard(turn.place)
-        if turn.kind == "B" or turns.hidden_by(turn.place) is not None:
-            coming = (turns.backward(begun + ahead) for ahead in range(prefetch))
-            away.difference_update(one.place for one in coming if one is not None)
-        if turn.kind == "F" and turn.chunk == chunk and not turns.at_once(turn.place):
-            away.add(turn.place)
+            away.discard(each.virtual)
+        if each.kind == "B" or order.hidden_by(each.virtual) is not None:
+            coming = (order.backward(begun + ahead) for ahead in range(prefetch))
+            away.difference_update(one.virtual for one in coming if one is not None)
+        if each.kind == "F" and each.chunk == chunk and not order.at_once(each.virtual):
+            away.add(each.virtual)
             most = max(most, len(away))
     return most

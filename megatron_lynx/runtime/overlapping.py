@@ -1,9 +1,12 @@
-"""A schedule whose batches overlap, as an engine has to know it: micro-batches of the next batch run before this one is over.
+"""What an engine has to know of a schedule whose batches overlap: micro-batches of the next batch run before this one is over.
+
+Such a schedule (`megatron_lynx.double_buffered`) runs the batches instead of Megatron's functions, so it tells the engine where
+one begins, and under which weights a replay has to run.
 
     whoever runs the schedule          engine
     ------------------------------     ----------------------------------------------------------------------
-    a batch begins                     begin_batch(turns, fills)
-    forward, backward                  as ever
+    a batch begins                     begin_batch(order, fills=)
+    forward, backward                  as in every other schedule
                                        as_recorded(i): the weights are those of micro-batch i while a replay of it runs
 
 Micro-batches are counted since the pipeline was last filled.
@@ -12,28 +15,34 @@ Micro-batches are counted since the pipeline was last filled.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.engine import Engine
-    from megatron_lynx.runtime.turns import Turns
+from megatron_lynx.runtime.stage_order import StageOrder
+
+
+class BatchListener(Protocol):
+    """An engine, as far as such a schedule calls it."""
+
+    def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
+        """A batch begins. `order` starts with its first pass; `fills`: nothing is in flight."""
+        ...
 
 
 class Overlapping(Protocol):
     """Runs the batches of one stage."""
 
-    def few_batches(self, microbatches: int) -> Turns:
+    def few_batches(self, microbatches: int) -> StageOrder:
         """What the stage does from filling the pipeline to draining it; as many batches as show everything."""
         ...
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
-        """The parameters are inside what the forward of this micro-batch saw."""
+        """Inside, the parameters are what the forward of this micro-batch saw."""
         ...
 
     def check_drained(self, what: str) -> None:
         """Raises `HookRefused` where micro-batches are in flight."""
         ...
 
-    def under(self, engine: Engine | None) -> None:
+    def under(self, engine: BatchListener | None) -> None:
         """From now on, tell this engine (or none) when a batch begins."""
         ...

@@ -1,4 +1,4 @@
-"""What the plan says about one half of one layer, in the runtime's terms."""
+"""What becomes of one half of one layer, as the plan says it: the runtime knows no plan, only policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class HalfPolicy:
-    """Made from a rule, one for each half of each layer."""
+    """There is one for each half of each layer; `apply.assignment` makes it from a rule of the plan."""
 
     layer: int
     section: Section

@@ -1,9 +1,9 @@
-"""What an engine is in the middle of, and what it has done: the parts of one engine share it.
+"""What an engine is in the middle of and what it has done. The parts of an engine share it, so that none has to know the others.
 
 ledger     passes in flight, and the half whose backward runs
 scope      the call of a half that runs now: recorded, replayed, or only passed through
 counts     what was done since somebody last asked
-trace      when, where somebody asked for that
+trace      when it was done, if somebody asked for that
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_lynx.runtime.trace import Kind, Trace
 
 
 class Progress:
-    """Of one engine."""
+    """The state that the parts of one engine share."""
 
     def __init__(self, ledger: Ledger, trace: Trace, offloader: Offloader | None) -> None:
         self.ledger = ledger
@@ -50,7 +50,7 @@ class Progress:
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
-        """What raises inside is the end of the step."""
+        """An exception that leaves this context ends the step."""
         try:
             yield
         except BaseException:
@@ -66,7 +66,7 @@ class Progress:
 
     @contextmanager
     def inside(self, scope: Recorder | Replayer | Passage) -> Iterator[None]:
-        """This call runs; sites and collectives that are met are its own."""
+        """Inside, this call runs: sites and collectives that are met belong to it."""
         outer, self.scope = self.scope, scope
         try:
             yield

@@ -1,4 +1,4 @@
-"""Recording a half: run it, and let go of what its replay will regenerate.
+"""Recording a half: run it once, and let go of every saved tensor that its replay will regenerate.
 
 [1] code between sites runs under default hooks: what a replayed item saves becomes a handle
 [2] a replayed site without parameters runs the same way
@@ -31,7 +31,7 @@ from megatron_lynx.runtime.site_call import SiteCall
 
 
 class Recorder:
-    """One call of one half. `take(handle)` is how backward gets a tensor back."""
+    """Records one call of one half. `take(handle)` is how backward gets a tensor back."""
 
     def __init__(
         self, frame: Frame, random: RandomSource, take: Callable[[Handle], Tensor], shipment: Shipment | None = None
@@ -125,7 +125,7 @@ class Recorder:
                 raw.register_hooks(self._shipment.stow, self._unpack)  # [7]
 
     def _of_first_part(self, call: SiteCall, outputs: Any, arguments: list[Tensor]) -> dict[int, int]:
-        """By storage: which of the tensors of a replayed first part it is."""
+        """From the storages of what a replayed first part made to the place of each among its tensors."""
         if call.first is None or not self._replays(call.first.item):
             return {}
         saved = enumerate(call.first.saved(outputs, arguments))
@@ -166,7 +166,7 @@ class Recorder:
                 memos[segment] = Memo(map_nest(Tensor, _absent, memos[segment].outputs), memos[segment].random)
 
     def _stow_what_replay_needs(self, shipment: Shipment) -> None:
-        """The half's inputs and the memos of kept sites."""
+        """Hand the half's inputs and the memos of kept sites to the shipment."""
         self.frame.inputs = shipment.stow_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
             self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)
@@ -181,7 +181,7 @@ class Recorder:
 
 
 class Passage:
-    """One call of a half that lets nothing go: only its collectives are counted. Of an opaque one not even those."""
+    """One call of a half that lets nothing go. Only its collectives are counted, and not even those where the half is opaque."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame

@@ -1,6 +1,6 @@
-"""What a training step may not ask of replayed activations, in words (rules R2, R10 and R14).
+"""What a training step may not ask of replayed activations, and the errors that say so (rules R2, R10 and R14).
 
-Each function names the half by `half` (`attention(3)`), and what to do instead.
+Each error names the half, such as `attention(3)`, and says what to do instead.
 """
 
 from __future__ import annotations

@@ -1,15 +1,22 @@
 """Replaying a half: the same code from the same inputs, as far as needed and no further.
 
-    [1] random state and surroundings are what they were; gradients are on, because only then does code save tensors
-    [2] code between sites runs; what it saves and is wanted is collected
-    [3] at a site, wanted arguments are collected first, then
-          kept site       its memo is returned, the random state moves to where the site left it
-          replayed site   it runs; what it saves and is wanted is collected
-    [4] a site's first part runs alone where the rest of the site has a memo or is not needed
-[5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
+    half inputs ──> [1] ── code [2] ── site [3] ── code [2] ── site [3] ── code ...
+                                                                  └ a replay ends at a site: nothing is wanted any more [5],
+                                                                    or this is the site that it was to run up to [6]
 
-With sequence parallelism a replayed GEMM's input is gathered once. The replay then has two parts: up to that site (its
-argument is what is to be gathered), and, when the gather was started, the whole; what ran in the first part is remembered.
+[1] random state and surroundings are what they were; gradients are on, because only then does code save tensors
+[2] code between sites runs; what it saves and is wanted is collected
+[3] at a site, wanted arguments are collected first, then
+          with a memo     it is returned, and the random state moves to where the site left it: the record made the memo of a
+                          site that is kept, an earlier replay that of a site which it ran
+          without one     the site runs; what it saves and is wanted is collected
+[4] a site's first part runs alone where the rest of the site has a memo, is not needed, or is not to be reached
+[5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
+[6] a replay up to a site stops where that is called, and says with what. The sites that it ran are remembered as memos, so that
+    the frame's next replay goes on from there and no site runs twice
+
+With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
+the site was called with is started, and the next replay runs the site with what arrived.
 """
 
 from __future__ import annotations
@@ -34,21 +41,22 @@ class _Enough(Exception):
 
 
 class Replayer:
-    """One replay of one frame."""
+    """One replay of one frame: of all that is wanted, or up to the site `until`."""
 
-    def __init__(self, frame: Frame, random: RandomSource, *, up_to_gather: bool = False) -> None:
+    def __init__(self, frame: Frame, random: RandomSource, until: str | None = None) -> None:
         self.frame = frame
-        self.to_gather: Tensor | None = None
-        """After a run up to the gather: the site's argument."""
         self.in_gather_site = False
         self._random = random
-        self._up_to_gather = up_to_gather
+        self._until = until
+        self._argument: Tensor | None = None
         self._segment = 0
         self._ordinal = 0
         self._in_site = False
         self._hooks: Any = None
 
-    def run(self) -> None:
+    def run(self) -> Tensor | None:
+        """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
+        wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
@@ -59,6 +67,7 @@ class Replayer:
                     self.frame.code(*args, **kwargs)
         finally:
             self._hooks = None  # it refers back to here
+        return self._argument
 
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments
@@ -67,8 +76,8 @@ class Replayer:
             self._run_first(call.first, call, arguments)
             self._enter()
         self._collect_views(arguments)  # [3]
-        if self._ends_at(call):
-            self.to_gather = arguments[0].detach() if self.to_gather is None else self.to_gather
+        if call.name == self._until:  # [6]
+            self._argument = arguments[0].detach() if self._argument is None else self._argument
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
@@ -80,17 +89,15 @@ class Replayer:
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
         own = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
-        if not self._ends_at(call) and (not own or not (passed or own == self.frame.wanted)):
+        ends_here = call.name == self._until
+        if not ends_here and (not own or not (passed or own == self.frame.wanted)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
         self._keep_first(made, self._segment)
-        if self._ends_at(call):
-            self.to_gather = made[0]
+        if ends_here:
+            self._argument = made[0]
         self._stop_if_done()
-
-    def _ends_at(self, call: SiteCall) -> bool:
-        return self._up_to_gather and call.name == self.frame.policy.gather_site
 
     def _keep_first(self, made: tuple[Tensor | None, ...], segment: int) -> None:
         for index, tensor in enumerate(made):
@@ -106,7 +113,7 @@ class Replayer:
             with self._at_gather(call.name), suspended(self._hooks), call.as_recorded(state):
                 outputs = call()
             self._collect_saved(call, outputs)
-        if self._up_to_gather:
+        if self._until is not None:  # [6]
             self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), self._random.capture())
         return outputs
 

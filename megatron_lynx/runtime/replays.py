@@ -1,8 +1,8 @@
-"""Regenerating frames: ahead of time in a window, or when backward asks for the first tensor of one.
+"""Regenerating frames: ahead of time by a window's tasks, or when backward asks for the first tensor of one.
 
 take(handle) ─── nothing there yet: replay(frame, "on_demand") ───> the tensor, dropped here
-a window     ─── replay(frame, window)
-behind one   ─── gather(frame): up to the site whose input is gathered; the later replay runs with what arrived
+a window     ─── replay(frame, window), or a part of it: replay(frame, window, until)
+behind one   ─── gather(frame): up to the site whose input is gathered; the next replay runs it with what arrived
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AsRecorded = Callable[[int], AbstractContextManager[None]]
 
 
 class Replays:
-    """Of one engine. Every replay runs inside `guard`, with the weights as recorded."""
+    """All replays of one engine. Each runs inside `guard`, with the weights as recorded."""
 
     def __init__(
         self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: State
@@ -39,7 +39,7 @@ class Replays:
         self._surroundings = surroundings
 
     def take(self, handle: Handle) -> Tensor:
-        """What backward asks for."""
+        """The tensor that backward asks for, which is replayed now if no window did that."""
         if torch.is_grad_enabled():
             raise second_order(handle.frame.policy.name)
         if handle.frame.lets_go:
@@ -47,28 +47,29 @@ class Replays:
             self._progress.counts.on_demand += 1
         return handle.take()
 
-    def replay(self, frame: Frame, window: str) -> None:
-        """Make again what was let go. `window`: where, for the trace."""
+    def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
+        """Make again what was let go, or the part of it that comes before the site `until`. `window`: where, for the trace."""
         with self._progress.span("replay", frame, window):
-            if frame.policy.gather_site is not None and frame.gathering is None:
+            if until is None and frame.policy.gather_site is not None and frame.gathering is None:
                 self.gather(frame)
             if frame.wanted:
-                self._run(Replayer(frame, self._random))
-        if frame.wanted:
+                self._run(frame, until)
+        if not frame.wanted:
+            frame.give_up_inputs()
+        elif until is None:
             raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
-        frame.give_up_inputs()
 
     def gather(self, frame: Frame) -> None:
-        """Run the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
-        up_to = Replayer(frame, self._random, up_to_gather=True)
-        self._run(up_to)
-        assert up_to.to_gather is not None, f"{frame.policy.name} never reached {frame.policy.gather_site}"
-        assert frame.policy.gather is not None, f"{frame.policy.name} has a gather site and no way to gather"
-        frame.gathering = frame.policy.gather(up_to.to_gather)
+        """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""
+        policy = frame.policy
+        argument = self._run(frame, policy.gather_site)
+        assert argument is not None, f"{policy.name} never reached {policy.gather_site}"
+        assert policy.gather is not None, f"{policy.name} has a gather site and no way to gather"
+        frame.gathering = policy.gather(argument)
         self._progress.counts.gathered += 1
 
-    def _run(self, replayer: Replayer) -> None:
-        frame = replayer.frame
+    def _run(self, frame: Frame, until: str | None) -> Tensor | None:
+        replayer = Replayer(frame, self._random, until)
         weights = self._as_recorded(frame.micro_batch.index)
         with self._progress.inside(replayer), self._guard(), weights, self._surroundings.as_captured(frame.surroundings):
-            replayer.run()
+            return replayer.run()

@@ -34,7 +34,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, while one of them is alive."""
+    """A number that is equal for tensors that share memory, while one of them is alive."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -97,6 +97,7 @@ def _saved_of(node: Any) -> Iterable[tuple[Any, Tensor]]:
 
 @cache
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """What a node of autograd's own calls its saved tensors: the same for all nodes of a kind, and slow to list."""
+    """The names by which a node of autograd's own knows its saved tensors. They are the same for all nodes of a kind, and slow to
+    list."""
     prefix = "_raw_saved_"
     return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))

@@ -16,20 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_lynx.runtime.ledger import Ledger, MicroBatch
+from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.saved import tensors_in
 from megatron_lynx.runtime.shipment import Shipment
-from megatron_lynx.runtime.window import Agenda
+from megatron_lynx.runtime.windows import Windows
 
 
 class Shipping:
-    """Of one engine."""
+    """Asks the offloader of one engine for copies, pass by pass."""
 
-    def __init__(self, offloader: Offloader | None, ledger: Ledger, agendas: Sequence[Agenda]) -> None:
+    def __init__(self, offloader: Offloader | None, ledger: Ledger, windows: Sequence[Windows]) -> None:
         self._offloader = offloader
         self._ledger = ledger
-        self._agendas = agendas
+        self._windows = windows
 
     def forward_begins(self) -> None:
         if self._offloader is not None:
@@ -69,7 +70,7 @@ class Shipping:
         offloader, chunk = self._offloader, micro_batch.chunk
         if offloader is None or chunk not in offloader.policies or self._ledger.own_backward_follows(micro_batch):
             return None
-        if micro_batch.index in self._agendas[chunk].whole:
+        if micro_batch.index in self._windows[chunk].whole:
             return None
         offloader.settle()
         if micro_batch.shipment is None:

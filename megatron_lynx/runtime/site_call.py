@@ -32,7 +32,7 @@ class FirstPart:
     """Where among what such a node saves the tensors of `run` are."""
 
     def saved(self, outputs: Any, arguments: Any) -> tuple[Tensor | None, ...]:
-        """The same tensors, of a call that ran."""
+        """The same tensors as `run` makes, from a call of the whole site that ran."""
         for node in nodes_between(outputs, arguments):
             if type(node).__name__ == self.node:
                 saved = node.saved_tensors
@@ -73,7 +73,7 @@ class SiteCall:
 
     @contextmanager
     def as_recorded(self, captured: Any) -> Iterator[None]:
-        """Inside, the site's state is what it was."""
+        """Inside, what the site keeps from call to call is as it was when that was captured."""
         with nullcontext() if self.state is None else self.state.as_captured(captured):
             yield
 

@@ -1,7 +1,7 @@
-"""Waits for communication: each is a window, in which the plan has frames regenerated (`runtime.window`).
+"""Waits for communication: each is a window, in which the tasks run that the plan has put there (`runtime.windows`).
 
-a collective of a half        fwd.*: hides the micro-batch whose backward comes next     bwd.*: hides its own
-the receive of a gradient     pipe.recv_backward: hides the micro-batch that it is for
+a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
+the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, BackwardPhase, Window, WindowAddress
-from megatron_lynx.runtime.ledger import MicroBatch
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import collective_in_replay
@@ -20,17 +20,18 @@ from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.replays import Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.shipping import Shipping
+from megatron_lynx.runtime.task import Opening, Task
 from megatron_lynx.runtime.trace import Kind
-from megatron_lynx.runtime.window import Agenda, WindowedWork
+from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
 class Waits:
-    """Of one engine. `agendas`, by chunk, say what runs in which window."""
+    """All windows of one engine. `windows`, by chunk, say which tasks run where."""
 
-    def __init__(self, progress: Progress, agendas: Sequence[Agenda], replays: Replays, shipping: Shipping) -> None:
+    def __init__(self, progress: Progress, windows: Sequence[Windows], replays: Replays, shipping: Shipping) -> None:
         self._progress = progress
         self._ledger = progress.ledger
-        self._agendas = agendas
+        self._windows = windows
         self._replays = replays
         self._shipping = shipping
 
@@ -42,11 +43,11 @@ class Waits:
         scope = self._progress.scope
         if isinstance(scope, Replayer):
             raise collective_in_replay(scope.frame.policy.name)
-        place, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
+        address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
         work = start()
-        if place is None:
+        if address is None:
             return work
-        return WindowedWork(work, lambda wait: self._window(place, micro_batch, phase, wait))
+        return WindowedWork(work, lambda wait: self._window(address, micro_batch, phase, wait))
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -84,7 +85,7 @@ class Waits:
 
     @property
     def _gathering(self) -> tuple[Tensor, Any] | None:
-        """Of the half whose backward runs; in a replay only while it is at the site whose input that is."""
+        """The gathered input of the half whose backward runs; in a replay only while it is at the site that reads it."""
         scope = self._progress.scope
         if scope is None:
             frame = self._ledger.entered
@@ -93,55 +94,37 @@ class Waits:
         return frame.gathering if frame is not None else None
 
     def _in_forward(self, scope: Recorder | Passage) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
-        """Where the collective issued now stands, and whose replays it hides."""
-        place = WindowAddress("fwd", *scope.frame.key, scope.collectives)
+        """Address of the collective that a forward issues now, and for which micro-batch and phase its window runs tasks."""
+        address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        return place, self._ledger.hidden_by_forward(), "steady"
+        return address, self._ledger.hidden_by_forward(), "steady"
 
     def _in_backward(self) -> tuple[WindowAddress | None, MicroBatch | None, BackwardPhase]:
-        """The same in a half's backward; nowhere outside of one."""
+        """The same for a collective of a half's backward. Outside of one there is no address."""
         entered = self._ledger.entered
         if entered is None:
             return None, None, "steady"
-        place = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
+        address = WindowAddress("bwd", *entered.key, self._ledger.ordinal)
         self._ledger.ordinal += 1
-        return place, entered.micro_batch, entered.micro_batch.phase
+        return address, entered.micro_batch, entered.micro_batch.phase
 
     def _window(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase, wait: Callable[[], Any]) -> Any:
         kind: Kind = "recv" if window == RECV_BACKWARD else "window"
-        number = micro_batch.number if micro_batch else None
-        with self._progress.trace.span(kind, window=str(window), micro_batch=number):
+        with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
             if micro_batch is not None:
-                self._replay_ahead(window, micro_batch, phase)
+                running = self._windows[self._ledger.recording_chunk]
+                self._run(self._windows[micro_batch.chunk].tasks_during(window, phase, running), window, micro_batch)
             waited = wait()
         if micro_batch is not None:
-            self._gather_behind(window, micro_batch)
+            self._run(self._windows[micro_batch.chunk].tasks_behind(window), window, micro_batch)
         return waited
 
-    def _replay_ahead(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> None:
-        agenda, counts = self._agendas[micro_batch.chunk], self._progress.counts
-        for key in agenda.replays_in(self._as_seen_by(micro_batch, window), phase):
-            frame = micro_batch.frames.get(key)
-            if frame is None or not frame.lets_go:
-                continue
-            if frame is not self._ledger.entered:
-                if len(micro_batch.ahead) >= agenda.ahead_depth:
-                    return  # rule R4; what is left is replayed on demand (R5)
-                micro_batch.ahead.add(key)
-                counts.live_ahead = max(counts.live_ahead, len(micro_batch.ahead))
-            self._replays.replay(frame, str(window))
-            counts.hidden += 1
-
-    def _gather_behind(self, window: Window, micro_batch: MicroBatch) -> None:
-        for key in self._agendas[micro_batch.chunk].gathers_behind(window):
-            frame = micro_batch.frames.get(key)
-            if frame is not None and frame.lets_go and frame.gathering is None:
-                with self._progress.span("gather", frame, str(window)):
-                    self._replays.gather(frame)
-
-    def _as_seen_by(self, micro_batch: MicroBatch, window: Window) -> Window:
-        """A forward of another chunk is known by where its layer stands in its chunk."""
-        if not isinstance(window, WindowAddress) or window.passing == "bwd":
-            return window
-        running, replayed = self._agendas[self._ledger.recording_chunk], self._agendas[micro_batch.chunk]
-        return window._replace(layer=window.layer - running.first_layer + replayed.first_layer)
+    def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch) -> None:
+        """One by one, in the plan's order, until there is no room for what one would regenerate."""
+        if not tasks:
+            return
+        depth = self._windows[micro_batch.chunk].ahead_depth
+        opening = Opening(str(window), micro_batch, depth, self._replays, self._progress)
+        for task in tasks:
+            if not task.run(opening):
+                return

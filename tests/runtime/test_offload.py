@@ -16,7 +16,7 @@ from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.offload import Offloader, sets_on_host
 from megatron_lynx.runtime.parcel import Hosted, on_device
 from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
-from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 
 CPU = torch.device("cpu")
 
@@ -269,12 +269,12 @@ def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
     assert "1300 bytes" in refused.value.problems[0].needed
 
 
-def one_f_one_b(warmup: int, microbatches: int) -> Turns:
+def one_f_one_b(warmup: int, microbatches: int) -> StageOrder:
     warmup = min(warmup, microbatches)
-    turns: list[Any] = [Turn("F", i, 0, "warmup") for i in range(warmup)]
+    turns: list[Any] = [ScheduledPass("F", i, 0, "warmup") for i in range(warmup)]
     for i in range(warmup, microbatches):
-        turns += [Turn("F", i, 0, "steady"), Turn("B", i - warmup, 0, "steady")]
-    return Turns([*turns, *(Turn("B", i, 0, "cooldown") for i in range(microbatches - warmup, microbatches))])
+        turns += [ScheduledPass("F", i, 0, "steady"), ScheduledPass("B", i - warmup, 0, "steady")]
+    return StageOrder([*turns, *(ScheduledPass("B", i, 0, "cooldown") for i in range(microbatches - warmup, microbatches))])
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.shipment import OffloadPolicy
-from megatron_lynx.runtime.turns import Turn, Turns
-from megatron_lynx.runtime.window import Agenda
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.windows import Windows
 
-KEEPS_ALL = HalfPolicy(layer=1, half="mlp", replay=frozenset(), code_behind={}, row_parallel="linear_fc2")
-TWO_IN_FLIGHT = Turns(
-    [*(Turn("F", number, 0, "warmup") for number in range(2)), *(Turn("B", number, 0, "cooldown") for number in range(2))]
+KEEPS_ALL = HalfPolicy(layer=1, section=MLP, replay=frozenset())
+TWO_IN_FLIGHT = StageOrder(
+    [
+        *(ScheduledPass("F", number, 0, "warmup") for number in range(2)),
+        *(ScheduledPass("B", number, 0, "cooldown") for number in range(2)),
+    ]
 )
 
 
@@ -99,10 +103,10 @@ def test_a_device_without_room_to_reload_to_fails_the_step(engine: Engine, monke
     del passes
 
 
-INTERLEAVED = Turns(
+INTERLEAVED = StageOrder(
     [
-        *(Turn("F", number, chunk, "warmup") for chunk in range(2) for number in range(2)),
-        *(Turn("B", number, chunk, "cooldown") for chunk in (1, 0) for number in range(2)),
+        *(ScheduledPass("F", number, chunk, "warmup") for chunk in range(2) for number in range(2)),
+        *(ScheduledPass("B", number, chunk, "cooldown") for chunk in (1, 0) for number in range(2)),
     ]
 )
 """Two chunks of one stage, two micro-batches."""
@@ -111,21 +115,21 @@ INTERLEAVED = Turns(
 def passes_of_a_step(engine: Engine, fails_at: tuple[str, int, int] | None = None) -> list[Tensor]:
     """The gradients of what goes into each forward. `fails_at`: the pass that raises before it ends."""
     given, outputs = {}, {}
-    for turn in INTERLEAVED.all:
-        fails = (turn.kind, *turn.place) == fails_at
-        if turn.kind == "F":
-            given[turn.place] = torch.full((64,), 0.1 * (turn.micro_batch + 2 * turn.chunk + 1), requires_grad=True)
-            policy = replace(KEEPS_ALL, layer=turn.chunk + 1, chunk=turn.chunk)
-            with engine.forward_pass(*turn.place, 2) as ended_with:
-                outputs[turn.place] = engine.half(policy, code, (given[turn.place] * 1,), {})
+    for one in INTERLEAVED.all:
+        fails = (one.kind, *one.virtual) == fails_at
+        if one.kind == "F":
+            given[one.virtual] = torch.full((64,), 0.1 * (one.micro_batch + 2 * one.chunk + 1), requires_grad=True)
+            policy = replace(KEEPS_ALL, layer=one.chunk + 1, chunk=one.chunk)
+            with engine.forward_pass(*one.virtual, 2) as ended_with:
+                outputs[one.virtual] = engine.half(policy, code, (given[one.virtual] * 1,), {})
                 if fails:
                     raise ValueError("in the middle")
-                ended_with(outputs[turn.place])
+                ended_with(outputs[one.virtual])
         else:
             engine.exchange_begins()
             engine.receive([Work()])[0].wait()
-            with engine.backward_pass(outputs[turn.place]):
-                outputs.pop(turn.place).sum().backward()
+            with engine.backward_pass(outputs[one.virtual]):
+                outputs.pop(one.virtual).sum().backward()
                 if fails:
                     raise ValueError("in the middle")
     return [tensor.grad for _, tensor in sorted(given.items()) if tensor.grad is not None]
@@ -138,7 +142,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
     policies = {chunk: OffloadPolicy(10**6, 1, 1, 2, avoids_messages) for chunk in range(2)}
     offloader = Offloader(policies, device=torch.device("cpu"), limit_bytes=10**7)
-    engine = Engine([Agenda(), Agenda()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
+    engine = Engine([Windows(), Windows()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
     expected = passes_of_a_step(engine)
     assert engine.take_counts().offloaded_bytes > 0
     copier: Any = offloader.out if where == "offload" else offloader.back
@@ -169,7 +173,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
 
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=torch.device("cpu"), limit_bytes=10**7)
-    engine = Engine([Agenda(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
+    engine = Engine([Windows(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     for _, output in [forward(engine, number) for number in range(2)]:
         backward(engine, output)
     assert engine.take_counts().offloaded_bytes == 3 * 256
@@ -189,7 +193,7 @@ def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
 def test_what_comes_back_at_once_does_not_leave() -> None:
     """As on the last stage, or with one micro-batch."""
     offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=torch.device("cpu"), limit_bytes=10**7)
-    at_once = Turns([Turn("F", 0, 0, "steady"), Turn("B", 0, 0, "steady")])
+    at_once = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
     engine = Engine(order=lambda microbatches: at_once, offloader=offloader)
     _, output = forward(engine, 0)
     backward(engine, output)

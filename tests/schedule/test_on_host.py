@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.runtime import offload
-from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
@@ -19,7 +19,7 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None, prefetch: int) -> None:
     schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks, group)
     for stage in range(pipeline):
-        turns = Turns([Turn(a.kind, a.micro_batch, a.chunk, phase) for a, phase in schedule.phases(stage)])  # type: ignore[arg-type]
+        turns = StageOrder([ScheduledPass(a.kind, a.micro_batch, a.chunk, phase) for a, phase in schedule.phases(stage)])  # type: ignore[arg-type]
         expected = tuple(offload.sets_on_host(turns, chunk, prefetch) for chunk in range(chunks))
         assert sets_on_host(pipeline, stage, microbatches, chunks, group, prefetch) == expected
 

@@ -60,7 +60,7 @@ def _leaving_as_it_was(layer: Module, code: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(policy: HalfPolicy, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape_SB: tuple[int, int]) -> None:
-    """What only a call shows. The first call is before anything was recorded."""
+    """Refuse what only a call shows. The first call comes before anything was recorded, so a refusal leaves no trace."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if tuple(hidden.shape[:2]) != shape_SB:
         found = f"{hidden.shape[0]} tokens x {hidden.shape[1]} sequences per rank"

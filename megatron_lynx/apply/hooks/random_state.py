@@ -16,7 +16,7 @@ from megatron_lynx.runtime.rng import TorchRandom
 State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
 
 _NAME = "_current_state_name"
-"""Of the state in use; 0.15's tracker keeps none."""
+"""The tracker's attribute that names the state in use. 0.15's has none."""
 
 
 class MegatronRandom:

@@ -4,7 +4,7 @@ Replaces              `forward_step` and `backward_step` of `megatron.core.pipel
                       read at each call by every schedule).
 Why                   which micro-batch runs, and whose backward comes next in which phase, follows from the order of these calls.
 Calls the original    once per call, with the arguments as they came (`backward_step` lost parameters in 0.15 and in 0.17).
-Holds                 the micro-batches in flight, by weak reference to their output tensor.
+Holds                 nothing; the engine knows the micro-batches in flight by weak reference to their output tensor.
 Passes through when   gradients are off.
 """
 

@@ -1,0 +1,64 @@
+"""Windows: stretches in which compute would wait for communication, and the tasks that the plan has put into them.
+
+    issue ──> [ collective in flight .......................... ]
+    wait()    │ [1] tasks of this window, on the current stream  │ [2] the wait proper │ [3] tasks behind it
+
+One mechanism serves every kind of wait: whatever returns a `Work` returns a `WindowedWork` instead. What runs is decided by the
+plan alone (rule R1), is equal on all ranks of the group, and holds no collective (rule R2). What has to communicate, such as
+gathering an input, runs behind the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lynx.anatomy.address import BackwardPhase, Window, WindowAddress
+from megatron_lynx.runtime.task import Task
+
+Tasks = Mapping[Window, tuple[Task, ...]]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the plan assigned in one chunk."""
+
+    during: Mapping[BackwardPhase, Tasks] = field(default_factory=dict)
+    """Tasks that run before the wait proper, by phase of the micro-batch whose backward they are for."""
+    behind: Tasks = field(default_factory=dict)
+    """Tasks that run when the wait is over."""
+    ahead_depth: int = 0
+    """How many halves of a micro-batch may be regenerated before backward reaches them (rule R4)."""
+    whole: Container[int] = ()
+    """Micro-batches of a step that keep everything, whatever the halves' policies say."""
+    first_layer: int = 1
+    """The chunk's first layer. A window of a forward is known by where its layer stands in its chunk, because the forward may be
+    another chunk's."""
+
+    def tasks_during(self, window: Window, phase: BackwardPhase, running: Windows) -> tuple[Task, ...]:
+        """`running`: the windows of the chunk whose pass waits, which may be another one where that pass is a forward."""
+        tasks = self.during.get(phase, {})
+        if isinstance(window, WindowAddress) and window.passing == "fwd":
+            window = window._replace(layer=window.layer - running.first_layer + self.first_layer)
+        return tasks.get(window, ())
+
+    def tasks_behind(self, window: Window) -> tuple[Task, ...]:
+        return self.behind.get(window, ())
+
+
+class WindowedWork:
+    """A `Work` whose first wait runs a window. Everything else is the work's own."""
+
+    def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work = work
+        self._window: Callable[[Callable[[], Any]], Any] | None = window
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return window(lambda: self._work.wait(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

@@ -1,0 +1,139 @@
+"""What autograd saved for one call, and where it saved it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx.runtime.saved import detached, has_memory, nodes_between, saved_between, storage_of, suspended
+
+
+def names(outputs: Any, arguments: Any) -> list[str]:
+    return [type(node).__name__ for node in nodes_between(outputs, arguments)]
+
+
+def given(*size: int) -> Tensor:
+    return torch.randn(size or (3,), requires_grad=True) * 1
+
+
+def test_nodes_of_a_call_and_no_earlier_ones() -> None:
+    before = given().sin()
+    assert names(before.exp().tanh(), [before]) == ["TanhBackward0", "ExpBackward0"]
+    assert names(before, [before]) == []
+
+
+def test_a_node_that_two_paths_reach_comes_once() -> None:
+    argument = given()
+    shared = argument.exp()
+    assert names([shared.sin(), shared.cos()], [argument]).count("ExpBackward0") == 1
+
+
+def test_the_order_is_that_of_the_code() -> None:
+    """A record and its replay agree on it, whatever ran in between."""
+
+    def call(argument: Tensor) -> dict[str, list[Tensor]]:
+        return {"out": [argument.exp() * argument.sin(), argument.tanh()]}
+
+    first, second = given(), given()
+    assert names(call(first), [first]) == names(call(second), [second])
+
+
+def test_parameters_and_other_arguments_are_boundaries_too() -> None:
+    linear, argument, other = torch.nn.Linear(3, 3), given(2, 3), given(2, 3)
+    assert "MulBackward0" not in names(linear(argument) + other, ([argument], {"other": other}))
+
+
+class _Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, argument: Tensor) -> Tensor:
+        ctx.save_for_backward(argument, None, argument * 2)
+        return argument.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        first, _, _ = ctx.saved_tensors
+        return gradient + 0 * first
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (lambda argument: argument.exp(), 1),
+        (lambda argument: argument * argument.sin(), 3),
+        (lambda argument: torch.cat([argument, argument]), 0),
+        (lambda argument: _Two.apply(argument), 2),
+        (lambda argument: argument[torch.tensor([0, 2])], 1),
+    ],
+    ids=["exp", "mul and sin", "cat", "Python function", "index"],
+)
+def test_slots(call: Any, count: int) -> None:
+    """Every saved tensor with the slot that holds it: of autograd's own nodes, of lists of tensors, of Python functions; a slot
+    that holds nothing is none."""
+    argument = given()
+    output = call(argument)
+    pairs = list(saved_between(output, [argument]))
+    assert len(pairs) == count
+    unpacked: list[Tensor] = []
+
+    def unpack(index: int) -> Tensor:
+        unpacked.append(pairs[index][1])
+        return pairs[index][1].detach()
+
+    for index, (raw, _) in enumerate(pairs):
+        raw.register_hooks(lambda saved, index=index: index, unpack)
+    output.sum().backward()
+    assert len(unpacked) == count, "the slot is the one that backward reads"
+
+
+def test_wrappers_have_no_memory() -> None:
+    """As weights in FP8, which wrap bytes in other tensors: nothing can be let go of."""
+
+    class Wrapper(Tensor):
+        @staticmethod
+        def __new__(cls: Any, inner: Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)  # type: ignore[attr-defined]
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return NotImplemented
+
+    class Plain(Tensor):
+        pass
+
+    assert not has_memory(Wrapper(torch.ones(2)))
+    assert has_memory(torch.ones(2).as_subclass(Plain))
+    assert has_memory(torch.nn.Parameter(torch.ones(2)))
+    assert has_memory(torch.ones(2))
+
+
+def test_storages_are_equal_where_memory_is_shared() -> None:
+    tensor = torch.ones(4)
+    assert storage_of(tensor) == storage_of(tensor[2:]) != storage_of(tensor.clone())
+
+
+def test_detached_keeps_parameters() -> None:
+    parameter, tensor = torch.nn.Parameter(torch.ones(2)), given()
+    assert detached(parameter) is parameter
+    assert detached(tensor).requires_grad
+    assert detached(tensor).grad_fn is None
+    assert storage_of(detached(tensor)) == storage_of(tensor)
+
+
+def test_hooks_are_suspended_for_a_while() -> None:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    argument = given()
+    with hooks:
+        argument.exp()
+        with suspended(hooks):
+            argument.exp()
+        argument.exp()
+    assert len(packed) == 2

@@ -1,0 +1,280 @@
+"""What runs while an engine waits: tasks before the wait proper and behind it, by phase, within the ahead depth.
+
+One stage, layers of MLP halves alone. Each half ends in a collective in forward, and in one in backward, right when backward
+reaches it: before anything that it saved is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, WindowAddress
+from megatron_lynx.errors import ReplayError
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.task import Gather, Opening, Replay
+from megatron_lynx.runtime.windows import Windows
+from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy
+
+REPLAYED = frozenset([NORM, FC1, ACTIVATION])
+AT_ONCE = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
+
+
+def half(layer: int) -> FrameKey:
+    return layer, "mlp"
+
+
+def backward_of(layer: int) -> WindowAddress:
+    return WindowAddress("bwd", layer, "mlp", 0)
+
+
+def forward_of(layer: int) -> WindowAddress:
+    return WindowAddress("fwd", layer, "mlp", 0)
+
+
+class Work:
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def wait(self) -> bool:
+        self._log.append(f"waited {self._name}")
+        return True
+
+
+class _Collective(torch.autograd.Function):
+    """Waits for the group in forward (`after`) and in backward (`before`)."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, after: Callable[[], None], before: Callable[[], None]) -> Tensor:
+        ctx.before = before
+        after()
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.before()
+        return gradient, None, None
+
+
+@dataclass
+class Stage:
+    """An engine and the layers of its chunks. `log` has what ran, in order."""
+
+    windows: Sequence[Windows]
+    order: StageOrder = AT_ONCE
+    chunks: Sequence[range] = (range(1, 4),)
+    gathers: bool = False
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.windows, order=lambda microbatches: self.order)
+        self.layers = {layer: TinyHalf(self.engine.site) for chunk in self.chunks for layer in chunk}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+
+    def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
+        more: dict[str, Any] = {"gather_site": FC1, "gather": self._gather} if self.gathers else {}
+        return self.engine.half(policy(REPLAYED, layer=layer, chunk=chunk, **more), self._code(layer), (hidden,), {})  # type: ignore
+
+    def _code(self, layer: int) -> Callable[[Tensor], Tensor]:
+        def issue(name: str) -> Callable[[], None]:
+            return lambda: self.engine.collective(lambda: Work(self.log, name)).wait()
+
+        def code(hidden: Tensor) -> Tensor:
+            made = self.layers[layer](hidden)
+            return _Collective.apply(made, issue(f"fwd {layer}"), issue(f"bwd {layer}"))  # type: ignore[no-any-return]
+
+        return code
+
+    def _gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
+        self.log.append("gather")
+        return tensor, Work(self.log, "gather")
+
+    def forward(self, micro_batch: int, chunk: int, microbatches: int = 2) -> None:
+        hidden = torch.randn(3, WIDTH, requires_grad=True)
+        with self.engine.forward_pass(micro_batch, chunk, microbatches) as ended_with:
+            for layer in self.chunks[chunk]:
+                hidden = self._half(layer, chunk, hidden)
+            ended_with(hidden)
+        self._outputs[micro_batch, chunk] = hidden
+        for layer in self.layers.values():
+            layer.ran.clear()
+
+    def backward(self, micro_batch: int, chunk: int) -> None:
+        output = self._outputs.pop((micro_batch, chunk))
+        with self.engine.backward_pass(output):
+            output.sum().backward()
+
+    def run(self) -> list[tuple[Any, ...]]:
+        """One step in the stage's order: (micro-batch, layer, window) of every replay."""
+        self.engine.trace.start()
+        for one in self.order.all:
+            (self.forward if one.kind == "F" else self.backward)(one.micro_batch, one.chunk)
+        events = self.engine.trace.stop()
+        return [(event.micro_batch, event.layer, event.window) for event in events if event.kind == "replay"]
+
+
+def test_replays_run_before_the_wait() -> None:
+    windows = Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)
+    stage = Stage([windows])
+    usual = stage.layers[2].fc1.forward
+    stage.layers[2].fc1.forward = lambda given: (stage.log.append("fc1 of 2"), usual(given))[1]  # type: ignore
+    replays = stage.run()
+    backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
+    assert backward == ["fc1 of 2", "waited bwd 3", "waited bwd 2", "waited bwd 1"]
+    assert replays == [(0, 2, "bwd.mlp.0@3"), (0, 3, "on_demand"), (0, 1, "on_demand")]
+    counts = stage.engine.take_counts()
+    assert (counts.recorded, counts.hidden, counts.on_demand, counts.live_ahead) == (3, 1, 2, 1)
+
+
+def test_a_half_in_its_own_window_is_not_ahead() -> None:
+    windows = Windows(during={"steady": {backward_of(layer): (Replay(half(layer)),) for layer in (1, 2, 3)}})
+    stage = Stage([windows])
+    assert [window for *_, window in stage.run()] == ["bwd.mlp.0@3", "bwd.mlp.0@2", "bwd.mlp.0@1"]
+    counts = stage.engine.take_counts()
+    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (3, 0, 0)
+
+
+def test_gathers_run_behind_the_wait() -> None:
+    """And the replay goes on from there: the norm, which ran for the gather, does not run again."""
+    windows = Windows(
+        during={"steady": {backward_of(2): (Replay(half(1)),)}},
+        behind={backward_of(3): (Gather(half(1)), Gather(half(2)))},
+        ahead_depth=1,
+    )
+    stage = Stage([windows], gathers=True)
+    replays = stage.run()
+    backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
+    assert backward == ["waited bwd 3", "gather", "gather", "gather", "waited bwd 2", "waited bwd 1"]
+    assert replays == [(0, 3, "on_demand"), (0, 1, "bwd.mlp.0@2"), (0, 2, "on_demand")]
+    assert {layer: stage.layers[layer].ran for layer in (1, 2, 3)} == {1: [NORM, FC1], 2: [NORM, FC1], 3: [NORM, FC1]}
+    assert stage.engine.take_counts().gathered == 3
+
+
+def test_a_replay_over_two_windows() -> None:
+    """It is one replay, which counts where it ends, and none of its sites runs twice."""
+    during: Any = {backward_of(3): (Replay(half(1), until=FC1),), backward_of(2): (Replay(half(1)),)}
+    stage = Stage([Windows(during={"steady": during}, ahead_depth=1)])
+    assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "bwd.mlp.0@2")]
+    assert stage.layers[1].ran == [NORM, FC1]
+    counts = stage.engine.take_counts()
+    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (1, 2, 1)
+
+
+def test_a_replay_that_is_only_begun_ends_on_demand() -> None:
+    stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(1), until=FC1),)}}, ahead_depth=1)])
+    assert [replay for replay in stage.run() if replay[1] == 1] == [(0, 1, "bwd.mlp.0@3"), (0, 1, "on_demand")]
+    assert stage.layers[1].ran == [NORM, FC1]
+    counts = stage.engine.take_counts()
+    assert (counts.hidden, counts.on_demand) == (0, 3)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_ahead_depth(depth: int) -> None:
+    """Rule R4. What has no room is replayed on demand."""
+    tasks = tuple(Replay(half(layer)) for layer in (2, 1))
+    stage = Stage([Windows(during={"steady": {backward_of(3): tasks}}, ahead_depth=depth)])
+    stage.run()
+    counts = stage.engine.take_counts()
+    assert (counts.hidden, counts.on_demand, counts.live_ahead) == (min(2, depth), 3 - min(2, depth), min(2, depth))
+
+
+PHASES = StageOrder(
+    [
+        ScheduledPass("F", 0, 0, "warmup"),
+        ScheduledPass("F", 1, 0, "steady"),
+        ScheduledPass("B", 0, 0, "steady"),
+        ScheduledPass("B", 1, 0, "cooldown"),
+    ]
+)
+
+
+def test_tasks_by_phase() -> None:
+    """Steady: the forward that runs just before hides the first replay, then a backward's own windows do. Cool-down: other tasks
+    in the same windows."""
+    during: Any = {
+        "steady": {forward_of(2): (Replay(half(3)),), backward_of(3): (Replay(half(2)),)},
+        "cooldown": {backward_of(3): (Replay(half(1)),)},
+    }
+    replays = Stage([Windows(during=during, ahead_depth=1)], PHASES).run()
+    assert replays == [
+        (0, 3, "fwd.mlp.0@2"),
+        (0, 2, "bwd.mlp.0@3"),
+        (0, 1, "on_demand"),
+        (1, 1, "bwd.mlp.0@3"),
+        (1, 3, "on_demand"),
+        (1, 2, "on_demand"),
+    ]
+
+
+def test_a_receive_is_a_window_of_the_backward_that_comes_next() -> None:
+    windows = Windows(during={"cooldown": {RECV_BACKWARD: (Replay(half(3)),)}}, ahead_depth=1)
+    stage = Stage([windows], PHASES)
+    for micro_batch in (0, 1):
+        stage.forward(micro_batch, 0)
+    for micro_batch, hidden in ((0, 0), (1, 1)):
+        received = stage.engine.receive([Work(stage.log, "first"), Work(stage.log, "second")])
+        for work in received:
+            work.wait()
+        assert stage.log[-2:] == ["waited first", "waited second"]
+        assert stage.engine.take_counts().hidden == hidden, "in cool-down only, and in the first wait only"
+        stage.backward(micro_batch, 0)
+
+
+def test_a_forward_of_another_chunk() -> None:
+    """It is known by where its layer stands in its chunk: layer 2 of chunk 0 serves what layer 5 of chunk 1 is named in."""
+    order = StageOrder(
+        [
+            ScheduledPass("F", 0, 0, "warmup"),
+            ScheduledPass("F", 0, 1, "warmup"),
+            ScheduledPass("F", 1, 0, "steady"),
+            ScheduledPass("B", 0, 1, "steady"),
+            ScheduledPass("B", 0, 0, "cooldown"),
+            ScheduledPass("B", 1, 0, "cooldown"),
+        ]
+    )
+    ahead = Windows(during={"steady": {forward_of(5): (Replay(half(6)),)}}, ahead_depth=1, first_layer=4)
+    stage = Stage([Windows(), ahead], order, chunks=(range(1, 4), range(4, 7)))
+    replays = [(layer, window) for _, layer, window in stage.run()]
+    assert replays[0] == (6, "fwd.mlp.0@2")
+    assert {window for _, window in replays[1:]} == {"on_demand"}
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A kind of task that the runtime has never heard of."""
+
+    name: str
+    log: list[str]
+    room: bool = True
+
+    def run(self, opening: Opening) -> bool:
+        self.log.append(f"{self.name} in {opening.window} for {opening.micro_batch.number}")
+        return self.room
+
+
+def test_tasks_of_any_kind_run_in_order_until_one_has_no_room() -> None:
+    log: list[str] = []
+    tasks = (Noted("a", log), Noted("b", log, room=False), Noted("c", log))
+    windows = Windows(during={"steady": {backward_of(3): tasks}}, behind={backward_of(3): (Noted("d", log),)})
+    stage = Stage([windows], log=log)
+    stage.run()
+    where = "in bwd.mlp.0@3 for 0"
+    assert log[3:6] == [f"a {where}", f"b {where}", "waited bwd 3"]
+    assert log[6] == f"d {where}"
+
+
+def test_a_replay_that_communicates_is_refused() -> None:
+    """Rule R2: its collective would queue behind the one that it hides behind."""
+    stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)])
+    layer = stage.layers[2]
+    usual = layer.fc1.forward
+    layer.fc1.forward = lambda given: (stage.engine.collective(lambda: Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
+    with pytest.raises(ReplayError, match="a replay would communicate"):
+        stage.run()
+    assert not stage.engine.busy
