@@ -23,7 +23,7 @@ from megatron_lynx.runtime.turns import Place, Turns
 
 if TYPE_CHECKING:
     from megatron_lynx.runtime.frame import Frame
-    from megatron_lynx.runtime.shipment import Shipment
+    from megatron_lynx.runtime.offload import Shipment
 
 Order = Callable[[int], Turns]
 """From the number of micro-batches of a step to what this stage does."""
