@@ -2,7 +2,7 @@
 
 link        bytes a second each way, one at a time and both at once, through the runtime's own copiers and page-locked memory
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
-order       tests/runtime/test_{device,copier,offload}.py on this device, and again under compute-sanitizer where that is installed
+order       tests of device, copier and offload on this device, and again under compute-sanitizer where that is installed
 stock       the same step with Megatron's fine-grained offload, where it runs
 
 Several ranks cannot share a GPU under NCCL, so stages that offload to make room for each other are not here.

@@ -148,7 +148,7 @@ def test_a_device_is_one_object() -> None:
 
 def test_a_thread_ends_with_its_stream() -> None:
     def threads() -> int:
-        return sum(thread.name == "lynx-ending" for thread in threading.enumerate())
+        return sum(thread.name.startswith("lynx-ending") for thread in threading.enumerate())
 
     closed, forgotten = CPU.stream("ending"), CPU.stream("ending")
     assert threads() == 0, "it begins with the first work"
