@@ -34,9 +34,9 @@ from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.measure.memory import count_step
 from megatron_lynx.measure.process_peak import ENVIRONMENT, ProcessPeak
 from megatron_lynx.measure.steps import Summary, summarise
-from megatron_lynx.runtime.copiers import copiers_for
+from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Copy, Owner
 from megatron_lynx.units import MIB
 
 OWNER = Owner("a benchmark", 0)
@@ -74,7 +74,8 @@ MODES = {"fresh tensors": fresh, "two buffers": staged}
 
 def come_and_go(target: Target, sizes: Sequence[int], device: torch.device, microbatches: int) -> list[float]:
     """Reload and read so many micro-batches; seconds of each."""
-    out, back = copiers_for(device, Trace(device))
+    of_runtime = device_for(device)
+    out, back = copiers_for(of_runtime, Trace(of_runtime))
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for size in sizes]
 
     def reload(micro_batch: int) -> list[tuple[Copy, Tensor]]:

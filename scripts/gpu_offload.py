@@ -2,7 +2,7 @@
 
 link        bytes a second each way, one at a time and both at once, through the runtime's own copiers and page-locked memory
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
-order       tests/runtime/test_offload.py on this device, and again under compute-sanitizer where that is installed
+order       tests of device, copier and offload on this device, and again under compute-sanitizer where that is installed
 stock       the same step with Megatron's fine-grained offload, where it runs
 
 Several ranks cannot share a GPU under NCCL, so stages that offload to make room for each other are not here.
@@ -24,15 +24,15 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import LayerShape, half_tensors
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.runtime.copiers import copiers_for
-from megatron_lynx.runtime.host_memory import HostLimit
-from megatron_lynx.runtime.host_pool import HostPool
+from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.offload.copier import copiers_for
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.testbed.batches import synthetic_batches
 from megatron_lynx.testbed.training import Training
 
 ROUNDS = 5
-TESTS = "tests/runtime/test_offload.py"
+TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload")]
 
 
 class Copies:
@@ -40,9 +40,10 @@ class Copies:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.bytes = sum(sizes)
-        self._out, self._back = copiers_for(device, Trace(device))
+        of_runtime = device_for(device)
+        self._out, self._back = copiers_for(of_runtime, Trace(of_runtime))
         self._here = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._there = HostPool("a check", device, HostLimit(4 * self.bytes + 2**20), sets=1).lend(sizes)
+        self._there = HostPool("a check", of_runtime, HostLimit(4 * self.bytes + 2**20), sets=1).lend(sizes)
 
     def start(self, *, out: bool = True, back: bool = True) -> None:
         for tensor, block in zip(self._here, self._there, strict=True):
@@ -103,7 +104,7 @@ def hidden(job: Job, training: Training, device: torch.device) -> dict[str, floa
 
 def order(device: torch.device) -> dict[str, str]:
     """How the tests of order ended on this device."""
-    plain = [sys.executable, "-m", "pytest", "-q", "-x", TESTS, "-k", f"used_again and {device.type}"]
+    plain = [sys.executable, "-m", "pytest", "-q", "-x", *TESTS, "-k", f"[{device.type}]"]
     found = {"tests": _ended(plain)}
     sanitizer = shutil.which("compute-sanitizer")
     if device.type != "cuda" or sanitizer is None:

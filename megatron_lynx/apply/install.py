@@ -31,9 +31,10 @@ from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.context import Autocast
+from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
-from megatron_lynx.runtime.state import Autocast
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run, overlapping):
         raise PlanMismatch("the plan does not fit this run", differing)
-    device = next(run.chunks[0].parameters()).device
+    device = device_for(next(run.chunks[0].parameters()).device)
     order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
     extra: dict[str, Any] = {}
     if run.fp8:
@@ -132,7 +133,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     engine = Engine(
         [windows(entry) for entry in plan.chunks_of(run.stage)],
         order=order,
-        random=MegatronRandom(),
+        random=MegatronRandom(device),
         guard=left_as_they_were,
         device=device,
         offloader=offloader_of(plan, run, order, device),

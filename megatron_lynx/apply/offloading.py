@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.host_memory import available_bytes
-from megatron_lynx.runtime.offload import Offloader, sets_on_host
-from megatron_lynx.runtime.shipment import OffloadPolicy
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.offload import Offloader, OffloadPolicy, available_bytes
 from megatron_lynx.runtime.stage_order import OrderOfStep
+from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.on_host import most_on_host
 
 
-def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: torch.device) -> Offloader | None:
+def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -> Offloader | None:
     """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once.
 
     Raises `OffloadError` with both numbers where the host has too little memory.
     """
-    passes = order(plan.batch.microbatches)
+    passes = [(Action(one.micro_batch, one.kind, one.chunk), one.phase) for one in order(plan.batch.microbatches).all]
     policies = {}
     for entry in plan.chunks_of(run.stage):
-        if entry.offload is None or not (sets := sets_on_host(passes, entry.chunk, entry.offload.prefetch)):
+        if entry.offload is None or not (sets := most_on_host(passes, entry.offload.prefetch)[entry.chunk]):
             continue
         policies[entry.chunk] = OffloadPolicy(
             bytes=entry.offload.bytes,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.agreement import on_rank_0
-from megatron_lynx.runtime.trace import Event, Trace
+from megatron_lynx.runtime.trace import Span, Trace
 
 
 class TraceFile:
@@ -55,7 +55,7 @@ class TraceFile:
         yield
         self._write(self._path, _gathered(trace.stop()))
 
-    def _write(self, path: Path, events: list[list[Event]]) -> None:
+    def _write(self, path: Path, events: list[list[Span]]) -> None:
         if not events:
             return
         from megatron_lynx.compare.perfetto import write_trace
@@ -69,11 +69,11 @@ class TraceFile:
             on_rank_0(f"megatron-lynx: step {self._step} of this run is traced in {path}")
 
 
-def _gathered(events: list[Event]) -> list[list[Event]]:
+def _gathered(events: list[Span]) -> list[list[Span]]:
     """All ranks' events on rank 0; elsewhere nothing."""
     if not dist.is_initialized():
         return [events]
-    gathered: list[list[Event]] = [[] for _ in range(dist.get_world_size())] if _rank() == 0 else []
+    gathered: list[list[Span]] = [[] for _ in range(dist.get_world_size())] if _rank() == 0 else []
     dist.gather_object(events, gathered or None)
     return gathered
 

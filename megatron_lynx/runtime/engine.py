@@ -6,7 +6,7 @@
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       site()                                     recorder, replayer
         a collective is issued      collective(): a window, fwd.*              waits; windows say what runs in it
-    messages between stages         exchange_begins()                          shipping
+    messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter()                                   ledger
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
+from megatron_lynx.runtime.context import Autocast, Context, Surroundings
 from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.micro_batch import MicroBatch
@@ -38,11 +40,8 @@ from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hook
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
-from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.state import Autocast, State, Surroundings
-from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.windows import Windows
 
@@ -57,21 +56,21 @@ class Engine:
         order: OrderOfStep | None = None,
         random: RandomSource | None = None,
         guard: Guard = nullcontext,
-        device: torch.device | None = None,
+        device: Device | None = None,
         offloader: Offloader | None = None,
         as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
-        surroundings: Sequence[State] = (Autocast(),),
+        surroundings: Sequence[Context] = (Autocast(),),
     ) -> None:
         self._windows = tuple(windows)
-        self.offloader = offloader
-        self.trace = Trace(device) if offloader is None else offloader.trace
+        device = device or device_for(torch.device("cpu"))
+        self.offloader = offloader or Offloader({}, device=device, limit_bytes=0)
+        self.trace = self.offloader.trace
         self._ledger = Ledger(order)
-        self._random = random or TorchRandom()
-        self._progress = Progress(self._ledger, self.trace, offloader)
+        self._random = random or TorchRandom(device)
+        self._progress = Progress(self._ledger, self.offloader)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
-        self._shipping = Shipping(offloader, self._ledger, self._windows)
-        self._waits = Waits(self._progress, self._windows, self._replays, self._shipping)
+        self._waits = Waits(self._progress, self._windows, self._replays)
         self._entered_at: Any = None
 
     @property
@@ -90,8 +89,7 @@ class Engine:
 
     def close(self) -> None:
         """Nothing will run under this engine any more."""
-        if self.offloader is not None:
-            self.offloader.close()
+        self.offloader.close()
 
     def take_counts(self, *, exact: bool = True) -> Counts:
         """What was done since this was last asked. On CUDA `exact` seconds wait for the device; otherwise waits that it has not
@@ -113,17 +111,17 @@ class Engine:
             return
         self._ledger.begin_forward(index, chunk, microbatches)
         with self._progress.aborting():
-            self._shipping.forward_begins()
-            yield lambda output: self._shipping.forward_ends(self._ledger.end_forward(output), output)
+            self.offloader.forward_begins(self._ledger)
+            yield lambda output: self.offloader.forward_ends(self._ledger.end_forward(output), output)
 
     @contextmanager
     def backward_pass(self, output: Any) -> Iterator[None]:
         """One micro-batch's backward, from the output of its forward."""
         micro_batch = self._ledger.begin_backward(output)
         with self._progress.aborting():
-            self._shipping.backward_begins(micro_batch)
+            self.offloader.backward_begins(micro_batch, self._ledger)
             yield
-            self._shipping.backward_ends()
+            self.offloader.settle()  # in cool-down no forward comes that would let originals go whose copies are over
         self._close_backward_span()
         self._ledger.end_backward(micro_batch)
 
@@ -135,9 +133,10 @@ class Engine:
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
-        if micro_batch.index in self._windows[policy.chunk].whole:
-            policy = policy.keeping
-        shipment = None if policy.section.opaque else self._shipping.shipment_of(micro_batch, (args, kwargs))
+        whole = micro_batch.index in self._windows[policy.chunk].whole
+        policy = policy.keeping if whole else policy
+        stays = whole or policy.section.opaque
+        shipment = None if stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
         recorded = policy.replay or shipment is not None
         if recorded:
             refuse_foreign_hooks(policy.name)
@@ -202,7 +201,7 @@ class Engine:
     def exchange_begins(self) -> None:
         """Messages between stages are about to be issued."""
         with self._progress.aborting():
-            self._shipping.exchange_begins()
+            self.offloader.exchange_begins()
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""

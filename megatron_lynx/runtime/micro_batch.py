@@ -1,6 +1,7 @@
-"""One forward of one chunk, until its backward is over: who it is, what of it was regenerated, what of it is on the host.
+"""One forward of one chunk, until its backward is over: which one it is, and what of it was regenerated.
 
-A micro-batch knows nothing of frames. A frame knows the micro-batch that it belongs to, and the ledger finds the frames of one.
+A micro-batch knows nothing of frames and shipments. A frame knows the micro-batch that it belongs to, the ledger finds the frames
+of one, and the offloader what of one is on the host.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
-from megatron_lynx.runtime.shipment import Shipment
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
 
 
@@ -29,8 +29,6 @@ class MicroBatch:
     output: weakref.ref[Tensor] | None = None
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
     phase: BackwardPhase = "steady"
-    shipment: Shipment | None = None
-    """What of it goes to the host."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -17,15 +17,15 @@ from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.trace import Kind, Trace
+from megatron_lynx.runtime.trace import SpanKind, Trace
 
 
 class Progress:
     """The state that the parts of one engine share."""
 
-    def __init__(self, ledger: Ledger, trace: Trace, offloader: Offloader | None) -> None:
+    def __init__(self, ledger: Ledger, offloader: Offloader) -> None:
         self.ledger = ledger
-        self.trace = trace
+        self.trace: Trace = offloader.trace
         self.offloader = offloader
         self.counts = Counts()
         self.scope: Recorder | Replayer | Passage | None = None
@@ -45,8 +45,7 @@ class Progress:
         """Forget the step under way: it failed."""
         self.scope = None
         self.ledger.abort()
-        if self.offloader is not None:
-            self.offloader.abandon()
+        self.offloader.abandon()
 
     @contextmanager
     def aborting(self) -> Iterator[None]:
@@ -59,9 +58,8 @@ class Progress:
 
     def take_counts(self, *, exact: bool) -> Counts:
         counts, self.counts = self.counts, Counts()
-        if self.offloader is not None:
-            counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
-            counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
+        counts.offloaded_bytes, counts.reloaded_bytes = self.offloader.take_bytes()
+        counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts
 
     @contextmanager
@@ -73,6 +71,6 @@ class Progress:
         finally:
             self.scope = outer
 
-    def span(self, kind: Kind, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
+    def span(self, kind: SpanKind, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
         """An event of a frame, in the trace."""
         return self.trace.span(kind, *frame.key, frame.micro_batch.number, window)

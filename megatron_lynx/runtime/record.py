@@ -23,10 +23,9 @@ from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, View
-from megatron_lynx.runtime.parcel import Hosted
+from megatron_lynx.runtime.offload import Hosted, Shipment
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import detached, saved_between, storage_of, suspended, tensors_in
-from megatron_lynx.runtime.shipment import Shipment
 from megatron_lynx.runtime.site_call import SiteCall
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Memo
-from megatron_lynx.runtime.parcel import on_device
+from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.rng import RandomSource, forked
 from megatron_lynx.runtime.saved import detached, saved_between, storage_of, suspended
 from megatron_lynx.runtime.site_call import FirstPart, SiteCall

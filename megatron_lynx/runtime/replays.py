@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.runtime.context import Context
 from megatron_lynx.runtime.frame import Frame, Handle
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.refusals import second_order
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.state import State
 
 Guard = Callable[[], AbstractContextManager[Any]]
 AsRecorded = Callable[[int], AbstractContextManager[None]]
@@ -30,7 +30,7 @@ class Replays:
     """All replays of one engine. Each runs inside `guard`, with the weights as recorded."""
 
     def __init__(
-        self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: State
+        self, progress: Progress, random: RandomSource, guard: Guard, as_recorded: AsRecorded, surroundings: Context
     ) -> None:
         self._progress = progress
         self._random = random

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from megatron_lynx.runtime.device import Device, present_device
 
 
 class RandomSource(Protocol):
@@ -31,18 +34,18 @@ class RandomSource(Protocol):
 
 
 class TorchRandom:
-    """The default generators of the CPU and, where CUDA is in use, of the current device."""
+    """The default generators of torch that code on a device draws from: the CPU's, and on CUDA that of the device."""
 
-    def capture(self) -> tuple[torch.Tensor, ...]:
-        states = (torch.get_rng_state(),)
-        return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else states
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device or present_device()
 
-    def restore(self, state: tuple[torch.Tensor, ...]) -> None:
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1])
+    def capture(self) -> tuple[Tensor, ...]:
+        return self._device.random_states()
 
-    def same(self, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    def restore(self, state: tuple[Tensor, ...]) -> None:
+        self._device.restore_random_states(state)
+
+    def same(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
         return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

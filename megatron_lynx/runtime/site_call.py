@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
+from megatron_lynx.runtime.context import SiteState
 from megatron_lynx.runtime.saved import detached, nodes_between, tensors_in
-from megatron_lynx.runtime.state import SiteState
 
 
 @dataclass(frozen=True)

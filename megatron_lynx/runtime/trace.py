@@ -1,12 +1,10 @@
-"""What happened when: one event per half, replay, window, gather, copy (to the host or back) and wait of compute for a copy,
-for timelines and for tests of order.
+"""What happened when, for timelines and for tests of order: one span per half, replay, window, gather, copy and wait for a copy.
 
-On CUDA the times are those of the device (events recorded on the current stream); elsewhere of the host.
+Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,15 +12,17 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait"]
+from megatron_lynx.runtime.device import Device, Event, device_for
+
+SpanKind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait"]
 
 
 @dataclass(frozen=True)
-class Event:
-    """`window` is where a replay ran (`bwd.mlp.0@3`, `pipe.recv_backward`, `on_demand`), or the window itself. Seconds from the
-    trace's start. `micro_batch` counts from 0 over the whole run of one rank."""
+class Span:
+    """Something that took time. `window` is where a replay ran (`bwd.mlp.0@3`, `pipe.recv_backward`, `on_demand`), or the window
+    itself. Seconds count from the trace's start, and `micro_batch` counts from 0 over the whole run of one rank."""
 
-    kind: Kind
+    kind: SpanKind
     layer: int | None
     half: str | None
     micro_batch: int | None
@@ -40,13 +40,13 @@ class Event:
 
 
 class Trace:
-    """A list of events that grows only while `enabled`."""
+    """A list of spans that grows only while `enabled`."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         self.enabled = False
-        self._on_cuda = device is not None and device.type == "cuda"
-        self._origin: Any = None
-        self._spans: list[tuple[tuple[Any, ...], Any, Any]] = []
+        self._device = device or device_for(torch.device("cpu"))
+        self._origin: Event | None = None
+        self._spans: list[tuple[tuple[Any, ...], Event, Event]] = []
 
     def start(self) -> None:
         """Forget everything and record from here on."""
@@ -54,19 +54,18 @@ class Trace:
         self._origin = self._now()
         self.enabled = True
 
-    def stop(self) -> list[Event]:
-        """Record no more; the events so far, by start. Waits for the device, whose clock they are read from."""
+    def stop(self) -> list[Span]:
+        """Record no more; the spans so far, by start. Waits for the device, whose clock they are read from."""
         self.enabled = False
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        events = [Event(*(*what, self._seconds(start), self._seconds(end))) for what, start, end in self._spans]
+        self._device.synchronize()
+        spans = [Span(*(*what, self._seconds(start), self._seconds(end))) for what, start, end in self._spans]
         self._spans.clear()
-        return sorted(events, key=lambda event: (event.start_s, -event.end_s))
+        return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
     @contextmanager
     def span(
         self,
-        kind: Kind,
+        kind: SpanKind,
         layer: int | None = None,
         half: str | None = None,
         micro_batch: int | None = None,
@@ -81,23 +80,26 @@ class Trace:
         finally:
             self.add(kind, layer, half, micro_batch, window, start)
 
-    def now(self) -> Any:
+    def now(self) -> Event | None:
         """A moment, to give to `add` later (None while disabled)."""
         return self._now() if self.enabled else None
 
     def add(
-        self, kind: Kind, layer: int | None, half: str | None, micro_batch: int | None, window: str | None, start: Any
+        self,
+        kind: SpanKind,
+        layer: int | None,
+        half: str | None,
+        micro_batch: int | None,
+        window: str | None,
+        start: Event | None,
     ) -> None:
         """Record what began at `start` and ends now."""
         if self.enabled and start is not None:
             self._spans.append(((kind, layer, half, micro_batch, window), start, self._now()))
 
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _now(self) -> Event:
+        return self._device.current.record(timed=True)
 
-    def _seconds(self, moment: Any) -> float:
-        return float(self._origin.elapsed_time(moment) / 1e3 if self._on_cuda else moment - self._origin)
+    def _seconds(self, moment: Event) -> float:
+        assert self._origin is not None, "the trace was never started"
+        return moment.seconds_since(self._origin)

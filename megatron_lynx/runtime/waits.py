@@ -19,21 +19,19 @@ from megatron_lynx.runtime.refusals import collective_in_replay
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.replays import Replays
 from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.shipping import Shipping
 from megatron_lynx.runtime.task import Opening, Task
-from megatron_lynx.runtime.trace import Kind
+from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
 class Waits:
     """All windows of one engine. `windows`, by chunk, say which tasks run where."""
 
-    def __init__(self, progress: Progress, windows: Sequence[Windows], replays: Replays, shipping: Shipping) -> None:
+    def __init__(self, progress: Progress, windows: Sequence[Windows], replays: Replays) -> None:
         self._progress = progress
         self._ledger = progress.ledger
         self._windows = windows
         self._replays = replays
-        self._shipping = shipping
 
     def collective(self, start: Callable[[], Any]) -> Any:
         """Issue a collective of the tensor-parallel group. Its `Work` runs a window if it was issued inside a half.
@@ -63,7 +61,7 @@ class Waits:
             if micro_batch is None:
                 return wait()
             with self._progress.aborting():
-                self._shipping.gradient_awaited()
+                self._progress.offloader.gradient_awaited(self._ledger)
                 return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
 
         return [WindowedWork(work, window) for work in works]
@@ -109,7 +107,7 @@ class Waits:
         return address, entered.micro_batch, entered.micro_batch.phase
 
     def _window(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase, wait: Callable[[], Any]) -> Any:
-        kind: Kind = "recv" if window == RECV_BACKWARD else "window"
+        kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
             if micro_batch is not None:
                 running = self._windows[self._ledger.recording_chunk]

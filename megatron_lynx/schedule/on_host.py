@@ -3,29 +3,36 @@
 stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves behind its forward, and comes back `prefetch` backwards before
 on the host      1   2   3 |  3               its own, or behind the forward before them. The pool of stage s holds p-1-s sets.
                               (F3 left, F0 is back)
-
-What runs (`runtime.offload`) counts the same from the order that it is handed; a test holds the two together.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.one_stage import passes_of
+from megatron_lynx.schedule.schedule import Phase
 
 
 @lru_cache(maxsize=1024)
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
-    """By chunk; a micro-batch whose backward follows its forward at once stays."""
-    order = [*passes_of(pipeline, stage, microbatches, chunks, group_size)]
+    """By chunk, in a step of Megatron's schedules."""
+    most = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
+    return tuple(most[chunk] for chunk in range(chunks))
+
+
+def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
+    """By chunk, in any order of one stage's passes. A micro-batch whose backward follows its forward at once stays."""
+    order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}
     away: set[Action] = set()
-    counts, most, begun = [0] * chunks, [0] * chunks, 0
+    counts, most, begun = Counter[int](), Counter[int](), 0
     for action, phase in order:
         own = Action(action.micro_batch, "B", action.chunk)
         at_once = behind.get(action) == own
@@ -33,11 +40,10 @@ def sets_on_host(
         back = {action}
         if action.kind == "B" or (phase == "steady" and action in behind and not at_once):
             back.update(backwards[begun : begun + prefetch])
-        for one in back & away:
-            counts[one.chunk] -= 1
+        counts.subtract(one.chunk for one in back & away)
         away -= back
         if action.kind == "F" and not at_once:
             away.add(own)
             counts[action.chunk] += 1
             most[action.chunk] = max(most[action.chunk], counts[action.chunk])
-    return tuple(most)
+    return most

@@ -6,19 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.offload import Offloader, sets_on_host
-from megatron_lynx.runtime.parcel import Hosted, on_device
-from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
-
-CPU = torch.device("cpu")
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.offload import Hosted, Offloader, OffloadPolicy, Shipment, on_device
+from tests.runtime.devices import CPU, delay, on_every_device
+from tests.runtime.devices import device as device
 
 
 @contextmanager
@@ -46,28 +43,26 @@ def there_and_back(made: Offloader, shipment: Shipment) -> None:
     made.fetch(shipment)
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_memory_is_used_again_only_behind_the_copies(kind: str) -> None:
+@on_every_device
+def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
     """Kernels are late, copies are many, and what is let go is allocated and overwritten at once."""
-    device, count = torch.device(kind), 1 << 22 if kind == "cuda" else 1 << 12
+    where, on_cuda = device.where, device.where.type == "cuda"
+    count = 1 << 22 if on_cuda else 1 << 12
     made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 1, 3)}, device=device, limit_bytes=10**9)
     for step in range(3):
         in_flight = []
         for number in range(3):
             shipment = made.open(number, 0)
-            if kind == "cuda":
-                torch.cuda._sleep(20_000_000)
-            tensors = [torch.full((count,), 100.0 * step + 10.0 * number + index, device=device) for index in range(3)]
+            if on_cuda:
+                delay(device)
+            tensors = [torch.full((count,), 100.0 * step + 10.0 * number + index, device=where) for index in range(3)]
             in_flight.append((shipment, stowed(shipment, *tensors)))
             del tensors
             made.depart(shipment, None)
-            torch.full((6 * count,), float("nan"), device=device)
+            torch.full((6 * count,), float("nan"), device=where)
         for number, (shipment, handles) in enumerate(in_flight):
             made.fetch(shipment)
-            torch.full((6 * count,), float("nan"), device=device)
+            torch.full((6 * count,), float("nan"), device=where)
             for index, handle in enumerate(handles):
                 assert bool((handle.tensor() == 100.0 * step + 10.0 * number + index).all())
             handles.clear()
@@ -147,7 +142,7 @@ def test_an_original_is_let_go_behind_its_copy_and_before_the_next_but_one() -> 
             target.copy_(source)
             moved.append(int(target[0]))
 
-        made.out.move = held_up  # type: ignore[attr-defined]
+        made.out.move = held_up
         shipments, handles = [], []
         for number in range(2):
             shipments.append(made.open(number, 0))
@@ -172,7 +167,7 @@ def test_looking_whether_copies_are_over_never_ends_a_step() -> None:
         raise OSError("the link is down")
 
     with offloader(10**6) as made:
-        made.out.move = broken  # type: ignore[attr-defined]
+        made.out.move = broken
         shipment = made.open(0, 0)
         (handle,) = stowed(shipment, torch.zeros(64))
         made.depart(shipment, None)
@@ -193,7 +188,7 @@ def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> 
         target.copy_(source)
         timeline.append("copied")
 
-    made.out.move = made.back.move = slowly  # type: ignore[attr-defined]
+    made.out.move = made.back.move = slowly
     shipment = made.open(0, 0)
     (handle,) = stowed(shipment, torch.arange(64.0))
     made.depart(shipment, None)
@@ -229,7 +224,7 @@ def test_parcels_are_fetched_last_one_first_and_once() -> None:
             target.copy_(source)
             order.append(int(target[0]))
 
-        made.back.move = noted  # type: ignore[attr-defined]
+        made.back.move = noted
         made.fetch(shipment)
         made.fetch(shipment)
         made.back.drain()
@@ -267,19 +262,3 @@ def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
         Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit_bytes=1200)
     assert "1200 bytes" in refused.value.problems[0].found
     assert "1300 bytes" in refused.value.problems[0].needed
-
-
-def one_f_one_b(warmup: int, microbatches: int) -> StageOrder:
-    warmup = min(warmup, microbatches)
-    turns: list[Any] = [ScheduledPass("F", i, 0, "warmup") for i in range(warmup)]
-    for i in range(warmup, microbatches):
-        turns += [ScheduledPass("F", i, 0, "steady"), ScheduledPass("B", i - warmup, 0, "steady")]
-    return StageOrder([*turns, *(ScheduledPass("B", i, 0, "cooldown") for i in range(microbatches - warmup, microbatches))])
-
-
-@pytest.mark.parametrize(
-    ("warmup", "microbatches", "prefetch", "sets"),
-    [(0, 8, 1, 0), (1, 8, 1, 1), (3, 8, 1, 3), (3, 8, 2, 3), (3, 2, 1, 2), (7, 8, 1, 7)],
-)
-def test_micro_batches_on_the_host_at_once(warmup: int, microbatches: int, prefetch: int, sets: int) -> None:
-    assert sets_on_host(one_f_one_b(warmup, microbatches), 0, prefetch) == sets

@@ -1,14 +1,39 @@
-"""The planner's count of what is on the host is the runtime's."""
+"""How many micro-batches are on the host at once: for the planner from a layout, for a run from the order of its passes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from megatron_lynx.runtime import offload
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.on_host import sets_on_host
+from megatron_lynx.schedule.on_host import most_on_host, sets_on_host
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Phase
+
+
+def counted(passes: Sequence[tuple[Action, Phase]], chunk: int, prefetch: int) -> int:
+    """The same by the words: at each pass, those whose forward is over and whose reload has not been asked for."""
+    order = [action for action, _ in passes]
+    backwards = [action for action in order if action.kind == "B"]
+
+    def asked_for(action: Action) -> int:
+        """The pass before which it comes back, or none."""
+        for at, (one, phase) in enumerate(passes):
+            begun = sum(other.kind == "B" for other in order[: at + 1])
+            hides = one.kind == "F" and phase == "steady" and order[at + 1] == backwards[begun] and order[at + 1][::2] != one[::2]
+            if one == action or ((one.kind == "B" or hides) and action in backwards[begun : begun + prefetch]):
+                return at
+        raise AssertionError(f"{action} never comes")
+
+    gone = [
+        (at, asked_for(Action(one.micro_batch, "B", one.chunk)))
+        for at, one in enumerate(order)
+        if one.kind == "F" and one.chunk == chunk and order[at + 1] != Action(one.micro_batch, "B", one.chunk)
+    ]
+    return max((sum(left <= at < back for left, back in gone) for at in range(len(order))), default=0)
 
 
 @pytest.mark.parametrize(
@@ -19,10 +44,23 @@ from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 def test_sets_of_the_pool(pipeline: int, microbatches: int, chunks: int, group: int | None, prefetch: int) -> None:
     schedule = one_f_one_b(pipeline, microbatches) if chunks == 1 else interleaved(pipeline, microbatches, chunks, group)
     for stage in range(pipeline):
-        turns = StageOrder([ScheduledPass(a.kind, a.micro_batch, a.chunk, phase) for a, phase in schedule.phases(stage)])  # type: ignore[arg-type]
-        expected = tuple(offload.sets_on_host(turns, chunk, prefetch) for chunk in range(chunks))
+        passes = list(schedule.phases(stage))
+        expected = tuple(counted(passes, chunk, prefetch) for chunk in range(chunks))
         assert sets_on_host(pipeline, stage, microbatches, chunks, group, prefetch) == expected
 
 
 def test_stages_of_1f1b() -> None:
     assert [sets_on_host(8, stage, 32) for stage in range(8)] == [(7 - stage,) for stage in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "microbatches", "prefetch", "sets"),
+    [(0, 8, 1, 0), (1, 8, 1, 1), (3, 8, 1, 3), (3, 8, 2, 3), (3, 2, 1, 2), (7, 8, 1, 7)],
+)
+def test_micro_batches_on_the_host_at_once(warmup: int, microbatches: int, prefetch: int, sets: int) -> None:
+    warmup = min(warmup, microbatches)
+    passes: list[Any] = [(Action(i, "F"), "warmup") for i in range(warmup)]
+    for i in range(warmup, microbatches):
+        passes += [(Action(i, "F"), "steady"), (Action(i - warmup, "B"), "steady")]
+    passes += [(Action(i, "B"), "cooldown") for i in range(microbatches - warmup, microbatches)]
+    assert most_on_host(passes, prefetch)[0] == sets

@@ -184,7 +184,7 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
 
     stock = [step(job) for job in jobs]
     result, said = Reshaped(), _Said()
-    logging.getLogger("megatron_lynx.runtime.host_pool").addHandler(said)
+    logging.getLogger("megatron_lynx.runtime.offload.host_memory").addHandler(said)
     with install(chunks, plan) as installation:
         for job, expected in zip(jobs, stock, strict=True):
             found = step(job)
@@ -194,7 +194,7 @@ def reshape(rank: int, jobs: list[Job], plan: Plan) -> Reshaped:
                 run_schedule(chunks, job, synthetic_batches(job), forward_only=True)
             result.copied_by_evaluation.append(installation.engine.take_counts().offloaded_bytes)
             result.logged.append(said.take())
-    logging.getLogger("megatron_lynx.runtime.host_pool").removeHandler(said)
+    logging.getLogger("megatron_lynx.runtime.offload.host_memory").removeHandler(said)
     return result
 
 

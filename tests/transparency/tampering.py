@@ -23,7 +23,7 @@ NAN = 0xFF
 @contextmanager
 def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
     """`seen.copies` gets beginnings and ends, `seen.overwritten` counts originals."""
-    from megatron_lynx.runtime.parcel import Parcel
+    from megatron_lynx.runtime.offload.parcel import Parcel
 
     delays = random.Random(5)
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.rng import TorchRandom
 
-State = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
+RandomState = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], str | None]
 
 _NAME = "_current_state_name"
 """The tracker's attribute that names the state in use. 0.15's has none."""
@@ -25,17 +26,17 @@ class MegatronRandom:
     The tracker is looked up each time: seeding anew with `force_reset_rng` makes another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         self._present_tracker: Callable[[], Any] = get_cuda_rng_tracker
-        self._torch = TorchRandom()
+        self._torch = TorchRandom(device)
 
-    def capture(self) -> State:
+    def capture(self) -> RandomState:
         tracker = self._present_tracker()
         return self._torch.capture(), tracker.get_states(), getattr(tracker, _NAME, None)
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: RandomState) -> None:
         default, tracked, name = state
         self._torch.restore(default)
         tracker = self._present_tracker()
@@ -43,7 +44,7 @@ class MegatronRandom:
         if name is not None:
             setattr(tracker, _NAME, name)
 
-    def same(self, one: State, other: State) -> bool:
+    def same(self, one: RandomState, other: RandomState) -> bool:
         return (
             one[2] == other[2]
             and one[1].keys() == other[1].keys()

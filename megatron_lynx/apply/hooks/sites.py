@@ -20,9 +20,9 @@ from megatron_lynx.apply.site import modules_of, sited_sections_of
 from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
+from megatron_lynx.runtime.context import SiteState
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.site_call import FirstPart, SiteCall
-from megatron_lynx.runtime.state import SiteState
 
 
 def claims(engine: Engine, layer: Module, number: int, release: TeRelease | None = None, *, fp8: bool = False) -> Iterator[Claim]:

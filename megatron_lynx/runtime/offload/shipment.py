@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.host_pool import HostPool
-from megatron_lynx.runtime.parcel import Hosted, Parcel
+from megatron_lynx.runtime.offload.copier import Copier, Owner
+from megatron_lynx.runtime.offload.host_memory import HostPool
+from megatron_lynx.runtime.offload.parcel import Hosted, Parcel
 from megatron_lynx.runtime.saved import storage_of, tensors_in
-from megatron_lynx.runtime.transfer import Copier, Owner
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OffloadPolicy:
     """What the plan says about one chunk, in the runtime's terms."""
 
     bytes: int
-    """Of one micro-batch, how many go to the host."""
+    """How many bytes of one micro-batch go to the host."""
     smallest_tensor_bytes: int
     """Smaller storages stay."""
     prefetch: int = 1
@@ -66,7 +66,7 @@ class Shipment:
             parcel = Parcel(whole, self.owner, self.back)
             self._parcels.pop(storage, None)  # one that died had this address before
             self._parcels[storage] = weakref.ref(parcel)
-        return Hosted.of(tensor, parcel)  # [1]
+        return Hosted.of(tensor, parcel)
 
     def stow_all(self, value: Any) -> Any:
         """The same nest with handles in place of tensors that may go."""

@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.host_memory import HostLimit, available_bytes
-from megatron_lynx.runtime.host_pool import ALIGNMENT, HostPool
-from megatron_lynx.runtime.thread_copier import ThreadCopier
+from megatron_lynx.runtime.offload.copier import Copier, Owner
+from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostPool, available_bytes
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Owner
-
-CPU = torch.device("cpu")
+from tests.runtime.devices import CPU
 
 
 def pool(*, limit_bytes: int = 10**6, sets: int = 1) -> HostPool:
@@ -52,7 +49,7 @@ def test_what_is_given_back_is_lent_again() -> None:
 
 
 def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
-    lender, copier = pool(), ThreadCopier("reload", Trace())
+    lender, copier = pool(), Copier("reload", CPU, Trace())
     (block,) = lender.lend([64])
     copy = block.last = copier.start(torch.empty(64, dtype=torch.uint8), block.tensor, Owner("stage 1", 0))
     del block

@@ -1,4 +1,4 @@
-"""What a call runs under that is not in its arguments, and what a site keeps from call to call: as recorded in every replay.
+"""A replay must run under what its record ran under: everything that a call depends on and that is not in its arguments.
 
     record    capture() ── a value that later calls do not change
     replay    as_captured(value):  [what it was then] ... [what it was before the replay]
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 
-class State(Protocol):
+class Context(Protocol):
     """Something that a replay must find as its record did, and leave as it found it."""
 
     def capture(self) -> Any:
-        """As it is now."""
+        """What it is now, as a value that later calls do not change."""
 
     def as_captured(self, captured: Any) -> AbstractContextManager[None]:
-        """Inside, it is as it was; behind, as it was before."""
+        """Inside it is what it was then; afterwards it is what it was before."""
 
 
-class SiteState(State, Protocol):
-    """That of one site, beside its parameters: scales of FP8, and copies of weights."""
+class SiteState(Context, Protocol):
+    """What one site keeps from call to call beside its parameters: scales of FP8, and quantized copies of weights."""
 
     def lasting(self) -> Iterable[Tensor]:
         """Tensors that outlive a call. A node of autograd may save them; they are no micro-batch's own."""
 
 
 class Autocast:
-    """Torch's, which is on in Megatron's forward step and off in its backward (rule R12)."""
+    """Torch's autocast, which is on in Megatron's forward step and off in its backward (rule R12)."""
 
     def capture(self) -> tuple[Any, ...]:
         """(device type, enabled, dtype, cache) for every device type that a layer may run on."""
@@ -52,17 +52,17 @@ class Autocast:
 
 
 class Surroundings:
-    """Several, as one."""
+    """All contexts of a run as one."""
 
-    def __init__(self, states: Sequence[State]) -> None:
-        self._states = tuple(states)
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = tuple(contexts)
 
     def capture(self) -> tuple[Any, ...]:
-        return tuple(state.capture() for state in self._states)
+        return tuple(context.capture() for context in self._contexts)
 
     @contextmanager
     def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
         with ExitStack() as stack:
-            for state, then in zip(self._states, captured, strict=True):
-                stack.enter_context(state.as_captured(then))
+            for context, then in zip(self._contexts, captured, strict=True):
+                stack.enter_context(context.as_captured(then))
             yield

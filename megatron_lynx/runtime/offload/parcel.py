@@ -1,4 +1,4 @@
-"""One storage of one micro-batch, wherever its bytes are, and views of it.
+"""What autograd would have kept on the device: one storage of one micro-batch, wherever its bytes are, and views of it.
 
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
         └── let go when that copy is over             └── waited for      the rest stays in a tensor of its own
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.host_pool import Block
-from megatron_lynx.runtime.transfer import Copier, Copy, Owner, failed
+from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, failed
+from megatron_lynx.runtime.offload.host_memory import Block
 
 
 class Parcel:

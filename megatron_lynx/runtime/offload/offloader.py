@@ -1,14 +1,15 @@
-"""What frames keep can live on the host between a micro-batch's forward and its backward.
+"""When what a stage keeps goes to the host and comes back: fixed by the order of passes, which the engine reports (rule R1).
 
     forward of k      [1] saved tensors become handles; a parcel per storage, however many handles look into it
     end of forward    [2] parcels in the order in which they were made, until the plan's bytes are reached: copied out.
                           Their originals are let go when they are copied: at the end of the next forward at the latest
-    backward of k-d   [3] begins (d: the prefetch distance): parcels of k are copied back, last one first
+    backward of k-d   [3] begins (d: the prefetch distance), or the gradient for it is awaited, or the forward right before it
+                          begins: parcels of k are copied back, last one first
     backward of k     [4] a node asks its handle, the handle waits for its parcel, and looks into it as it looked before
     exchanges         [5] where copies avoid messages: [2] waits for the pass behind the exchange, the exchange for all copies
 
 What was made first lives longest and is needed last, so it goes. Parcels belong to the handles that autograd's graph and frames
-hold: when the graph goes they go, and their host blocks with them (rule R8). Nothing here looks at a clock (rule R1).
+hold: when the graph goes they go, and their host blocks with them (rule R8).
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.copiers import copiers_for
-from megatron_lynx.runtime.host_memory import HostLimit, too_little
-from megatron_lynx.runtime.host_pool import HostPool
-from megatron_lynx.runtime.parcel import Parcel
-from megatron_lynx.runtime.saved import storage_of
-from megatron_lynx.runtime.shipment import OffloadPolicy, Shipment
-from megatron_lynx.runtime.stage_order import StageOrder, VirtualMicroBatch
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.micro_batch import MicroBatch
+from megatron_lynx.runtime.offload.copier import Owner, copiers_for, failed
+from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool, too_little
+from megatron_lynx.runtime.offload.parcel import Parcel
+from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
+from megatron_lynx.runtime.saved import storage_of, tensors_in
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Owner, failed
 
 
 class _Departure(NamedTuple):
@@ -37,11 +37,11 @@ class _Departure(NamedTuple):
 
     shipment: Shipment
     chosen: list[tuple[weakref.ref[Parcel], int]]
-    """And how much of each."""
+    """Which parcels, and how much of each."""
 
 
 class Offloader:
-    """The shipments of one stage: when they leave, and when they are fetched. `policies` by chunk; chunks without one keep all.
+    """The shipments of one stage. `policies` by chunk: a chunk without one keeps all on the device.
 
     Raises `OffloadError` with both numbers where the host has less than `limit_bytes` for them.
     """
@@ -50,7 +50,7 @@ class Offloader:
         self,
         policies: Mapping[int, OffloadPolicy],
         *,
-        device: torch.device,
+        device: Device,
         limit_bytes: int,
         where: str = "stage 0",
         lasting: Callable[[int], Iterable[Tensor]] = lambda chunk: (),
@@ -58,33 +58,77 @@ class Offloader:
         needed_bytes = sum(policy.bytes * policy.sets for policy in policies.values())
         if needed_bytes > limit_bytes:
             raise too_little(where, needed_bytes, limit_bytes)
-        self.policies = dict(policies)
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
+        self._policies = dict(policies)
+        self._furthest = max((policy.prefetch for policy in policies.values()), default=0)
+        self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         limit = HostLimit(limit_bytes)
         self._pools = {chunk: HostPool(self._where[chunk], device, limit, policy.sets) for chunk, policy in policies.items()}
         self._device = device
         self._lasting = lasting
-        self.avoids_messages = any(policy.avoids_messages for policy in policies.values())
+        self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
         self._leaving: list[weakref.ref[Parcel]] = []
         self._ready: list[_Departure] = []
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that is held for this stage."""
-        return sum(pool.bytes for pool in self._pools.values())
+    # --- what the engine reports ---------------------------------------------------------------------------------------
 
-    @property
-    def furthest(self) -> int:
-        """The largest prefetch distance."""
-        return max((policy.prefetch for policy in self.policies.values()), default=0)
+    def forward_begins(self, ledger: Ledger) -> None:
+        self.pass_begins()
+        if ledger.hidden_by_forward() is not None:
+            self._fetch_coming(ledger)
+
+    def forward_ends(self, micro_batch: MicroBatch | None, output: Any) -> None:
+        if micro_batch is not None and micro_batch in self._shipments:
+            self.depart(self._shipments[micro_batch], output)
+
+    def exchange_begins(self) -> None:
+        """Messages between stages come behind the copies asked for so far, where the plan keeps them apart."""
+        if self._avoids_messages:
+            self.out.give_way()  # [5]
+            self.back.give_way()
+
+    def gradient_awaited(self, ledger: Ledger) -> None:
+        """A backward's gradient is on its way. That is a message: copies that avoid those wait for the backward."""
+        if not self._avoids_messages:
+            self._fetch_coming(ledger)
+
+    def backward_begins(self, micro_batch: MicroBatch | None, ledger: Ledger) -> None:
+        self.settle()
+        self.pass_begins()
+        if micro_batch is not None:
+            self.fetch(self._shipments.get(micro_batch))
+        self._fetch_coming(ledger)
+
+    def shipment_of(self, micro_batch: MicroBatch, arguments: Any, ledger: Ledger) -> Shipment | None:
+        """Where saved tensors of a half that is called with these go; None where nothing of it goes to the host."""
+        if micro_batch.chunk not in self._policies or ledger.own_backward_follows(micro_batch):
+            return None
+        self.settle()
+        if micro_batch not in self._shipments:
+            self._shipments[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
+        shipment = self._shipments[micro_batch]
+        for index, tensor in enumerate(tensors_in(arguments)):
+            if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
+                shipment.leave([tensor])
+        return None if shipment.full else shipment
+
+    def _fetch_coming(self, ledger: Ledger) -> None:
+        """Start bringing back what the next backwards need, as far ahead as the plan says."""
+        for ahead in range(self._furthest):
+            micro_batch = ledger.coming(ahead)
+            shipment = self._shipments.get(micro_batch) if micro_batch is not None else None
+            if shipment is not None and ahead < shipment.policy.prefetch:
+                self.fetch(shipment)
+
+    # --- shipments, out and back ---------------------------------------------------------------------------------------
 
     def open(self, micro_batch: int, chunk: int) -> Shipment:
         """A forward of a chunk that has a policy begins."""
         lasting = {storage_of(tensor) for tensor in self._lasting(chunk)}
         owner = Owner(self._where[chunk], micro_batch)
-        return Shipment(owner, self.policies[chunk], self._pools[chunk], self._device, self.back, lasting)
+        return Shipment(owner, self._policies[chunk], self._pools[chunk], self._device.where, self.back, lasting)
 
     def settle(self) -> None:
         """Let go of what was copied, where the copies are over."""
@@ -108,12 +152,6 @@ class Offloader:
             self._send(shipment, [(parcel, size) for known, size in chosen if (parcel := known()) is not None])
         self._ready.clear()
 
-    def exchange_begins(self) -> None:
-        """Messages between stages come behind the copies asked for so far, where the plan keeps them apart."""
-        if self.avoids_messages:
-            self.out.give_way()  # [5]
-            self.back.give_way()
-
     def _send(self, shipment: Shipment, chosen: list[tuple[Parcel, int]]) -> None:
         try:
             blocks = shipment.pool.lend([size for _, size in chosen])
@@ -130,6 +168,18 @@ class Offloader:
         if shipment is not None:
             for parcel in reversed(list(shipment.parcels())):
                 parcel.fetch()  # [3]
+
+    def _still_leaving(self) -> list[Parcel]:
+        parcels = [parcel for known in self._leaving if (parcel := known()) is not None and parcel.leaving]
+        self._leaving = [weakref.ref(parcel) for parcel in parcels]
+        return parcels
+
+    # --- what it did, and its end --------------------------------------------------------------------------------------
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held for this stage."""
+        return sum(pool.bytes for pool in self._pools.values())
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes that went out, and back, since this was last asked."""
@@ -152,25 +202,3 @@ class Offloader:
         self.back.close()
         for pool in self._pools.values():
             pool.clear()
-
-    def _still_leaving(self) -> list[Parcel]:
-        parcels = [parcel for known in self._leaving if (parcel := known()) is not None and parcel.leaving]
-        self._leaving = [weakref.ref(parcel) for parcel in parcels]
-        return parcels
-
-
-def sets_on_host(order: StageOrder, chunk: int, prefetch: int) -> int:
-    """How many micro-batches of a chunk are on the host at once, at most, in a step of this order."""
-    away: set[VirtualMicroBatch] = set()
-    most = begun = 0
-    for each in order.all:
-        if each.kind == "B":
-            begun += 1
-            away.discard(each.virtual)
-        if each.kind == "B" or order.hidden_by(each.virtual) is not None:
-            coming = (order.backward(begun + ahead) for ahead in range(prefetch))
-            away.difference_update(one.virtual for one in coming if one is not None)
-        if each.kind == "F" and each.chunk == chunk and not order.at_once(each.virtual):
-            away.add(each.virtual)
-            most = max(most, len(away))
-    return most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,18 +13,31 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.thread_copier import ThreadCopier
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.offload.copier import MOST_WAITS, Copier, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.runtime.transfer import Copier, Owner
 from megatron_lynx.testbed.ranks import RankPool
-from tests.runtime.on_ranks import a_graph_that_is_dropped_on_streams, there_and_back_on_streams
+from tests.runtime.devices import CPU, delay, on_every_device
+from tests.runtime.devices import device as device
+from tests.runtime.on_ranks import a_copy_that_fails_on_streams, a_graph_that_is_dropped_on_streams, there_and_back_on_streams
 
 OWNER = Owner("stage 1, chunk 0", 7)
+Both = tuple[Copier, Copier]
 
 
 @pytest.fixture
-def copiers() -> Iterator[tuple[ThreadCopier, ThreadCopier]]:
-    both = ThreadCopier("offload", Trace()), ThreadCopier("reload", Trace())
+def copiers() -> Iterator[Both]:
+    """Of the CPU, where a copy is done by a thread and a test can hold it up."""
+    both = copiers_for(CPU, Trace())
+    yield both
+    for copier in both:
+        copier.close()
+
+
+@pytest.fixture
+def copiers_of(device: Device) -> Iterator[Both]:
+    """Of any device."""
+    both = copiers_for(device, Trace(device))
     yield both
     for copier in both:
         copier.close()
@@ -33,7 +47,7 @@ def filled(value: int) -> Tensor:
     return torch.full((4096,), value, dtype=torch.uint8)
 
 
-def test_a_reload_comes_behind_its_own_way_out(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
+def test_a_reload_comes_behind_its_own_way_out(copiers: Both) -> None:
     out, back = copiers
     timeline: list[str] = []
     may_leave = threading.Event()
@@ -61,8 +75,10 @@ def test_a_reload_comes_behind_its_own_way_out(copiers: tuple[ThreadCopier, Thre
     assert back.take_waited_s() > 0 == back.take_waited_s()
 
 
-def test_an_error_names_stage_micro_batch_and_bytes(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
-    out, back = copiers
+@on_every_device
+def test_an_error_names_stage_micro_batch_and_bytes(copiers_of: Both) -> None:
+    out, back = copiers_of
+    assert (out.direction, back.direction) == ("offload", "reload")
 
     def breaking(target: Tensor, source: Tensor) -> None:
         raise MemoryError("no pages left")
@@ -79,7 +95,66 @@ def test_an_error_names_stage_micro_batch_and_bytes(copiers: tuple[ThreadCopier,
     out.wait(out.start(filled(0), filled(3), OWNER))
 
 
-def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: tuple[ThreadCopier, ThreadCopier]) -> None:
+@on_every_device
+def test_there_and_back_behind_what_was_asked_before(device: Device, copiers_of: Both) -> None:
+    """Nobody waits on the host until the end; the host memory is lent again while it is still read."""
+    out, back = copiers_of
+    host = torch.zeros(4096, dtype=torch.uint8, pin_memory=device.where.type == "cuda")
+
+    def late(target: Tensor, source: Tensor) -> None:
+        delay(device)
+        target.copy_(source, non_blocking=True)
+
+    out.move = back.move = late
+    sources = [torch.full((4096,), number, dtype=torch.uint8, device=device.where) for number in range(3)]
+    reader, returned = None, []
+    for _ in range(3):
+        leaving = out.start(host, sources.pop(0), OWNER, after=(reader,))
+        returned.append(torch.empty(4096, dtype=torch.uint8, device=device.where))
+        reader = back.start(returned[-1], host, OWNER, after=(leaving,))
+        torch.full((1 << 16,), 255, dtype=torch.uint8, device=device.where)  # into memory that was let go too early
+    assert not reader.done
+    back.wait(reader)
+    assert [set(tensor.tolist()) for tensor in returned] == [{0}, {1}, {2}]
+    assert out.take_bytes() == back.take_bytes() == 3 * 4096
+    assert back.take_waited_s() > 0 == back.take_waited_s()
+
+
+@on_every_device
+def test_a_copy_holds_its_tensors_until_compute_waits_or_it_is_over(device: Device, copiers_of: Both) -> None:
+    out, _ = copiers_of
+
+    def late(target: Tensor, source: Tensor) -> None:
+        delay(device)
+        target.copy_(source, non_blocking=True)
+
+    out.move = late
+    host = torch.zeros(4096, dtype=torch.uint8, pin_memory=device.where.type == "cuda")
+    sources = [torch.zeros(4096, dtype=torch.uint8, device=device.where) for _ in range(2)]
+    held = [weakref.ref(source) for source in sources]
+    first, _ = (out.start(host, sources.pop(0), OWNER) for _ in range(2))
+    out.settle()
+    assert all(one() is not None for one in held)
+    out.wait(first)
+    assert [one() is None for one in held] == [True, False]
+    out.drain()
+    assert held[1]() is None
+
+
+@on_every_device
+def test_waits_are_added_up_although_nobody_asks(device: Device, copiers_of: Both) -> None:
+    """Events of waits piled up over a run without logs."""
+    out, _ = copiers_of
+    host, here = filled(0), torch.zeros(4096, dtype=torch.uint8, device=device.where)
+    for _ in range(2 * MOST_WAITS):
+        out.wait(out.start(host, here, OWNER))
+    device.synchronize()
+    out.wait(out.start(host, here, OWNER))
+    assert len(out._waits) <= MOST_WAITS
+    assert out.take_waited_s() >= 0
+
+
+def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: Both) -> None:
     out, _ = copiers
     begun, may_go = threading.Event(), threading.Event()
     targets: list[Tensor] = []
@@ -106,10 +181,10 @@ def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: tu
 
 def test_no_thread_outlives_its_copier() -> None:
     def threads() -> int:
-        return sum(thread.name == "lynx-offload" for thread in threading.enumerate())
+        return sum(thread.name.startswith("lynx-offload") for thread in threading.enumerate())
 
     before = threads()
-    closed, forgotten = ThreadCopier("offload", Trace()), ThreadCopier("offload", Trace())
+    closed, forgotten = Copier("offload", CPU, Trace()), Copier("offload", CPU, Trace())
     for copier in (closed, forgotten):
         copier.wait(copier.start(filled(0), filled(1), OWNER))
     assert threads() == before + 2
@@ -123,17 +198,14 @@ def test_no_thread_outlives_its_copier() -> None:
     assert threads() == before
 
 
-def test_both_directions_are_copiers() -> None:
-    from megatron_lynx.runtime.copiers import copiers_for
-
-    out, back = copiers_for(torch.device("cpu"), Trace())
-    assert isinstance(out, Copier)
-    assert (out.direction, back.direction) == ("offload", "reload")
-
-
 def test_streams_are_asked_for_what_they_can_do(pool_of: Callable[[int], RankPool]) -> None:
     """As far as a machine without a GPU can run it."""
     found = pool_of(1).run(there_and_back_on_streams)[0]
+    assert [name for name, true in found.items() if not true] == []
+
+
+def test_a_failure_is_told_where_it_is_waited_for_and_holds_nothing(pool_of: Callable[[int], RankPool]) -> None:
+    found = pool_of(1).run(a_copy_that_fails_on_streams)[0]
     assert [name for name, true in found.items() if not true] == []
 
 
@@ -144,7 +216,7 @@ def test_what_a_dropped_graph_sent_out_is_let_go(pool_of: Callable[[int], RankPo
 
 def test_a_wait_for_a_copy_is_in_the_trace() -> None:
     trace = Trace()
-    out = ThreadCopier("offload", trace)
+    out = Copier("offload", CPU, trace)
     may_leave = threading.Event()
     out.move = lambda target, source: (may_leave.wait(10), target.copy_(source))
     trace.start()

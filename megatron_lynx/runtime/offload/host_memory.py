@@ -1,9 +1,12 @@
-"""Host memory for offloaded activations: blocks of exact sizes, made once, lent again and again.
+"""Host memory for offloaded activations: how much a rank may hold, and blocks of exact sizes, made once, lent again and again.
 
-    first micro-batch    sizes known ──> one slab, page-locked on CUDA: `sets` x sizes      ┌────┬──┬───┬────┬──┬───┐
-    every micro-batch    lend: for each size the smallest free block that holds it          └────┴──┴───┴────┴──┴───┘
-    a block's end        it is free again, but for the copy that still reads it: the next copy into it comes behind that one
-    other sizes          a new slab; the old one goes with the last of its blocks, and the log says so
+    the machine           MemAvailable                                       the least of these, shared by the ranks of the host,
+    control groups        limit - in use + page cache, of every one          is what one rank may hold in all its pools
+
+    first micro-batch     sizes known ──> one slab, page-locked on CUDA: `sets` x sizes      ┌────┬──┬───┬────┬──┬───┐
+    every micro-batch     lend: for each size the smallest free block that holds it          └────┴──┴───┴────┴──┴───┘
+    a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
+    other sizes           a new slab; the old one goes with the last of its blocks, and the log says so
 
 PyTorch's own page-locked allocator rounds up to powers of two; a slab is as large as what was asked for, up to pages. Slabs do
 not come from PyTorch's allocators, so no counter takes them for activations.
@@ -14,18 +17,20 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.host_memory import HostLimit, too_little
-from megatron_lynx.runtime.transfer import Copy
+from megatron_lynx.errors import OffloadError, Problem
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.offload.copier import Copy
 from megatron_lynx.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -34,22 +39,33 @@ ALIGNMENT = 256
 """Bytes; where blocks begin."""
 
 
+@dataclass
+class HostLimit:
+    """What one rank may hold of its host's memory, all its pools together."""
+
+    most_bytes: int
+    held_bytes: int = 0
+
+
+def too_little(where: str, needed_bytes: int, found_bytes: int) -> OffloadError:
+    """The host has too little memory for what a plan offloads."""
+    problem = Problem(
+        f"{where}: host memory for offloaded activations",
+        f"{found_bytes} bytes ({format_bytes(found_bytes)}) available to this rank",
+        f"{needed_bytes} bytes ({format_bytes(needed_bytes)})",
+        "lower offload.bytes in the plan, or start fewer ranks on a host",
+    )
+    return OffloadError("the host has too little memory", [problem])
+
+
 class Slab:
-    """One stretch of host memory, page-locked for a CUDA device. It goes when nobody holds it or a block of it."""
+    """One stretch of host memory, page-locked for the device. It goes when nobody holds it or a block of it."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self._memory = mmap.mmap(-1, size_bytes)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._locked = False
-        if device.type == "cuda":
-            with _on_node_of(device):
-                _check_cuda(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), size_bytes, 0))
-            self._locked = True  # what was never locked must not be unlocked: CUDA would remember that error for a later kernel
-
-    def __del__(self) -> None:
-        if getattr(self, "_locked", False):
-            torch.cuda.synchronize()  # copies may be under way; it happens when sizes change and at the end
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+    def __init__(self, size_bytes: int, device: Device) -> None:
+        self.tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+        device.lock(self.tensor)
+        # Only what was locked may be unlocked: CUDA would remember the error, and a later kernel would get it.
+        weakref.finalize(self, device.unlock, self.tensor).atexit = False
 
 
 class _Shelved(NamedTuple):
@@ -76,7 +92,7 @@ class Block:
 class HostPool:
     """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before."""
 
-    def __init__(self, where: str, device: torch.device, limit: HostLimit, sets: int) -> None:
+    def __init__(self, where: str, device: Device, limit: HostLimit, sets: int) -> None:
         self.where = where
         self.bytes = 0
         """Of all slabs in use. Not of one that was replaced and whose last block is still lent."""
@@ -152,35 +168,33 @@ class HostPool:
             start += room
 
 
-def _check_cuda(status: object) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"cudaHostRegister returned {status}")
+def available_bytes(ranks_on_host: int = 1, root: Path = Path("/")) -> int:
+    """This rank's equal share of the memory that the operating system can still give, within the limits of its control groups.
+    `root`: where the system's files are."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = root / "proc/meminfo"
+    if meminfo.exists():
+        found = _numbers_in(meminfo)["MemAvailable:"] * 1024
+    for group in _control_groups(root):
+        limit, used = group / "memory.max", group / "memory.current"
+        if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
+            given_back = _numbers_in(group / "memory.stat").get("inactive_file", 0)  # page cache: what was read from files
+            found = min(found, int(most) - int(used.read_text()) + given_back)
+    return max(0, found) // ranks_on_host
 
 
-@contextmanager
-def _on_node_of(device: torch.device) -> Iterator[None]:
-    """Page-locking touches the pages, and they come from the node of the processor that does: let it be the device's own."""
-    processors = _processors_near(device)
-    if not processors:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def _control_groups(root: Path) -> Iterator[Path]:
+    """This process's group, and all around it: the limit of each holds."""
+    top, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    yield top
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    for part in Path(path).parts:
+        top /= part
+        yield top
 
 
-def _processors_near(device: torch.device) -> set[int]:
-    """Of the device's NUMA node, as far as this process may run there; empty where the machine does not say."""
-    facts: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(facts, "pci_bus_id"):  # before torch 2.8
-        return set()
-    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    listed = Path("/sys/bus/pci/devices", address, "local_cpulist")
-    if not listed.exists() or not hasattr(os, "sched_getaffinity"):
-        return set()
-    spans = [part.split("-") for part in listed.read_text().strip().split(",") if part]
-    near = {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
-    return near & os.sched_getaffinity(0)
+def _numbers_in(file: Path) -> dict[str, int]:
+    """By the first word of a line, the second one."""
+    lines = (line.split() for line in file.read_text().splitlines()) if file.exists() else ()
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

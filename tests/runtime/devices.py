@@ -1,0 +1,30 @@
+"""Every device that this machine has, for tests whose bodies hold on all of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lynx.runtime.device import Device, device_for
+
+CPU = device_for(torch.device("cpu"))
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the CPU's streams are threads")
+EVERY_KIND = ("cpu", pytest.param("cuda", marks=NEEDS_CUDA))
+
+on_every_device = pytest.mark.parametrize("device", EVERY_KIND, indirect=True)
+
+
+@pytest.fixture
+def device(request: Any) -> Device:
+    return device_for(torch.device(request.param))
+
+
+def delay(device: Device) -> None:
+    """Work that takes long, of whatever stream runs it."""
+    if device.where.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+    else:
+        time.sleep(0.03)

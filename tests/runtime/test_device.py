@@ -1,0 +1,176 @@
+"""What every device promises: streams run in order and beside each other, and whoever waits for an event comes behind it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx import runtime
+from megatron_lynx.runtime.device import Device, device_for, present_device
+from tests.runtime.devices import CPU, delay, on_every_device
+from tests.runtime.devices import device as device
+
+
+def numbers(device: Device, value: int) -> Tensor:
+    return torch.full((4096,), value, device=device.where)
+
+
+@on_every_device
+def test_a_stream_runs_in_order_and_the_host_goes_on(device: Device) -> None:
+    target, stream = numbers(device, 0), device.stream("test")
+    target.add_(0).mul_(1)  # on a GPU the first launch of a kernel may wait for the device
+    stream.wait(device.current.record())
+    stream.run(partial(delay, device))
+    for _ in range(100):
+        stream.run(partial(target.add_, 1))
+        stream.run(partial(target.mul_, -1))
+    over = stream.record()
+    assert not over.done
+    over.synchronize()
+    assert over.done
+    assert set(target.tolist()) == {0}
+    stream.close()
+
+
+@on_every_device
+def test_a_stream_waits_for_another_ones_event(device: Device) -> None:
+    source, target = numbers(device, 0), numbers(device, 0)
+    first, second = device.stream("first"), device.stream("second")
+    for stream in (first, second):
+        stream.wait(device.current.record())
+    first.run(partial(delay, device))
+    first.run(partial(source.fill_, 7))
+    second.wait(first.record())
+    second.run(partial(target.copy_, source))
+    waits_too, unheld = second.record(), device.stream("third").record()
+    unheld.synchronize()
+    assert not waits_too.done, "only who waits is held up"
+    second.synchronize()
+    assert set(target.tolist()) == {7}
+    first.close()
+    second.close()
+
+
+@on_every_device
+def test_a_stream_comes_behind_what_compute_was_given(device: Device) -> None:
+    source, target, stream = numbers(device, 0), numbers(device, 0), device.stream("test")
+    device.synchronize()
+    device.current.run(partial(delay, device))
+    source.fill_(7)
+    stream.wait(device.current.record())
+    stream.run(partial(target.copy_, source))
+    stream.synchronize()
+    assert set(target.tolist()) == {7}
+    stream.close()
+
+
+@on_every_device
+def test_compute_comes_behind_an_event_that_it_waits_for(device: Device) -> None:
+    source, stream = numbers(device, 0), device.stream("test")
+    stream.wait(device.current.record())
+    stream.run(partial(delay, device))
+    stream.run(partial(source.fill_, 7))
+    device.current.wait(stream.record())
+    assert set((source * 1).tolist()) == {7}
+    stream.close()
+
+
+@on_every_device
+def test_inside_a_stream_it_is_the_current_one(device: Device) -> None:
+    """What times copies asks the current stream."""
+    stream, inside = device.stream("test"), []
+    stream.run(partial(delay, device))
+    stream.run(lambda: inside.append(device.current.record(timed=True)))
+    before = device.current.record(timed=True)
+    device.synchronize()
+    assert inside[0].seconds_since(before) > 0
+    stream.close()
+
+
+@on_every_device
+def test_synchronizing_the_device_waits_for_every_stream(device: Device) -> None:
+    streams = [device.stream(str(number)) for number in range(3)]
+    for stream in streams:
+        stream.run(partial(delay, device))
+    events = [stream.record() for stream in streams]
+    device.synchronize()
+    assert all(event.done for event in events)
+    for stream in streams:
+        stream.close()
+
+
+@on_every_device
+def test_timed_events_measure_what_lies_between_them(device: Device) -> None:
+    stream = device.stream("test")
+    begin = stream.record(timed=True)
+    stream.run(partial(delay, device))
+    middle = stream.record(timed=True)
+    end = stream.record(timed=True)
+    end.synchronize()
+    assert 0.005 < middle.seconds_since(begin) < 5
+    assert 0 <= end.seconds_since(middle) < middle.seconds_since(begin)
+    assert end.seconds_since(begin) == pytest.approx(middle.seconds_since(begin) + end.seconds_since(middle), abs=1e-4)
+    stream.close()
+
+
+@on_every_device
+def test_random_states_can_be_restored_again_and_again(device: Device) -> None:
+    states = device.random_states()
+    drawn = [torch.rand(8, device=where) for where in (device.where, "cpu")]
+    for _ in range(2):
+        device.restore_random_states(states)
+        again = [torch.rand(8, device=where) for where in (device.where, "cpu")]
+        assert all(torch.equal(one, other) for one, other in zip(drawn, again, strict=True))
+
+
+@on_every_device
+def test_host_memory_is_locked_and_unlocked(device: Device) -> None:
+    for _ in range(2):
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        device.lock(memory)
+        assert memory.is_pinned() == (device.where.type == "cuda")
+        device.unlock(memory)
+        assert not memory.is_pinned()
+
+
+def test_a_device_is_one_object() -> None:
+    assert device_for(torch.device("cpu")) is CPU
+    assert CPU.where == torch.zeros(1).device
+    assert present_device().where.type == ("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+def test_a_thread_ends_with_its_stream() -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith("lynx-ending") for thread in threading.enumerate())
+
+    closed, forgotten = CPU.stream("ending"), CPU.stream("ending")
+    assert threads() == 0, "it begins with the first work"
+    for stream in (closed, forgotten):
+        stream.run(time.monotonic)
+    assert threads() == 2
+    closed.close()
+    closed.close()
+    assert threads() == 1
+    del stream, forgotten
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threads() == 0
+    closed.run(time.monotonic)
+    closed.synchronize()
+    closed.close()
+
+
+def test_only_the_seam_names_cuda() -> None:
+    """Everything else of the runtime asks `runtime.device`, so that it runs on any implementation of that."""
+    here = Path(str(runtime.__file__)).parent
+    naming = {str(file.relative_to(here)) for file in here.rglob("*.py") if "torch.cuda" in file.read_text()}
+    assert naming == {"device/__init__.py", "device/cuda.py"}
