@@ -26,9 +26,9 @@ from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.testbed.place import place_for
+from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
-from megatron_lynx.testbed.schedules import Timed, Way, race
+from megatron_lynx.testbed.schedules import Timed, Way, time_ways
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}
@@ -112,10 +112,10 @@ def main() -> None:
     chosen = parser.parse_args()
     job = load_job("jobs/demo", {**LAYOUT, "cluster.link_mbit_per_s": chosen.mbit, **(QUICK if chosen.quick else {})})
     rounds = 2 if chosen.quick else chosen.rounds
-    with place_for(job) as place:
-        profile = measure_profile(job, place, lambda what: nullcontext())
-        ranks = place.run(race, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
-        machine = this_machine(place.links, "cpu")
+    with hosts_for(job) as hosts:
+        profile = measure_profile(job, hosts, lambda what: nullcontext())
+        ranks = hosts.run(time_ways, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
+        machine = this_machine(hosts.links, "cpu")
     found = rows(job, profile, ranks)
     model = f"{job.model.layers} layers of {job.model.hidden}, {job.model.seq} tokens, {job.microbatches} micro-batches"
     text = markdown(found, f"{machine}; 2 stages, {model}; {rounds} rounds of {chosen.batches} batches")

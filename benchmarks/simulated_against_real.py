@@ -31,7 +31,7 @@ from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
-from megatron_lynx.testbed.place import Place, place_for
+from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import MIB
@@ -99,10 +99,10 @@ class Trained:
     """Of the slowest rank, round by round."""
 
 
-def train(job: Job, plans: dict[str, Plan], place: Place, rounds: int) -> Trained:
+def train(job: Job, plans: dict[str, Plan], hosts: Hosts, rounds: int) -> Trained:
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
-    held: list[dict[str, int]] = place.run(count, job, candidates)
-    laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
+    held: list[dict[str, int]] = hosts.run(count, job, candidates)
+    laps: list[dict[str, Lap]] = hosts.run(race, job, candidates, rounds, 1)
     names = [each.name for each in candidates]
     return Trained(
         held[0], {name: [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)] for name in names}
@@ -168,15 +168,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     job = load_job(chosen.job)
-    with place_for(job) as place:
-        before = measure_profile(job, place, lambda what: nullcontext())
+    with hosts_for(job) as hosts:
+        before = measure_profile(job, hosts, lambda what: nullcontext())
         plans = plans_of(job, before)
-        trained = train(job, plans, place, chosen.rounds)
-        after = measure_profile(job, place, lambda what: nullcontext())
-        machine = this_machine(place.links, "cpu")
+        trained = train(job, plans, hosts, chosen.rounds)
+        after = measure_profile(job, hosts, lambda what: nullcontext())
+        machine = this_machine(hosts.links, "cpu")
     found = rows({NONE.name: uniform_plan(job, "none")} | plans, (before, after), trained)
     drift = layer_s(after) / layer_s(before)
-    text = markdown(chosen.job, found, f"{machine}; {place.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
+    text = markdown(chosen.job, found, f"{machine}; {hosts.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
     stem = chosen.output / f"{date.today()}-simulated-{Path(chosen.job).stem}"
     stem.with_suffix(".md").write_text(text)
     shown = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
     from megatron_lynx.testbed.comparison import Comparison
-    from megatron_lynx.testbed.schedule_comparison import Row as ScheduleRow
+    from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:

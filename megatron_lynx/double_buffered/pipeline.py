@@ -15,26 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
+from megatron_lynx.double_buffered.loss_scales import TwoLossScales
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
-from megatron_lynx.double_buffered.scales import TwoScales
-from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
+from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.turns import Turns
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
-
-if TYPE_CHECKING:
-    from megatron_lynx.runtime.engine import Engine
 
 
 class DoubleBuffered:
@@ -79,7 +77,7 @@ class DoubleBuffered:
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._deferral = deferral(self._stage) if defer_updates else 0
         self.gradients = TwoGradients(model[0]) if self._deferral else None
-        self._scales = TwoScales(optimizer if defer_updates else None)
+        self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
         self._drains = True
         self._engine: Engine | None = None
@@ -136,8 +134,8 @@ class DoubleBuffered:
             check_no_plan()
             return
         size = self._pipeline, self._stage, self._microbatches
-        turns = turns_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
-        self._engine.begin_batch(turns, fills=self._batch == 0)
+        order = order_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
+        self._engine.begin_batch(order, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns.
@@ -164,7 +162,7 @@ class DoubleBuffered:
 
     def few_batches(self, microbatches: int) -> Turns:
         """What this stage does from filling to draining."""
-        return turns_of_few_batches(self._pipeline, self._stage, microbatches)
+        return order_of_few_batches(self._pipeline, self._stage, microbatches)
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
         """The weights that this micro-batch (counted since the pipeline was filled) sees."""

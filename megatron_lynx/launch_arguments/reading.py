@@ -18,10 +18,10 @@ from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts,
 from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
+from megatron_lynx.launch_arguments.flag_kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, FlagKind, kind_of
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
-from megatron_lynx.launch_arguments.kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
@@ -76,7 +76,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     problems += _refused(kinds)
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
-    priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as"]
+    priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += [*_positions(given), *_dispatch(given)]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
@@ -100,19 +100,19 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
     yield Fact("policy", "planned", "a plan is asked for")
 
 
-def _judged(given: Given, value: Value) -> Kind | None:
+def _judged(given: Given, value: Value) -> FlagKind | None:
     """What a flag is here: those of experts are nothing in a launch without."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
-        return Kind("no matter", "a feature that is not switched on")
+        return FlagKind("no matter", "a feature that is not switched on")
     return kind_of(value.flag)
 
 
-def _refused(kinds: Sequence[tuple[Value, Kind | None]]) -> Iterator[Problem]:
+def _refused(kinds: Sequence[tuple[Value, FlagKind | None]]) -> Iterator[Problem]:
     """Every flag that switches on what is not modelled, or of which nobody has said what it is."""
     for value, kind in kinds:
         if kind is None:
             yield Problem(value.said, "a flag that nobody has judged", "one whose cost in memory and time is known")
-        elif kind.kind == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
+        elif kind.name == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
             found = "given" if value.value is True else str(value.value)
             yield Problem(value.said, found, f"a launch without it: {kind.why}")
 
@@ -122,8 +122,8 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
     for value in given.values.values():
         kind = _judged(given, value)
         default = not value.value or value.value == given.table.default(value.flag.sets, given.release)
-        if kind is not None and (kind.kind == "no matter" or (default and kind.kind == "refused")):
-            subject = kind.why if kind.kind == "no matter" else "not switched on"
+        if kind is not None and (kind.name == "no matter" or (default and kind.name == "refused")):
+            subject = kind.why if kind.name == "no matter" else "not switched on"
             by_subject[subject] = (*by_subject.get(subject, ()), value.said)
     return by_subject
 
@@ -146,4 +146,4 @@ def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
     """What was read without a trace in these texts: agrees with what follows anyway, or has no effect without another flag."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
-    return tuple(value.said for value, kind in kinds if kind is not None and kind.kind == "read" and value.said not in words)
+    return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)

@@ -10,25 +10,22 @@ ahead of time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import EXPERTS, HALVES
 from megatron_lynx.anatomy.address import WindowAddress, window_at
+from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import ByPhase, Rule
 
-if TYPE_CHECKING:
-    from megatron_lynx.plan.plan import Plan
 
-
-def misplaced(plan: Plan) -> Iterator[str]:
+def misplaced(plan: PlanContents) -> Iterator[str]:
     """`model.moe_layers` that are no layers of this model."""
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
 
 
-def problems(plan: Plan, rule: Rule) -> Iterator[str]:
+def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     """What a rule asks of the MLP half of layers of experts, in words, each with the layers and what to do."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     replayed = rule.replays(EXPERTS.half)
@@ -43,7 +40,7 @@ def problems(plan: Plan, rule: Rule) -> Iterator[str]:
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
 
 
-def _lies_in_experts(plan: Plan, window: WindowAddress) -> bool:
+def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:
     return window.half == EXPERTS.half and plan.model.has_experts(window.layer)
 
 

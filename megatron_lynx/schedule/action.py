@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-Kind = Literal["F", "R", "B"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+ActionKind = Literal["F", "R", "B"]
 
 
 class Action(NamedTuple):
     """One forward, replay or backward. Its text parses back: `read_action(str(action)) == action`."""
 
     micro_batch: int
-    kind: Kind
+    kind: ActionKind
     chunk: int = 0
 
     def __str__(self) -> str:

@@ -28,8 +28,8 @@ from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.testbed.candidates import FULL
 from megatron_lynx.testbed.comparison import Announce
-from megatron_lynx.testbed.place import Place
-from megatron_lynx.testbed.schedules import Timed, Way, differing, race
+from megatron_lynx.testbed.hosts import Hosts
+from megatron_lynx.testbed.schedules import Timed, Way, differing, time_ways
 
 BATCHES = 6
 """Of a timed run, of which all but the first two and the last count."""
@@ -37,7 +37,7 @@ BATCHES_COMPARED = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One way. What was not trained has no measured seconds; what flushes is not compared with the rule."""
 
     setting: str
@@ -78,26 +78,26 @@ class _Predicted:
     memory_bytes: int
 
 
-def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[Row]:
+def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[ScheduleRow]:
     """Simulated alone. `plan`: of the job, without flushes."""
     ways = list(_ways(job, plan, profile))
     return [_row(each, ways[0], None, None) for each in ways]
 
 
 def trained_side_by_side(
-    job: Job, plan: Plan, profile: Profile, place: Place, announce: Announce, *, rounds: int = 3
-) -> list[Row]:
+    job: Job, plan: Plan, profile: Profile, hosts: Hosts, announce: Announce, *, rounds: int = 3
+) -> list[ScheduleRow]:
     """The same, and trained on ranks of this machine; seconds of updates are measured, too."""
     ways = list(_ways(job, plan, profile))
     flushing = with_flushes(partitioned_as(job, plan))
     with announce("comparing weights with the version rule's"):
         equal = {
-            each.way.name: not any(place.run(differing, flushing, each.way, BATCHES_COMPARED, unshaped=True))
+            each.way.name: not any(hosts.run(differing, flushing, each.way, BATCHES_COMPARED, unshaped=True))
             for each in ways
             if each.way.defers is not None
         }
     with announce(f"timing {len(ways)} ways, {rounds} rounds of {BATCHES} batches"):
-        ranks: list[dict[str, Timed]] = place.run(race, flushing, [each.way for each in ways], rounds, BATCHES)
+        ranks: list[dict[str, Timed]] = hosts.run(time_ways, flushing, [each.way for each in ways], rounds, BATCHES)
     return [_row(each, ways[0], ranks, equal) for each in ways]
 
 
@@ -130,11 +130,13 @@ def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     return _Predicted(way, simulation.step_s, update_s(job), max(held))
 
 
-def _row(own: _Predicted, none: _Predicted, ranks: Sequence[dict[str, Timed]] | None, equal: dict[str, bool] | None) -> Row:
+def _row(
+    own: _Predicted, none: _Predicted, ranks: Sequence[dict[str, Timed]] | None, equal: dict[str, bool] | None
+) -> ScheduleRow:
     name = own.way.name
     measured_s = None if ranks is None else statistics.median(ranks[0][name].batch_s)
     none_s = _seconds(none, ranks) if ranks is None else statistics.median(ranks[0][none.way.name].batch_s)
-    return Row(
+    return ScheduleRow(
         setting=name,
         without_flushes=own.way.defers is not None,
         predicted_s=_seconds(own, ranks),

@@ -13,7 +13,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lynx.launch.check.state import AllRandom
+from megatron_lynx.launch.check.training_state import AllRandom
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from megatron_lynx.units import format_bytes
 
-Kind = Literal["none", "full"]
+ReferenceSetting = Literal["none", "full"]
 
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
 
@@ -29,10 +29,10 @@ USABLE = 0.95
 
 
 @contextmanager
-def stock(kind: Kind, chunks: Sequence[Module]) -> Iterator[None]:
+def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]:
     """Megatron's own settings inside, which its layers read at each call. Its timers do not count what runs here."""
     settings: dict[str, Any] = {"timers": None}
-    if kind == "full":
+    if setting == "full":
         settings |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",

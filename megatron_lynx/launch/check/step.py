@@ -14,8 +14,8 @@ from megatron_lynx.apply.assignment import order_of
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.launch.check.batches import DataIterators
 from megatron_lynx.launch.check.outcome import Difference, Outcome, differences
-from megatron_lynx.launch.check.reference import Kind, Need, stock
-from megatron_lynx.launch.check.state import State
+from megatron_lynx.launch.check.reference import Need, ReferenceSetting, stock
+from megatron_lynx.launch.check.training_state import TrainingState
 
 Schedule = Callable[..., Any]
 """Megatron's `forward_backward_func`, called with keywords."""
@@ -42,7 +42,7 @@ class Step:
         self._installation = installation
         self._iterators = DataIterators(data_iterator)
         self._others = others
-        self._state = State(run.chunks)  # [1]
+        self._state = TrainingState(run.chunks)  # [1]
         self._fresh = True
 
     def planned(self) -> Any:
@@ -53,8 +53,8 @@ class Step:
                 trace.start()  # without what ran before
             return self._pass()
 
-    def stock(self, kind: Kind) -> Outcome:
-        with self._once_more(), self._installation.lifted(), stock(kind, self.run.chunks):
+    def stock(self, setting: ReferenceSetting) -> Outcome:
+        with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
             return Outcome.of(self._pass(), self.run.chunks).on_host()
 
     def measured(self) -> Need:

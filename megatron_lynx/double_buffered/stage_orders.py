@@ -18,7 +18,7 @@ FEW_BATCHES = 3
 """In which everything happens that ever does: filling, going on, draining."""
 
 
-def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> Turns:
+def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> Turns:
     """From the first pass of a batch's run on."""
     batches = [batch] if drains else [batch, batch + 1]
     steps = [
@@ -30,7 +30,7 @@ def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
     return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
-def turns_of_few_batches(pipeline: int, stage: int, microbatches: int) -> Turns:
+def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> Turns:
     """From filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
     return Turns([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])

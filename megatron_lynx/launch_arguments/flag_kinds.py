@@ -15,25 +15,25 @@ from megatron_lynx.launch_arguments.flag_table import Flag
 
 
 @dataclass(frozen=True)
-class Kind:
+class FlagKind:
     """What a flag is, and why: the reason of a refusal, what it is priced as, or what it is about."""
 
-    kind: Literal["read", "priced as", "refused", "no matter"]
+    name: Literal["read", "priced as", "refused", "no matter"]
     why: str = ""
 
 
-def kind_of(flag: Flag) -> Kind | None:
-    """None: nobody has said yet."""
+def kind_of(flag: Flag) -> FlagKind | None:
+    """What a flag is to a plan; None where it has not been judged yet."""
     name = flag.sets
     if name in READ:
-        return Kind("read")
+        return FlagKind("read")
     if name in REFUSED:
-        return Kind("refused", REFUSED[name])
+        return FlagKind("refused", REFUSED[name])
     if name in PRICED_AS:
-        return Kind("priced as", PRICED_AS[name])
+        return FlagKind("priced as", PRICED_AS[name])
     about = next((about for about, names in NO_MATTER.items() if name in names), GROUPS.get(flag.group))
     about = about or next((about for about, prefixes in PREFIXES.items() if name.startswith(prefixes)), None)
-    return None if about is None else Kind("no matter", about)
+    return None if about is None else FlagKind("no matter", about)
 
 
 def names_in(text: str) -> frozenset[str]:

@@ -21,7 +21,7 @@ from copy import copy
 from typing import Any
 
 
-class TwoScales:
+class TwoLossScales:
     """The scales of an optimizer's parts, of the newest version and of the one before. Without scalers nothing is done.
 
     Args:

@@ -3,7 +3,7 @@
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
 extra states       of modules that save one in checkpoints
-scales             and amax histories of Transformer Engine's FP8 (`scales`)
+scales             and amax histories of Transformer Engine's FP8 (`fp8_scales`)
 logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
 validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.launch.check.scales import Scales, in_fp8
+from megatron_lynx.launch.check.fp8_scales import Fp8Scales, in_fp8
 from megatron_lynx.nest import map_nest
 
 
@@ -49,7 +49,7 @@ class AllRandom:
         return one[0] == other[0] and same_numpy and self._megatron.same(one[2], other[2])
 
 
-class State:
+class TrainingState:
     """Everything of one rank, as it was when this was made."""
 
     def __init__(self, model: Sequence[Module]) -> None:
@@ -58,7 +58,7 @@ class State:
         modules = [module for chunk in model for module in chunk.modules()]
         self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
         self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
-        self._scales = Scales(modules)
+        self._scales = Fp8Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
         self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-Place = tuple[int, str, str]
+TensorKey = tuple[int, str, str]
 
 
 def in_fp8(module: Module) -> bool:
@@ -21,21 +21,21 @@ def in_fp8(module: Module) -> bool:
     return hasattr(module, "fp8_meta")
 
 
-class Scales:
+class Fp8Scales:
     """Those of some modules, as they were when this was made."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = [module for module in modules if in_fp8(module)]
-        self._before = {place: tensor.clone() for place, tensor in self._present()}
+        self._before = {key: tensor.clone() for key, tensor in self._present()}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Where the tensors lie: lists of the whole process refer to them. New ones as they begin."""
-        for place, tensor in self._present():
-            before = self._before.get(place)
-            tensor.copy_(before if before is not None else torch.full_like(tensor, float(place[2] == "scale")))
+        for key, tensor in self._present():
+            before = self._before.get(key)
+            tensor.copy_(before if before is not None else torch.full_like(tensor, float(key[2] == "scale")))
 
-    def _present(self) -> Iterator[tuple[Place, Tensor]]:
+    def _present(self) -> Iterator[tuple[TensorKey, Tensor]]:
         for number, module in enumerate(self._modules):
             meta: Any = module.fp8_meta
             for direction in ("scaling_fwd", "scaling_bwd"):

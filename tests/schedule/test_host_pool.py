@@ -6,8 +6,8 @@ import pytest
 
 from megatron_lynx.runtime import offload
 from megatron_lynx.runtime.turns import Turn, Turns
+from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.schedule.interleaved import interleaved
-from megatron_lynx.schedule.on_host import sets_on_host
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 
 
