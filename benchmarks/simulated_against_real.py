@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.resident_bytes import count
+from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, DENSE
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.measure.machine import this_machine
@@ -36,7 +37,7 @@ from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import MIB
 
-NORMS_AND_ACTIVATION = ("input_layernorm", "pre_mlp_layernorm", "activation")
+NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
 """The balanced policy of Yuan et al."""
 
 
@@ -79,7 +80,7 @@ def plans_of(job: Job, profile: Profile) -> dict[str, Plan]:
         "everything, on demand": without_windows(everything),
         "norms and activation, windows": uniform_plan(job, NORMS_AND_ACTIVATION),
         "norms and activation, on demand": without_windows(uniform_plan(job, NORMS_AND_ACTIVATION)),
-        "attention, on demand": without_windows(uniform_plan(job, ("core_attention",))),
+        "attention, on demand": without_windows(uniform_plan(job, (CORE_ATTENTION,))),
         "planned, least memory": make_plan(job.model_copy(update={"budget": Budget()}), profile),
     }
     for share in (0.5, 0.75):

@@ -53,12 +53,13 @@ def write_simulation(
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:
+    from megatron_lynx.anatomy import HALVES
     from megatron_lynx.units import format_bytes, format_seconds
 
     halves = [
         f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
         f"saves {format_bytes(half.saved_bytes)}"
-        for name, half in (("attention", measured.attention), ("mlp", measured.mlp))
+        for name, half in ((half, measured.half(half)) for half in HALVES)
     ]
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
     return "\n".join([*halves, *links, f"wrote {path}"])

@@ -62,8 +62,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
     return Profile(
         source=source,
         shape=shape_of(job),
-        attention=slowest.halves["attention"],
-        mlp=slowest.halves["mlp"],
+        **slowest.halves,
         links=figures[0].links,
         embedding=slowest.embedding,
         head=slowest.head,

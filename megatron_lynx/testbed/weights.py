@@ -18,7 +18,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-SAME = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+from megatron_lynx.anatomy import DENSE
+
+SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()}
 """Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 
