@@ -16,6 +16,7 @@ import torch
 
 from megatron_lynx.double_buffered.buffers import TwoBuffers
 from megatron_lynx.double_buffered.owners import gradient_owners
+from megatron_lynx.schedule.double_buffered import buffer_of
 
 
 class TwoGradients:
@@ -33,7 +34,7 @@ class TwoGradients:
         """Let gradients be those of `batch`."""
         if batch != self._shown:
             self._wait_for_reductions()
-            self.buffers.point(gradient_owners(self._chunk), (batch + self._first_buffer) % 2)
+            self.buffers.point(gradient_owners(self._chunk), buffer_of(batch + self._first_buffer))
             self._shown = batch
 
     def _wait_for_reductions(self) -> None:
@@ -51,8 +52,8 @@ class TwoGradients:
 
     def hidden(self) -> list[torch.Tensor]:
         """The bytes of the buffer that is not shown."""
-        return self.buffers.memory((self._shown + self._first_buffer + 1) % 2)
+        return self.buffers.memory(buffer_of(self._shown + self._first_buffer + 1))
 
     def start_anew(self) -> None:
         """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
-        self._first_buffer, self._shown = (self._shown + self._first_buffer) % 2, 0
+        self._first_buffer, self._shown = buffer_of(self._shown + self._first_buffer), 0
