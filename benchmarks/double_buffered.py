@@ -32,9 +32,9 @@ from megatron_lynx.testbed.schedules import Timed, Way, time_ways
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}
-"""What `DoubleBuffered` is told about deferring."""
+"""Whether `DoubleBuffered` defers updates; None: Megatron's own schedule."""
 LAYOUT: dict[str, Any] = {"gpus": 2, "parallel.tensor": 1, "parallel.pipeline": 2, "batch.global": 2}
-"""Of `jobs/demo`, for want of more cores."""
+"""Changes of `jobs/demo`, as there are only two cores."""
 QUICK = {"model.layers": 2, "model.seq": 128, "model.hidden": 256, "model.ffn": 512}
 
 
@@ -49,12 +49,12 @@ class Row:
     predicted_s: float
     update_s: float
     measured_gain: float
-    """Of the seconds with flushes, the part that is saved; of every round, then the median."""
+    """The part of the seconds with flushes that is saved: the median over rounds."""
     predicted_gain: float
 
     @property
     def share(self) -> float:
-        """Of the predicted gain, what there is."""
+        """The measured gain as a part of the predicted one."""
         return self.measured_gain / self.predicted_gain if self.predicted_gain else 1.0
 
 

@@ -56,7 +56,7 @@ LAYOUT: dict[str, Any] = {
     "policy": "none",
     "cluster": {"name": "two-hosts", "device": "cpu", "memory_gib": 8, "link_mbit_per_s": 100},
 }
-"""Of `jobs/demo`, for want of more cores."""
+"""Changes of `jobs/demo`, as there are only two cores."""
 QUICK = {"model.seq": 64, "model.hidden": 256, "model.ffn": 512}
 
 
@@ -71,11 +71,11 @@ class Row:
     upper_ratio: float
     """Quartiles."""
     exposed_copy_s: float
-    """Of one step, on the rank that waits most; the median."""
+    """Seconds of one step on the rank that waits most: the median."""
     copied_bytes: int
-    """Of one step, both ways and all ranks."""
+    """Bytes of one step in both directions, of all ranks."""
     host_bytes: int
-    """Of the rank that needs most."""
+    """Host memory of the rank that needs most."""
     held_bytes: int
     expected_bytes: int
 

@@ -52,7 +52,7 @@ class Row:
     highest_s: float
     """The fastest and the slowest round."""
     simulated_ratio: float
-    """To stock none, as is the next one."""
+    """Ratio to stock none, as is `measured_ratio`."""
     measured_ratio: float
     simulated_bytes: int
     measured_bytes: int
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the simulation, relative to what was measured."""
+        """Error of the simulated seconds, relative to the measured ones."""
         return self.simulated_s / self.measured_s - 1
 
     @property
@@ -97,7 +97,7 @@ class Trained:
 
     held_bytes: dict[str, int]
     step_s: dict[str, list[float]]
-    """Of the slowest rank, round by round."""
+    """Seconds of the slowest rank in each round."""
 
 
 def train(job: Job, plans: dict[str, Plan], hosts: Hosts, rounds: int) -> Trained:

@@ -1,4 +1,4 @@
-"""Answers as tables, and as files beside each other."""
+"""How commands show their answers: tables on the terminal, and files of pictures and traces."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def show_published(rows: list[Row]) -> None:
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
-    """Ways with and without flushes, and what their gradients are."""
+    """A table of settings with and without flushes, and how old the gradients of each are."""
     from rich.table import Table
 
     from megatron_lynx.units import format_bytes, format_seconds

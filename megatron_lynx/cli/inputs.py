@@ -1,4 +1,4 @@
-"""From what was asked to jobs, figures and plans; measured here where they have to be."""
+"""Reads what a command was given, as jobs, profiles and plans; measures a profile on this machine where none is given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_experts(job: Job) -> None:
-    """What every answer about them takes for granted."""
+    """Tell, for a job with experts, what every answer assumes about them."""
     if job.model.experts is not None:
         layers = ", ".join(map(str, job.model.moe_layers))
         text = "their MLP halves are kept whole and on the device, with as many tokens for every expert"
@@ -51,7 +51,7 @@ def job_or_launch(
     quiet: bool,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Job, Reading | None]:
-    """The job that was asked about. Of a launch: and what was understood of it, which is shown before anything is refused."""
+    """The job that was asked about; for a launch also what was understood of it, which is shown before anything is refused."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.launch_arguments import job_of, read_launch
     from megatron_lynx.launch_arguments.table import remarks, understood
@@ -88,7 +88,7 @@ def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
 
 
 def named_in(text: str) -> list[str]:
-    """The names of a list with commas."""
+    """The names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -117,13 +117,13 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
 
 
 def warn_of(profile: Profile) -> None:
-    """Say what is to be known of its figures before they are used."""
+    """Warn of figures that describe no real device, before they are used."""
     if profile.source.caution is not None:
         typer.echo(f"warning: {profile.source.caution}", err=True)
 
 
 def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
-    """As `costs_of`, for a plan: nothing is measured, and a profile needs no job."""
+    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster. Nothing is measured."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
 
@@ -188,7 +188,7 @@ def plan_and_costs(
 
 
 def _given(job: Job, plan_file: Path) -> Plan:
-    """A plan for this job, which is known before anything is measured."""
+    """The plan in a file, refused before anything is measured if it was made for another job."""
     from megatron_lynx.plan import load_plan
     from megatron_lynx.testbed.comparison import check_plan
 

@@ -1,4 +1,4 @@
-"""Commands that make plans, and say what they do: profile, plan, explain, simulate."""
+"""Commands that make plans and show what they do: profile, plan, explain, simulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PipeDream-2BW on one rank: what takes the place of Megatron's schedule, and what goes around the optimizer's step.
+"""Training without flushes (PipeDream-2BW) on one rank: replaces Megatron's schedule, and wraps the optimizer's step.
 
     pipeline = DoubleBuffered(model, optimizer, ...)
     for every batch:
@@ -125,7 +125,7 @@ class DoubleBuffered:
         return losses
 
     def _show_newest(self) -> None:
-        """What is read, logged and saved between batches."""
+        """Show the newest weights and scales: these are read, logged and saved between batches."""
         self.versions.show(self.versions.newest)
         self._scales.show(self.versions.newest)
 
@@ -169,7 +169,7 @@ class DoubleBuffered:
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
     def under(self, engine: Engine | None) -> None:
-        """A plan is in force from the next batch on, or none is."""
+        """From the next batch on a plan is in force, whose engine this is; None: no plan is."""
         self._engine = engine
 
     def _start_anew(self) -> None:
@@ -180,6 +180,6 @@ class DoubleBuffered:
         self._scales.start_anew()
 
     def _next_forward(self) -> Action:
-        """The first one that this batch leaves to the next."""
+        """The first forward that this batch leaves to the next."""
         ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")

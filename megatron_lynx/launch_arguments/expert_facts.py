@@ -24,7 +24,7 @@ FREQ, DISPATCHER, EXPERT, EXPERT_TENSOR = (
     "expert_tensor_parallel_size",
 )
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
-"""Of a pattern, its text and its brackets: a mistyped number must not fill the memory."""
+"""Limits of a pattern, so that a mistyped number cannot fill the memory."""
 
 TOKENS = re.compile(r"\d+|[\[\]()+*,]")
 

@@ -1,4 +1,4 @@
-"""In which types a launch holds gradients and Adam's state: what `validate_args` and `OptimizerConfig` make of its flags.
+"""The types of gradients and of Adam's state in a launch: what `validate_args` and `OptimizerConfig` make of its flags.
 
 --bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32

@@ -1,4 +1,4 @@
-"""What our own flags in a launch say about its job."""
+"""Reads our own flags in a launch: what they say about its job, and what the launcher would refuse."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_lynx.launch_arguments.given import OURS, Given
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
-"""As the flag names them, and as a job does."""
+"""Schedules by their name as a value of the flag, and their name in a job."""
 
 FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "check", "check-against", "schedule", "log"))
-"""Those of the launcher, which a launch that is planned may have already."""
+"""The launcher's flags, which a launch may already have before it is planned."""
 
 WITHOUT_FLUSHES = {
     "rampup_batch_size": "every batch must have as many micro-batches",

@@ -1,4 +1,4 @@
-"""A launch, understood: the job it trains, which of its words said what, and what of it cannot be planned for.
+"""Reading a launch: the job it trains, which flag says what, and what cannot be planned for.
 
 words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──> facts ─> a job's data
                         (or --yaml-cfg)                                          ├─ priced as ──> said
@@ -31,7 +31,7 @@ from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 @dataclass(frozen=True)
 class Reading:
-    """What a launch says."""
+    """A launch as it was understood."""
 
     command: CommandLine
     given: Given
@@ -45,7 +45,7 @@ class Reading:
 
     @property
     def job_data(self) -> dict[str, Any]:
-        """As a job file would have it, without a cluster; incomplete where there are problems."""
+        """The facts as a job file would hold them, without a cluster; incomplete where there are problems."""
         return as_job_data(self.facts)
 
 
@@ -101,7 +101,7 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:
-    """What a flag is here: those of experts are nothing in a launch without."""
+    """What a flag is in this launch: without experts, flags of experts do not matter."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
         return FlagKind("no matter", "a feature that is not switched on")
     return kind_of(value.flag)
@@ -137,13 +137,13 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Fused dispatchers are not told from the one that Megatron has itself."""
+    """Fused dispatchers are priced as Megatron's own."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
-    """What was read without a trace in these texts: agrees with what follows anyway, or has no effect without another flag."""
+    """Flags that were read and appear in none of these texts: they change nothing here, or not without another flag."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
     return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)

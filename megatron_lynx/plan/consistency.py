@@ -19,7 +19,7 @@ from megatron_lynx.schedule.groups import groups_needed
 
 
 def problems(plan: PlanContents) -> list[str]:
-    """Everything that does not go together, in words, with both numbers."""
+    """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
     found += experts.misplaced(plan)
     for at, stage in enumerate(plan.stages):
@@ -95,8 +95,8 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 
 
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
-    """With sequence parallelism each rank has a part of what a norm puts out, and one scale found anew is for all of it: its amax
-    is reduced in every call, and a replay in a window would communicate (rule R2)."""
+    """With sequence parallelism each rank has a part of a norm's output, and current scaling finds one scale for all of it: the
+    amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
     norm = DENSE[half].norm
     if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
         return
@@ -124,7 +124,7 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
 
 
 def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """The forward before a backward may be another chunk's. It has the same windows as far as it has layers."""
+    """The forward before a backward may be another chunk's, which has windows only for as many layers as it has itself."""
     window = window_at(name, rule.layers.last)
     assert isinstance(window, WindowAddress)
     place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))

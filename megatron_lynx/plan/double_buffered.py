@@ -1,4 +1,4 @@
-"""What a plan for a pipeline that is never flushed cannot be: two versions of the weights, one chunk on each stage.
+"""Checks of plans for a pipeline that is never flushed, with two versions of the weights and one chunk on each stage.
 
 batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, and with another version of the weights:
 batch j + 1       F   F   F ...    its collectives hide no replay, those of backwards and receives do

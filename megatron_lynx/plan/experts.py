@@ -1,4 +1,4 @@
-"""Layers of experts in a plan: their MLP half is kept whole, and their attention half is planned as any other.
+"""Checks of layers of experts: their MLP half must be kept whole, their attention half is planned as any other.
 
     layer of experts     attention half   as the rule says            replays, windows, gathers
                          MLP half         router, dispatch, experts   everything kept; its communication is no window
@@ -19,7 +19,7 @@ from megatron_lynx.plan.rule import ByPhase, Rule
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
-    """`model.moe_layers` that are no layers of this model."""
+    """Layers of `model.moe_layers` that the model does not have."""
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"

@@ -49,7 +49,7 @@ def write_actions(actions: Iterable[Action]) -> str:
 
 
 def with_replays(actions: Iterable[Action]) -> Iterator[Action]:
-    """The same order, with a replay before each backward."""
+    """The actions with a replay before each backward."""
     for action in actions:
         if action.kind == "B":
             yield Action(action.micro_batch, "R", action.chunk)

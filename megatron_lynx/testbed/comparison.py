@@ -26,15 +26,15 @@ from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3
-"""That are timed besides stock full: those of no more bytes than ours that repeat least."""
+"""Opponents that are timed besides stock full: of those that hold no more bytes than ours, the ones that repeat least."""
 
 Announce = Callable[[str], AbstractContextManager[object]]
-"""Tells a person what takes long, while it does."""
+"""Tells the user what is under way, while the block runs."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it."""
+    """The result of a comparison."""
 
     measurement: Measurement
     timeline: Timeline
@@ -101,7 +101,7 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def subject_of(job: Job) -> str:
-    """What was trained, in a line."""
+    """One line on what was trained."""
     model, parallel = job.model, job.parallel
     kind = "Llama-like" if model.activation == "swiglu" else "GPT-like"
     sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
@@ -113,7 +113,7 @@ def subject_of(job: Job) -> str:
 
 
 def _field(census: Census) -> list[Counted]:
-    """Who is timed."""
+    """The settings that are timed."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
     return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]
@@ -128,7 +128,7 @@ def _opponents(census: Census) -> list[Counted]:
 
 
 def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
-    """Who was counted but not timed."""
+    """The settings that were counted but not timed, and why."""
     ours = census.of("ours")
     for counted in census.counted:
         if counted in field:

@@ -22,11 +22,11 @@ from megatron_lynx.testbed.subject import Subject
 
 @dataclass(frozen=True)
 class Lap:
-    """One setting on one rank."""
+    """What one setting took on one rank."""
 
     step_s: tuple[float, ...]
     events: list[dict[str, Any]]
-    """Of one more step (empty without a plan)."""
+    """Events of one more step, traced; empty without a plan."""
 
 
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:

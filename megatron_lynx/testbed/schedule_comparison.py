@@ -32,27 +32,27 @@ from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.schedules import Timed, Way, differing, time_ways
 
 BATCHES = 6
-"""Of a timed run, of which all but the first two and the last count."""
+"""Batches of a timed run. The first two and the last do not count."""
 BATCHES_COMPARED = 4
 
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One way. What was not trained has no measured seconds; what flushes is not compared with the rule."""
+    """One way to train. Without training there are no measured seconds; ways that flush need no check of versions."""
 
     setting: str
     without_flushes: bool
     predicted_s: float
     measured_s: float | None
     ratio_to_none: float
-    """Of measured seconds, else of predicted ones."""
+    """The ratio of measured seconds; of predicted ones where nothing was measured."""
     memory_bytes: int
-    """Of the fullest device, everything counted: a second version of the weights, a second gradient buffer."""
+    """Memory of the fullest device, with the second version of the weights and the second gradient buffer."""
     equals_version_rule: bool | None
 
     @property
     def gradients(self) -> str:
-        """What a reader must know of them."""
+        """How old the gradients are, and whether they were checked."""
         if not self.without_flushes:
             return "of the newest weights"
         said = {True: "as the version rule has it", False: "NOT as the version rule has it", None: "not checked"}
@@ -73,13 +73,13 @@ class ScheduleRow:
 class _Predicted:
     way: Way
     step_s: float
-    """Without its update."""
+    """Seconds of a step without its update."""
     update_s: float
     memory_bytes: int
 
 
 def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[ScheduleRow]:
-    """Simulated alone. `plan`: of the job, without flushes."""
+    """A row for each way, from simulation alone. `plan` is the job's, without flushes."""
     ways = list(_ways(job, plan, profile))
     return [_row(each, ways[0], None, None) for each in ways]
 
@@ -102,7 +102,7 @@ def trained_side_by_side(
 
 
 def with_flushes(job: Job) -> Job:
-    """The same job as Megatron runs it. Whoever trains it otherwise is told how by other means."""
+    """The same job under Megatron's own schedule. A `Way` says how it is trained otherwise."""
     return job.model_copy(update={"schedule": "flush", "defer_updates": True})
 
 

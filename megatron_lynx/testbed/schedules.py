@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 UPDATES_ALONE = 5
-"""How often an update is timed with nothing else under way."""
+"""How often an update is timed while nothing else runs."""
 
 SEED = 7
-"""Of the random numbers drawn in batches that are compared."""
+"""Seed of the random numbers drawn in batches that are compared."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Way:
     """What `DoubleBuffered` is told about deferring updates; None: Megatron's own schedule."""
     plan: Plan | None = None
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of Megatron's TransformerConfig."""
+    """Fields of Megatron's TransformerConfig."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One way on one rank. Seconds."""
+    """Seconds of one way on one rank."""
 
     batch_s: list[float]
-    """By round: of one batch, the mean of those in the middle of the run."""
+    """Seconds of a batch by round: the mean over batches in the middle of the run."""
     update_s: float
-    """Of an update behind a drain, when all stages are there: the norm, clipping, Adam, and what fills the retired weights."""
+    """Seconds of an update behind a drain, without waiting for other stages: norm, clipping, Adam, copying the weights."""
 
 
 class TrainedModel:
@@ -107,7 +107,7 @@ class TrainedModel:
             parameter.data.copy_(weights[name])
 
     def _in_force(self) -> AbstractContextManager[object]:
-        """The way's plan. Hooks are Megatron's, so only who has its turn may have one."""
+        """The way's plan is in force inside. Hooks are on Megatron's functions, so only one model's plan may be installed."""
         from megatron_lynx.apply import install
 
         if self.way.plan is None:

@@ -1,4 +1,4 @@
-"""What the measured profiler must be handed of a layer of Transformer Engine, and whether its kernels are really there."""
+"""What the measured profiler needs to know of a Transformer Engine layer, and whether its kernels are really installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_measurable(job: Job) -> None:
 
 
 def stood_in_for(job: Job) -> str | None:
-    """What of the job's layers is not the real thing here."""
+    """The part of the job's layers that a stand-in computes on this machine, in words; None where all of it is real."""
     return "Transformer Engine's kernels" if job.model.uses_te and not has_compiled_extension() else None
 
 

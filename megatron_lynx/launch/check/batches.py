@@ -20,7 +20,7 @@ from megatron_lynx.launch.check.training_state import AllRandom
 class _Read:
     batch: Any
     random_behind: Any
-    """The random state behind it, where reading drew numbers."""
+    """The random state after reading it, where reading drew numbers."""
 
 
 class Batches:
@@ -58,7 +58,7 @@ class Batches:
 
 
 class DataIterators:
-    """`Batches` in the place of what Megatron hands to its schedule: an iterator, one for each chunk, or None on ranks that read
+    """Stands in for the data iterators that Megatron hands to its schedule: one, one for each chunk, or None on ranks that read
     nothing."""
 
     def __init__(self, given: Any) -> None:

@@ -48,10 +48,10 @@ class Check:
         self._against = against
         self._need: Need | None = None
         self._compared: list[_Found] = []
-        """Of all ranks, in the latest step."""
+        """What all ranks compared in the latest step."""
         self._settings: set[str] = set()
         self.steps = 0
-        """Checked so far."""
+        """Steps that were checked so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
         """What `train_step` is to call instead. A later call in the same step (a rerun that Megatron asks for) is not checked."""
@@ -78,7 +78,7 @@ class Check:
             return losses
 
     def _setting(self, step: Step) -> ReferenceSetting:
-        """Equal on all ranks."""
+        """Which stock setting this step is compared with; the same on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
         if room_bytes() is not None and self._need is None:
@@ -92,7 +92,7 @@ class Check:
         return "full" if short else "none"
 
     def _reference(self, step: Step, setting: ReferenceSetting) -> tuple[ReferenceSetting, Outcome]:
-        """[3]"""
+        """Losses and gradients of stock, and the setting that they were made with. [3]"""
         try:
             with enough_memory(self.steps + 1, IN_WORDS[setting]):
                 return setting, step.stock(setting)
@@ -107,7 +107,7 @@ class Check:
             return "full", step.stock("full")
 
     def _settle(self, step: Step, setting: ReferenceSetting, reference: Outcome, planned: Outcome) -> None:
-        """[5] Returns on all ranks, or ends all of them."""
+        """Compare the two passes: returns on all ranks, or ends all of them. [5]"""
         found = step.differences(reference, planned, (IN_WORDS[setting], "the plan"))
         self._compared = of_all_ranks(
             _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(found[:1]))

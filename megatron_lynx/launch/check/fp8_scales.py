@@ -1,7 +1,7 @@
-"""Scales and amax histories of FP8, which every pass changes. Transformer Engine makes them in a module's first forward.
+"""Every pass in FP8 changes scales and amax histories; here they are saved and put back.
 
-Its modules' extra states, which checkpoints hold, say nothing of one that did not run yet: a pass behind the first one would
-begin with the scales that that one left. And they are pickled, which newer releases refuse to read.
+Transformer Engine makes them in a module's first forward. The modules' extra states, which checkpoints hold, say nothing of a
+module that has not run yet, so a second pass would begin with the scales of the first; and newer releases refuse to read them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def in_fp8(module: Module) -> bool:
 
 
 class Fp8Scales:
-    """Those of some modules, as they were when this was made."""
+    """FP8 scales and amax histories of some modules, as they were when this was made."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = [module for module in modules if in_fp8(module)]
@@ -30,7 +30,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Where the tensors lie: lists of the whole process refer to them. New ones as they begin."""
+        """Put values back into the same tensors, as lists of the whole process refer to them. New tensors get initial values."""
         for key, tensor in self._present():
             before = self._before.get(key)
             tensor.copy_(before if before is not None else torch.full_like(tensor, float(key[2] == "scale")))

@@ -22,7 +22,7 @@ Schedule = Callable[..., Any]
 
 
 class Step:
-    """What Megatron would have run once. The pass that is to count runs last."""
+    """A step that runs several times where Megatron would have run it once. The pass that training goes on from runs last."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Step:
         self._fresh = True
 
     def planned(self) -> Any:
-        """The losses. [4]"""
+        """The losses of a pass under the plan. [4]"""
         trace = self._installation.engine.trace
         with self._once_more():
             if trace.enabled:

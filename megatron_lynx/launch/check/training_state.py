@@ -30,7 +30,7 @@ from megatron_lynx.nest import map_nest
 
 
 class AllRandom:
-    """A `RandomSource` over everything that training draws from."""
+    """The state of every random number generator that training draws from (a `RandomSource`)."""
 
     def __init__(self) -> None:
         self._megatron = MegatronRandom()
@@ -50,7 +50,7 @@ class AllRandom:
 
 
 class TrainingState:
-    """Everything of one rank, as it was when this was made."""
+    """What a pass changes on one rank, as it was when this was made."""
 
     def __init__(self, model: Sequence[Module]) -> None:
         self._random = AllRandom()
@@ -63,7 +63,7 @@ class TrainingState:
         self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
-        """Put it back. It can be put back again."""
+        """Put everything back. This can be repeated."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for module, extra in self._extra:
@@ -84,7 +84,7 @@ _LOGGED = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
 )
-"""Where releases sum up losses for their log, as dicts. What nobody imported holds nothing."""
+"""The dicts in which releases sum up losses for their log. A module that was never imported holds nothing."""
 
 
 def _logged_losses() -> Iterator[dict[str, Any]]:
@@ -104,7 +104,7 @@ def _rerun_state_machine() -> Iterator[Any]:
 
 
 def _has_extra_state(module: Module) -> bool:
-    """Not of Transformer Engine: newer releases refuse to read their own."""
+    """Whether a module saves one. Transformer Engine's modules are left out: newer releases refuse to read their own."""
     return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
@@ -113,7 +113,7 @@ def _shallow(owner: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """With tensors of its own. Entries of a log are objects of a class; process groups in them are shared."""
+    """A copy with tensors of its own. Entries of a log are dataclasses; process groups in them are shared, not copied."""
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
     if hasattr(value, "__dataclass_fields__"):

@@ -1,4 +1,4 @@
-"""What is said where a step differs, cannot be compared, or does not fit in memory."""
+"""The errors of a checked step: it differs from stock, stock differs from itself, or a pass runs out of memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def delivered(numbers: torch.Tensor, out: Any, quantizer: Any, dtype: torch.dtype) -> Any:
-    """`numbers` (fp32) as the caller wants them."""
+    """`numbers` (fp32) rounded to what the caller asked for."""
     rounded = numbers.to(dtype)
     if quantizer is not None:
         return quantizer(rounded) if out is None else quantizer.update_quantized(rounded, out)
