@@ -62,7 +62,7 @@ def compare(
 def _compare_schedules(
     job: Job, plan_file: Path | None, profile_file: Path | None, rounds: int, output: Path, as_json: bool
 ) -> None:
-    """What is not here to be trained on is simulated alone."""
+    """A job whose cluster is not this machine is only simulated."""
     from megatron_lynx.testbed.schedule_comparison import side_by_side, trained_side_by_side
 
     if job.cluster.device == "cpu":

@@ -1,4 +1,4 @@
-"""What a stage sends to its neighbours and receives from them, between one action and the next.
+"""Sends to a stage's neighbours and receives from them, between one action and the next.
 
     done   next    exchange                                          as in Megatron's 1F1B
     F      F       send forward; receive forward                     warm-up

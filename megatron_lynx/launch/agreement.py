@@ -70,7 +70,7 @@ def _end(reports: Sequence[Report | None]) -> None:
 
 
 def _lines(reports: Sequence[Report | None]) -> list[str]:
-    """Every problem once, with the ranks that have it where not all do."""
+    """A line for each problem, with the ranks that have it unless all do."""
     ranks: dict[Problem, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems if report is not None else ():

@@ -37,7 +37,7 @@ class CommandLine:
     launcher: tuple[str, ...]
     script: str | None
     arguments: tuple[str, ...]
-    """What the script is given."""
+    """The arguments of the script."""
 
     @property
     def gpus(self) -> int | None:

@@ -27,7 +27,7 @@ class Flag:
     type: str
     """int, float or text."""
     to: Any
-    """What it sets, if it takes nothing. None: True, or False for its --no- form."""
+    """The value it sets if it takes no words; None: True, or False for its --no- form."""
     choices: tuple[Any, ...]
     default: Any
     group: str

@@ -1,4 +1,4 @@
-"""What a launch says: arguments, or a file in Megatron's YAML form, as values by Megatron's names.
+"""Reads what a launch says, as arguments or as a file in Megatron's YAML form, into values by Megatron's names.
 
 --num-layers 32 --swiglu --lr 3e-4  ─┐
                                      ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that take all of it

@@ -71,7 +71,7 @@ def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterato
 
 
 def refused_without_flushes(given: Given) -> Iterator[Problem]:
-    """What of a launch does not go together with two versions of the weights."""
+    """Every argument of a launch that does not go together with two versions of the weights."""
     for name, why in WITHOUT_FLUSHES.items():
         if name in given.values and given[name]:
             yield Problem(given.origin(name), "given", f"a launch without it, or without {SCHEDULE} double-buffered", why)

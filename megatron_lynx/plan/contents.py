@@ -1,4 +1,4 @@
-"""What a plan says, each part checked by itself; whether the parts go together is asked in `consistency`."""
+"""The contents of a plan file. Each part is checked by itself here; `consistency` checks whether the parts go together."""
 
 from __future__ import annotations
 

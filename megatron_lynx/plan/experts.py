@@ -26,7 +26,7 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule asks of the MLP half of layers of experts, in words, each with the layers and what to do."""
+    """What a rule wrongly asks of the MLP half of layers of experts, in words, with the layers and what to do."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     replayed = rule.replays(EXPERTS.half)
     if affected and replayed:

@@ -1,4 +1,4 @@
-"""What a launch of Megatron has to say so that every rank owns the layers that a plan gives it.
+"""The arguments that a launch of Megatron needs so that every rank owns the layers that a plan gives it.
 
     all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
     no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b

@@ -1,4 +1,4 @@
-"""What a stage does with one micro-batch of one chunk, as data and as text.
+"""An action of a stage: a forward, replay or backward of one micro-batch and chunk, as data and as text.
 
     0F0 1F0 | 2F0 0R0 0B0 | 3F0 1R0 1B0 | 2R0 2B0 | 3R0 3B0          stage 0 of 3, four micro-batches
     │││

@@ -19,7 +19,7 @@ Phase = Literal["warmup", "steady", "cooldown"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What `one_f_one_b` and `interleaved` return."""
+    """A pipeline schedule, as `one_f_one_b` and `interleaved` return it."""
 
     orders: tuple[tuple[Action, ...], ...]
     """The actions of each stage."""

@@ -86,7 +86,7 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
 
 
 def _count(subject: Subject, reference: Bits | None = None) -> Counted:
-    """Without a reference the subject is the reference, and warm."""
+    """Count one setting. Without a reference the subject is the reference itself, and already warmed up."""
     equal, counts = None, Counts()
     with subject.in_force() as installation:
         if reference is not None:

@@ -117,7 +117,7 @@ def answer_placement(undo: ExitStack) -> None:
 
 
 def answer_exchanges(undo: ExitStack) -> None:
-    """What dispatches tokens to experts."""
+    """Answer the all-to-all that dispatches tokens to experts."""
     original = torch.distributed.all_to_all_single
 
     @functools.wraps(original)

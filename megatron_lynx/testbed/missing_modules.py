@@ -69,7 +69,7 @@ class FusedLayerNorm:
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: float) -> None:
-        """Only its parameters are looked at: this one has no `memory_efficient`."""
+        """Never called: Megatron looks only at its parameters, among which `memory_efficient` is missing."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What Megatron's training *scripts* ask of a GPU machine, beyond what `cpu_device` answers for megatron.core.
+"""Answers what Megatron's training *scripts* ask of a GPU machine, beyond what `cpu_device` answers for megatron.core.
 
     asked                                            answered by
     torch.cuda.is_available(), device_count()        yes, as many as this machine has ranks: Megatron refuses to start otherwise

@@ -37,7 +37,7 @@ def stood_in_for(job: Job) -> str | None:
 
 
 def te_layer(job: Job, layer: Any) -> TeLayer | None:
-    """None for local layers. `job`: whose shard the layer is. Raises `HookRefused` for a release that is not known."""
+    """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
     if not job.model.uses_te:
         return None
     norms = {half: _inner_norm(layer, section) for half, section in DENSE.items()}

@@ -1,4 +1,4 @@
-"""What a step reads, read once and given to every pass over it.
+"""Reads the batches of a checked step once, and gives copies of them to every pass over it.
 
     pass 1     next ─> Megatron's iterator ─> kept ─> a copy
     pass 2     next ─────────────────────────> kept ─> a copy

@@ -125,7 +125,7 @@ class Check:
         agree(plan_differs(self.steps, setting, min(first), count))
 
     def summary(self) -> str | None:
-        """What was checked, where all was equal; to be said by rank 0."""
+        """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
         if not self._compared:
             return None
         parameters, losses, size_bytes = (

@@ -77,7 +77,7 @@ class Step:
 
     @contextmanager
     def _once_more(self) -> Iterator[None]:
-        """From the state in which Megatron called its schedule: gradients are zero, nothing was read."""
+        """Restore the state in which Megatron called its schedule: gradients are zero, nothing was read."""
         if not self._fresh:
             self._state.restore()
             self._iterators.again()

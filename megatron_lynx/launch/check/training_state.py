@@ -1,4 +1,4 @@
-"""What a forward and backward pass changes, beside gradients: taken before a pass, and put back behind it.
+"""Saves and restores what a forward and backward pass changes beside gradients, so that a step can run again.
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)

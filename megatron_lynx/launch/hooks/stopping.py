@@ -1,4 +1,4 @@
-"""Where Megatron's training loop saves and stops, without flushes.
+"""The places where Megatron's training loop saves and stops, when it trains without flushes.
 
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).

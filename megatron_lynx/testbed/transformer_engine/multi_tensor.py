@@ -1,4 +1,4 @@
-"""What optimizers do to lists of tensors: norms, scaling, Adam. Megatron takes them where Transformer Engine is.
+"""Functions of optimizers on lists of tensors: norms, scaling, Adam. Megatron uses them where Transformer Engine is installed.
 
 `tensor_lists` is a list of roles, each a list with one tensor per parameter; what is written is written in place.
 """

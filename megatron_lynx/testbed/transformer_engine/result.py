@@ -1,4 +1,4 @@
-"""Where a kernel's result goes: rounded once, from fp32, into a new tensor, a given one, or a quantizer."""
+"""Rounds a kernel's result once, from fp32, into a new tensor, a given one, or a quantizer."""
 
 from __future__ import annotations
 
