@@ -26,15 +26,15 @@ from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.testbed.place import place_for
+from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
-from megatron_lynx.testbed.schedules import Timed, Way, race
+from megatron_lynx.testbed.schedules import Timed, Way, time_ways
 
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}
-"""What `DoubleBuffered` is told about deferring."""
+"""Whether `DoubleBuffered` defers updates; None: Megatron's own schedule."""
 LAYOUT: dict[str, Any] = {"gpus": 2, "parallel.tensor": 1, "parallel.pipeline": 2, "batch.global": 2}
-"""Of `jobs/demo`, for want of more cores."""
+"""Changes of `jobs/demo`, as there are only two cores."""
 QUICK = {"model.layers": 2, "model.seq": 128, "model.hidden": 256, "model.ffn": 512}
 
 
@@ -49,12 +49,12 @@ class Row:
     predicted_s: float
     update_s: float
     measured_gain: float
-    """Of the seconds with flushes, the part that is saved; of every round, then the median."""
+    """The part of the seconds with flushes that is saved: the median over rounds."""
     predicted_gain: float
 
     @property
     def share(self) -> float:
-        """Of the predicted gain, what there is."""
+        """The measured gain as a part of the predicted one."""
         return self.measured_gain / self.predicted_gain if self.predicted_gain else 1.0
 
 
@@ -112,10 +112,10 @@ def main() -> None:
     chosen = parser.parse_args()
     job = load_job("jobs/demo", {**LAYOUT, "cluster.link_mbit_per_s": chosen.mbit, **(QUICK if chosen.quick else {})})
     rounds = 2 if chosen.quick else chosen.rounds
-    with place_for(job) as place:
-        profile = measure_profile(job, place, lambda what: nullcontext())
-        ranks = place.run(race, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
-        machine = this_machine(place.links, "cpu")
+    with hosts_for(job) as hosts:
+        profile = measure_profile(job, hosts, lambda what: nullcontext())
+        ranks = hosts.run(time_ways, job, [Way(*setting) for setting in SETTINGS.items()], rounds, chosen.batches)
+        machine = this_machine(hosts.links, "cpu")
     found = rows(job, profile, ranks)
     model = f"{job.model.layers} layers of {job.model.hidden}, {job.model.seq} tokens, {job.microbatches} micro-batches"
     text = markdown(found, f"{machine}; 2 stages, {model}; {rounds} rounds of {chosen.batches} batches")

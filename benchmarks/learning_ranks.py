@@ -60,7 +60,7 @@ def learned(rank: int, job: Job, course: Course, seeds: int) -> dict[str, list[l
 
 
 def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterator[float]:
-    """The same weights, text and learning rates with either. The pipeline drains for an evaluation."""
+    """Train with either schedule from the same weights, text and learning rates. The pipeline drains for an evaluation."""
     from megatron_lynx.double_buffered.pipeline import DoubleBuffered
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.step import forward_step, run_schedule

@@ -38,7 +38,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.place import Place, place_for
+from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.units import MIB
 
@@ -56,7 +56,7 @@ LAYOUT: dict[str, Any] = {
     "policy": "none",
     "cluster": {"name": "two-hosts", "device": "cpu", "memory_gib": 8, "link_mbit_per_s": 100},
 }
-"""Of `jobs/demo`, for want of more cores."""
+"""Changes of `jobs/demo`, as there are only two cores."""
 QUICK = {"model.seq": 64, "model.hidden": 256, "model.ffn": 512}
 
 
@@ -71,11 +71,11 @@ class Row:
     upper_ratio: float
     """Quartiles."""
     exposed_copy_s: float
-    """Of one step, on the rank that waits most; the median."""
+    """Seconds of one step on the rank that waits most: the median."""
     copied_bytes: int
-    """Of one step, both ways and all ranks."""
+    """Bytes of one step in both directions, of all ranks."""
     host_bytes: int
-    """Of the rank that needs most."""
+    """Host memory of the rank that needs most."""
     held_bytes: int
     expected_bytes: int
 
@@ -84,10 +84,10 @@ class Row:
         return self.expected_bytes / self.held_bytes - 1
 
 
-def rows(plans: Mapping[str, Plan], profile: Profile, job: Job, place: Place, rounds: int, steps: int) -> Iterator[Row]:
+def rows(plans: Mapping[str, Plan], profile: Profile, job: Job, hosts: Hosts, rounds: int, steps: int) -> Iterator[Row]:
     candidates = [NONE, AGAIN, *(Candidate(name, plan=plan) for name, plan in plans.items())]
-    counted: list[dict[str, int]] = place.run(held, job, candidates)
-    ranks: list[dict[str, list[list[Timed]]]] = place.run(timed, job, candidates, rounds, steps)
+    counted: list[dict[str, int]] = hosts.run(held, job, candidates)
+    ranks: list[dict[str, list[list[Timed]]]] = hosts.run(timed, job, candidates, rounds, steps)
     simulated = {name: most_after_forwards(rehearse(plan, profile)) for name, plan in plans.items()}
     kept = next(iter(plans))
     none_s = [statistics.mean(turn) for turn in slowest(ranks, NONE.name)]
@@ -180,13 +180,13 @@ def main() -> None:
     chosen = parser.parse_args()
     rounds, steps = (1, 1) if chosen.quick else (chosen.rounds, chosen.steps)
     job = load_job("jobs/demo", LAYOUT | (QUICK if chosen.quick else {}))
-    with place_for(job) as place:
+    with hosts_for(job) as hosts:
         print("measuring a layer and the link", file=sys.stderr, flush=True)
-        profile = measure_profile(job, place, lambda what: nullcontext())
+        profile = measure_profile(job, hosts, lambda what: nullcontext())
         plans = {f"{ratio:.0%}": make_plan(job.model_copy(update={"offload_ratio": ratio}), profile) for ratio in RATIOS}
-        found = list(rows(plans, profile, job, place, rounds, steps))
-        machine = this_machine(place.links, "cpu")
-    text = markdown(found, f"{machine}; {place.ranks} ranks; {rounds} rounds of {steps} steps; {room(plans, profile)}")
+        found = list(rows(plans, profile, job, hosts, rounds, steps))
+        machine = this_machine(hosts.links, "cpu")
+    text = markdown(found, f"{machine}; {hosts.ranks} ranks; {rounds} rounds of {steps} steps; {room(plans, profile)}")
     print(text)
     if chosen.output is None or chosen.quick:
         return

@@ -35,7 +35,7 @@ def held(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:
 
 
 def timed(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[list[Timed]]]:
-    """By setting and round, so many steps each. Runs inside `RankPool`, on all ranks of the job."""
+    """Seconds of so many steps, by setting and round. Runs inside `RankPool`, on all ranks of the job."""
     subjects = _subjects(job, candidates)
     samples: dict[str, list[list[Timed]]] = {name: [] for name in subjects}
     for number in range(rounds):

@@ -28,7 +28,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, ours
-from megatron_lynx.testbed.place import Place, place_for
+from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.race import Lap, race
 
@@ -115,9 +115,9 @@ def _seconds(event: dict[str, Any]) -> float:
     return float(event["end_s"] - event["start_s"])
 
 
-def row(mode: str, job: Job, aimed: float, plan: Plan, place: Place, rounds: int) -> Row:
+def row(mode: str, job: Job, aimed: float, plan: Plan, hosts: Hosts, rounds: int) -> Row:
     candidates = [NONE, FULL, *ours(plan)]
-    results: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
+    results: list[dict[str, Lap]] = hosts.run(race, job, candidates, rounds, 1)
     step = {
         candidate.name: statistics.median(map(max, zip(*(laps[candidate.name].step_s for laps in results), strict=True)))
         for candidate in candidates
@@ -143,14 +143,14 @@ def sweep(modes: list[str], ratios: list[float], depths: list[int], rounds: int)
     for mode in modes:
         sequence_parallel, gather = MODES[mode]
         loose = job_of(1, sequence_parallel, None)
-        with place_for(loose) as place:
-            profile = measure_profile(loose, place, lambda what: nullcontext())
+        with hosts_for(loose) as hosts:
+            profile = measure_profile(loose, hosts, lambda what: nullcontext())
         for layers in depths:
             for ratio in ratios:
                 rate = rate_for(ratio, loose, plan_of(loose, gather), profile)
                 job = job_of(layers, sequence_parallel, round(rate, 1))
-                with place_for(job) as place:
-                    yield row(mode, job, ratio, plan_of(job, gather), place, rounds)
+                with hosts_for(job) as hosts:
+                    yield row(mode, job, ratio, plan_of(job, gather), hosts, rounds)
 
 
 def bytes_per_layer(mode: str) -> dict[str, float]:
@@ -160,8 +160,8 @@ def bytes_per_layer(mode: str) -> dict[str, float]:
     for layers in (4, 8):
         job = job_of(layers, sequence_parallel, None)
         candidates: list[Candidate] = [NONE, FULL, ours(plan_of(job, gather))[1]]
-        with place_for(job) as place:
-            held[layers] = place.run(count, job, candidates, env=ENVIRONMENT)[0]
+        with hosts_for(job) as hosts:
+            held[layers] = hosts.run(count, job, candidates, env=ENVIRONMENT)[0]
     return {name: (held[8][name] - held[4][name]) / 4 for name in held[4]}
 
 
@@ -205,8 +205,8 @@ def main() -> None:
 
 
 def write(stem: Path, rows: list[Row], held: dict[str, dict[str, float]], rounds: int) -> None:
-    with place_for(job_of(1, False, 300.0)) as place:
-        machine = this_machine(place.links, "cpu")
+    with hosts_for(job_of(1, False, 300.0)) as hosts:
+        machine = this_machine(hosts.links, "cpu")
     links = "network namespaces and shaped links" if machine.links.kind == "shaped" else machine.links.kind
     made_of = f"torch {machine.torch}, megatron-core {machine.megatron_core}"
     words = f"{machine.cpu}, {machine.cores} cores, {made_of}; {links}; {rounds} rounds"

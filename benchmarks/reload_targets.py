@@ -56,7 +56,7 @@ class Row:
     reserved_bytes: int
     """At most, of the device (by the caching allocator) or of the process."""
     allocations: int | None = None
-    """Of the caching allocator; unknown on a CPU."""
+    """Allocations that the caching allocator counted; unknown on a CPU."""
 
 
 def fresh(sizes: Sequence[int], device: torch.device) -> Target:

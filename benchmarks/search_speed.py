@@ -28,7 +28,7 @@ from megatron_lynx.search.floor import STOCK
 from megatron_lynx.yaml_file import read_yaml
 
 DEMAND_S = 5.0
-"""Of a search over all layouts of 256 devices for 175B, on one core."""
+"""Seconds allowed for a search over all layouts of 256 devices for 175B, on one core."""
 
 
 @dataclass(frozen=True)

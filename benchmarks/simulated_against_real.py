@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.resident_bytes import count
+from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, DENSE
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.measure.machine import this_machine
@@ -31,12 +32,12 @@ from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import NONE, Candidate, without_windows
-from megatron_lynx.testbed.place import Place, place_for
+from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import MIB
 
-NORMS_AND_ACTIVATION = ("input_layernorm", "pre_mlp_layernorm", "activation")
+NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
 """The balanced policy of Yuan et al."""
 
 
@@ -51,7 +52,7 @@ class Row:
     highest_s: float
     """The fastest and the slowest round."""
     simulated_ratio: float
-    """To stock none, as is the next one."""
+    """Ratio to stock none, as is `measured_ratio`."""
     measured_ratio: float
     simulated_bytes: int
     measured_bytes: int
@@ -62,7 +63,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the simulation, relative to what was measured."""
+        """Error of the simulated seconds, relative to the measured ones."""
         return self.simulated_s / self.measured_s - 1
 
     @property
@@ -79,7 +80,7 @@ def plans_of(job: Job, profile: Profile) -> dict[str, Plan]:
         "everything, on demand": without_windows(everything),
         "norms and activation, windows": uniform_plan(job, NORMS_AND_ACTIVATION),
         "norms and activation, on demand": without_windows(uniform_plan(job, NORMS_AND_ACTIVATION)),
-        "attention, on demand": without_windows(uniform_plan(job, ("core_attention",))),
+        "attention, on demand": without_windows(uniform_plan(job, (CORE_ATTENTION,))),
         "planned, least memory": make_plan(job.model_copy(update={"budget": Budget()}), profile),
     }
     for share in (0.5, 0.75):
@@ -96,13 +97,13 @@ class Trained:
 
     held_bytes: dict[str, int]
     step_s: dict[str, list[float]]
-    """Of the slowest rank, round by round."""
+    """Seconds of the slowest rank in each round."""
 
 
-def train(job: Job, plans: dict[str, Plan], place: Place, rounds: int) -> Trained:
+def train(job: Job, plans: dict[str, Plan], hosts: Hosts, rounds: int) -> Trained:
     candidates = [NONE, *(Candidate(name, plan=plan) for name, plan in plans.items())]
-    held: list[dict[str, int]] = place.run(count, job, candidates)
-    laps: list[dict[str, Lap]] = place.run(race, job, candidates, rounds, 1)
+    held: list[dict[str, int]] = hosts.run(count, job, candidates)
+    laps: list[dict[str, Lap]] = hosts.run(race, job, candidates, rounds, 1)
     names = [each.name for each in candidates]
     return Trained(
         held[0], {name: [max(ranks) for ranks in zip(*(lap[name].step_s for lap in laps), strict=True)] for name in names}
@@ -168,15 +169,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     job = load_job(chosen.job)
-    with place_for(job) as place:
-        before = measure_profile(job, place, lambda what: nullcontext())
+    with hosts_for(job) as hosts:
+        before = measure_profile(job, hosts, lambda what: nullcontext())
         plans = plans_of(job, before)
-        trained = train(job, plans, place, chosen.rounds)
-        after = measure_profile(job, place, lambda what: nullcontext())
-        machine = this_machine(place.links, "cpu")
+        trained = train(job, plans, hosts, chosen.rounds)
+        after = measure_profile(job, hosts, lambda what: nullcontext())
+        machine = this_machine(hosts.links, "cpu")
     found = rows({NONE.name: uniform_plan(job, "none")} | plans, (before, after), trained)
     drift = layer_s(after) / layer_s(before)
-    text = markdown(chosen.job, found, f"{machine}; {place.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
+    text = markdown(chosen.job, found, f"{machine}; {hosts.ranks} ranks; {chosen.rounds} rounds; drift {drift:.3f}")
     stem = chosen.output / f"{date.today()}-simulated-{Path(chosen.job).stem}"
     stem.with_suffix(".md").write_text(text)
     shown = [

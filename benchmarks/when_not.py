@@ -31,7 +31,7 @@ from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 
 KEPT_BY_STOCK = 0.1
-"""Of what full recomputation saves: the row's budget allows for so much of it."""
+"""The part of what full recomputation saves that the budget of a row gives back."""
 
 REFERENCE: dict[str, Any] = {
     "model": "llama3-8b",
@@ -80,7 +80,7 @@ class Row:
     hidden_block_s: float
     ours_s: float
     hidden: float
-    """Of the seconds that the plan replays, in [0, 1]; 1 where it replays nothing."""
+    """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
     none_gib: float
     budget_gib: float
 
@@ -132,14 +132,14 @@ def under(job: Job, policy: Policy) -> Job:
 
 
 def at_once(job: Job) -> Job:
-    """With links between GPUs of a node that take no time: `nvlink` is what tensor-parallel collectives go over."""
+    """The job with links between a node's GPUs that take no time: tensor-parallel collectives use `nvlink`."""
     cluster = job.cluster.model_dump()
     cluster["nvlink"] = {"gb_per_s": 1e9, "efficiency": 1.0, "latency_us": 1e-6}
     return job.model_copy(update={"cluster": Cluster.model_validate(cluster)})
 
 
 def hidden(decision: Decision) -> float:
-    """Of the replayed seconds of all stages."""
+    """The share of all stages' replayed seconds that windows hide."""
     stages = [stage.predicted for stage in decision.plan.stages if stage.predicted is not None]
     hidden_s, exposed_s = (sum(getattr(each, name) for each in stages) for name in ("hidden_replay_s", "exposed_replay_s"))
     return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0

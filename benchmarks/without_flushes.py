@@ -25,7 +25,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 
 def expected(pipeline: int, microbatches: int) -> dict[str, float]:
-    """In forwards; see above."""
+    """Length in forwards; see the module's docstring."""
     steady, edge = microbatches * (1 + BACKWARD), pipeline - 1
     return {
         "flush": steady + edge * (1 + BACKWARD),

@@ -1,4 +1,4 @@
-"""Nests of tuples, lists and dicts: what calls take and return. What is looked for in them is the caller's to say."""
+"""Finds and replaces objects in nests of tuples, lists and dicts, which is what calls take and return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def all_in(kind: type[T], value: Any) -> Iterator[T]:
-    """Everything of a `kind` in a nest, in order."""
+    """Every object of a `kind` in a nest, in order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -21,7 +21,7 @@ def all_in(kind: type[T], value: Any) -> Iterator[T]:
 
 
 def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """The same nest with every `kind` in it replaced by `function` of it. Anything else is passed on as it is."""
+    """A copy of the nest in which `function` has replaced every `kind`. Anything else is passed on as it is."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""Quantities are SI seconds and bytes inside the package; people see these units. Converted once, here."""
+"""Inside the package quantities are seconds and bytes; here they are converted to the units that people read."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.units import MIB, format_bytes
 
 MOST_BYTES = 16 * MIB
-"""Of a file that is read: a plan of the largest models has less than one."""
+"""Largest file that is read: a plan of the largest models is smaller than 1 MiB."""
 
 MOST_DIGITS = 300
-"""Of a whole number."""
+"""Most digits of a whole number."""
 
 LINE_WIDTH = 120
-"""Characters after which a written line is broken."""
+"""Characters after which a written line wraps."""
 
 _OCTAL = "tag:lynx,2026:octal"
 _SCALARS = (
@@ -44,7 +44,7 @@ _SCALARS = (
     ("tag:yaml.org,2002:int", r"[-+]?(0|[1-9][0-9]*)"),
     ("tag:yaml.org,2002:float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
 )
-"""What plain text means, the first that matches; everything else is text."""
+"""The type of a plain scalar: that of the first pattern that matches, else text."""
 
 
 class _Loader(yaml.SafeLoader):

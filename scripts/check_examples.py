@@ -45,7 +45,7 @@ FILLED_IN = {
 """What scripts leave to their caller."""
 
 LAUNCHES = re.compile(r"^(?!CMD).*pretrain_gpt\.py|/SBATCH\.sh", re.MULTILINE)
-"""In a script that launches, itself or through `SBATCH.sh`."""
+"""Matches scripts that launch, by themselves or through `SBATCH.sh`."""
 
 SETS_OF_ARGUMENTS = (
     "post_training/modelopt/conf/*/*lama*.sh",
@@ -215,7 +215,7 @@ def variable_of(script: Path) -> str:
 
 
 def completed(launch: Launch) -> Launch:
-    """With what the launch leaves to a tokenizer, or to another file."""
+    """The launch with what it leaves to a tokenizer or to another file filled in."""
     words = launch.words
     if "--yaml-cfg" in words:
         return replace(launch, words=(*words, "--vocab-size", MISSING["--vocab-size"]))

@@ -48,7 +48,7 @@ class DeviceLink:
 
 
 class HostLink:
-    """For a run without a GPU: a clock."""
+    """A clock in place of a device's events, for a run without a GPU."""
 
     def __init__(self) -> None:
         self._free_at = 0.0

@@ -120,7 +120,7 @@ def _trained(job: Job, plan: Plan | None) -> dict[str, torch.Tensor]:
 
 @dataclass
 class ThisProcess:
-    """A `testbed.place.Place` whose only rank is this process."""
+    """A `testbed.hosts.Hosts` whose only rank is this process."""
 
     device: str
     links: Links
@@ -133,12 +133,12 @@ class ThisProcess:
 def compared(check: Check, job: Job, plan: Plan, links: Links) -> Measurement:
     from megatron_lynx.testbed.comparison import compare
 
-    place: Any = ThisProcess(check.device, links)
+    hosts: Any = ThisProcess(check.device, links)
 
     def announce(text: str) -> Any:
         return nullcontext(print(f"  {text}"))
 
-    measured = compare(job, plan, place, announce, rounds=check.rounds, module_sets=False).measurement
+    measured = compare(job, plan, hosts, announce, rounds=check.rounds, module_sets=False).measurement
     return measured.model_copy(update={"subject": f"{measured.subject}. {check.note}"})
 
 

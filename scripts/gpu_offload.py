@@ -78,7 +78,7 @@ def link(size_bytes: int, device: torch.device) -> dict[str, float]:
 
 
 def hidden(job: Job, training: Training, device: torch.device) -> dict[str, float]:
-    """Of a step of one layer, and of the copies of all it would keep with fused attention, out and back at once.
+    """Seconds of a step of one layer, and of copying out and back at once all that it would keep with fused attention.
 
     `hidden_share` 1: copying costs nothing.
     """

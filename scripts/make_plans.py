@@ -22,7 +22,7 @@ from megatron_lynx.whole_file import write_whole
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 LAUNCHES = ("gpt_13b", "llama3_8b", "gpt_175b", "llama3_70b")
-"""In scripts/launches/; the one for CPUs is planned from what its machine measures."""
+"""Launches in scripts/launches/. The one for CPUs is planned from what its machine measures."""
 
 CLUSTERS = ("a100-80g", "h800-80g")
 

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.ready_launches import table
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch_arguments import read_launch
-from megatron_lynx.launch_arguments.paste import without_plan
+from megatron_lynx.launch_arguments.command_line import without_plan
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.layout import layer_flags
 from scripts.make_plans import CLUSTERS, LAUNCHES, launch_words, plan_path

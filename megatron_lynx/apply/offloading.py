@@ -10,7 +10,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import Offloader, OffloadPolicy, available_bytes
 from megatron_lynx.runtime.stage_order import OrderOfStep
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.on_host import most_on_host
+from megatron_lynx.schedule.host_pool import most_on_host
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -> Offloader | None:

@@ -1,9 +1,9 @@
-"""The command `megatron-lynx`. What each command does is elsewhere; here is how it is asked and how it answers.
+"""The command `megatron-lynx`: reads arguments, calls the packages that do the work, prints tables or JSON.
 
     arguments ─> one small function ─> its machinery, imported inside ─> stdout: tables, or JSON with --json
     options, inputs   planning, pricing, running                         answers, terminal
 
-No import at the top but the command line's own: `--help` must not wait for torch.
+Only the command line itself is imported at the top: `--help` must not wait for torch.
 """
 
 from megatron_lynx.cli import planning, pricing, running  # noqa: F401 (their commands register themselves)

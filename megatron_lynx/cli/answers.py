@@ -1,4 +1,4 @@
-"""Answers as tables, and as files beside each other."""
+"""How commands show their answers: tables on the terminal, and files of pictures and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
     from megatron_lynx.testbed.comparison import Comparison
-    from megatron_lynx.testbed.schedule_comparison import Row as ScheduleRow
+    from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -53,12 +53,13 @@ def write_simulation(
 
 
 def profile_in_words(measured: Profile, path: Path) -> str:
+    from megatron_lynx.anatomy import HALVES
     from megatron_lynx.units import format_bytes, format_seconds
 
     halves = [
         f"{name:<10} forward {format_seconds(half.forward_s)}, backward {format_seconds(half.backward_s)}, "
         f"saves {format_bytes(half.saved_bytes)}"
-        for name, half in (("attention", measured.attention), ("mlp", measured.mlp))
+        for name, half in ((half, measured.half(half)) for half in HALVES)
     ]
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
     return "\n".join([*halves, *links, f"wrote {path}"])
@@ -106,7 +107,7 @@ def show_published(rows: list[Row]) -> None:
 
 
 def show_schedules(rows: list[ScheduleRow]) -> None:
-    """Ways with and without flushes, and what their gradients are."""
+    """A table of settings with and without flushes, and how old the gradients of each are."""
     from rich.table import Table
 
     from megatron_lynx.units import format_bytes, format_seconds

@@ -1,4 +1,4 @@
-"""The application: how errors end a command, and what every command shares.
+"""The typer application, which every command registers with, and how errors end a command.
 
 command ─> LynxError ─> stderr: every problem                exit 1: the answer is no, 2: the request is wrong
 """
@@ -33,7 +33,7 @@ class ErrorBoundary(TyperGroup):
 
 
 OUTPUT_CLOSED = 141
-"""Exit status of a command whose output nobody reads any more: what a shell says of one that SIGPIPE ends."""
+"""Exit status of a command whose output is no longer read: the one that shells report after SIGPIPE."""
 
 
 app = typer.Typer(cls=ErrorBoundary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -55,7 +55,7 @@ def megatron_lynx(
 
 
 def main() -> None:
-    """The console script. An answer that nobody can be given is an error like others."""
+    """The console script. An answer that cannot be written ends it with a message, too."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may have characters that a terminal has not
     try:
@@ -73,5 +73,5 @@ def main() -> None:
 
 
 def drop_output() -> None:
-    """What is left of an answer must not be tried again when Python ends."""
+    """Discard what is left of the output, or Python would try to write it again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""From what was asked to jobs, figures and plans; measured here where they have to be."""
+"""Reads what a command was given, as jobs, profiles and plans; measures a profile on this machine where none is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
-    from megatron_lynx.testbed.place import Place
+    from megatron_lynx.testbed.hosts import Hosts
 
 
 def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
@@ -29,7 +29,7 @@ def job_named(name: str, changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def mention_experts(job: Job) -> None:
-    """What every answer about them takes for granted."""
+    """Tell, for a job with experts, what every answer assumes about them."""
     if job.model.experts is not None:
         layers = ", ".join(map(str, job.model.moe_layers))
         text = "their MLP halves are kept whole and on the device, with as many tokens for every expert"
@@ -51,7 +51,7 @@ def job_or_launch(
     quiet: bool,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Job, Reading | None]:
-    """The job that was asked about. Of a launch: and what was understood of it, which is shown before anything is refused."""
+    """The job that was asked about; for a launch also what was understood of it, which is shown before anything is refused."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.launch_arguments import job_of, read_launch
     from megatron_lynx.launch_arguments.table import remarks, understood
@@ -79,17 +79,16 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 
 def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
     """The launch under the plan. Only where the launch left the layers' places open has the plan decided them."""
-    from megatron_lynx.launch_arguments.paste import to_paste
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
 
     layers = layer_flags(made) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
-    return to_paste(reading.command, os.fspath(path), [*layers, *schedule])
+    return reading.command.under_plan(os.fspath(path), [*layers, *schedule])
 
 
 def named_in(text: str) -> list[str]:
-    """The names of a list with commas."""
+    """The names in a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -113,18 +112,18 @@ def costs_of(job: Job, profile_file: Path | None) -> Profile:
     if described:
         typer.echo(f"nothing is measured: seconds are from the figures of {job.cluster.name}", err=True)
         return analytic_profile(job)
-    with place_of(job) as place:
-        return measured_here(job, place)
+    with hosts_of(job) as hosts:
+        return measured_here(job, hosts)
 
 
 def warn_of(profile: Profile) -> None:
-    """Say what is to be known of its figures before they are used."""
+    """Warn of figures that describe no real device, before they are used."""
     if profile.source.caution is not None:
         typer.echo(f"warning: {profile.source.caution}", err=True)
 
 
 def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
-    """As `costs_of`, for a plan: nothing is measured, and a profile needs no job."""
+    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster. Nothing is measured."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
 
@@ -140,23 +139,23 @@ def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
 
 
 @contextmanager
-def place_of(job: Job) -> Iterator[Place]:
-    from megatron_lynx.testbed.place import place_for
+def hosts_of(job: Job) -> Iterator[Hosts]:
+    from megatron_lynx.testbed.hosts import hosts_for
 
-    with place_for(job) as place:
-        typer.echo(f"{place.ranks} {'rank' if place.ranks == 1 else 'ranks'} on this machine: {place.description}", err=True)
-        yield place
+    with hosts_for(job) as hosts:
+        typer.echo(f"{hosts.ranks} {'rank' if hosts.ranks == 1 else 'ranks'} on this machine: {hosts.description}", err=True)
+        yield hosts
 
 
-def measured_here(job: Job, place: Place) -> Profile:
+def measured_here(job: Job, hosts: Hosts) -> Profile:
     from megatron_lynx.testbed.profiling import measure_profile
 
-    measured = measure_profile(job, place, announced)
+    measured = measure_profile(job, hosts, announced)
     warn_of(measured)
     return measured
 
 
-def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
+def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:
     """The given plan, or one made here and kept beside the reports."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
@@ -164,7 +163,7 @@ def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path 
 
     if plan_file is not None:
         return _given(job, plan_file)
-    costs = load_profile(profile_file) if profile_file is not None else measured_here(job, place)
+    costs = load_profile(profile_file) if profile_file is not None else measured_here(job, hosts)
     save_profile(costs, folder / "profile.yaml")
     made = make_plan(job, costs)
     save_plan(made, folder / "plan.yaml")
@@ -172,16 +171,16 @@ def plan_for(job: Job, place: Place, plan_file: Path | None, profile_file: Path 
 
 
 def plan_and_costs(
-    job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, place: Place | None = None
+    job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, hosts: Hosts | None = None
 ) -> tuple[Plan, Profile]:
-    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `place`. Both are kept."""
+    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
 
     given = None if plan_file is None else _given(job, plan_file)
-    measured = place is not None and profile_file is None and job.cluster.matmul is None
-    costs = measured_here(job, place) if measured and place is not None else costs_of(job, profile_file)
+    measured = hosts is not None and profile_file is None and job.cluster.matmul is None
+    costs = measured_here(job, hosts) if measured and hosts is not None else costs_of(job, profile_file)
     save_profile(costs, folder / "profile.yaml")
     made = make_plan(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
@@ -189,7 +188,7 @@ def plan_and_costs(
 
 
 def _given(job: Job, plan_file: Path) -> Plan:
-    """A plan for this job, which is known before anything is measured."""
+    """The plan in a file, refused before anything is measured if it was made for another job."""
     from megatron_lynx.plan import load_plan
     from megatron_lynx.testbed.comparison import check_plan
 

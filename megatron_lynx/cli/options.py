@@ -1,4 +1,4 @@
-"""What commands are asked with: arguments and options that several of them take."""
+"""Arguments and options that several commands take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders for answers, looked at before anything takes long."""
+"""Checks that files and folders for answers can be written, before anything takes long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
 
 
 def make_folder(folder: Path) -> None:
-    """A folder for answers."""
+    """Make a folder for answers. Raises `ConfigError` where it cannot be written to."""
     if (found := _against_folder(folder)) is not None:
         raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
 
@@ -52,7 +52,7 @@ def _in_the_way(file: Path) -> str | None:
 
 
 def _against_folder(folder: Path) -> str | None:
-    """Why nothing can be written into the folder, which is made."""
+    """Why nothing can be written into the folder. It is made where it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

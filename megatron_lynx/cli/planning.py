@@ -1,4 +1,4 @@
-"""Commands that make plans, and say what they do: profile, plan, explain, simulate."""
+"""Commands that make plans and show what they do: profile, plan, explain, simulate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_lynx.cli.inputs import (
     command_with,
     costs_of,
     figures_for,
+    hosts_of,
     job_named,
     job_or_launch,
     job_path,
     measured_here,
-    place_of,
     understood_as_json,
 )
 from megatron_lynx.cli.options import (
@@ -47,8 +47,8 @@ def profile(
 
     job = job_named(job_file)
     check_writable(output, read=[job_path(job_file)])
-    with place_of(job) as place:
-        measured = measured_here(job, place)
+    with hosts_of(job) as hosts:
+        measured = measured_here(job, hosts)
     save_profile(measured, output)
     if as_json:
         show_json(measured.model_dump(mode="json"))

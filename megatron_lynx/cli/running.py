@@ -9,7 +9,7 @@ import typer
 
 from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import job_named, place_of, plan_and_costs, plan_for
+from megatron_lynx.cli.inputs import hosts_of, job_named, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, JobName, ProfileOption
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
@@ -45,9 +45,9 @@ def compare(
     if job.schedule == "double_buffered":
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
         return
-    with place_of(job) as place:
-        made = plan_for(job, place, plan_file, profile_file, output)
-        comparison = run(partitioned_as(job, made), made, place, announced, rounds=rounds, warmups=warmups)
+    with hosts_of(job) as hosts:
+        made = plan_for(job, hosts, plan_file, profile_file, output)
+        comparison = run(partitioned_as(job, made), made, hosts, announced, rounds=rounds, warmups=warmups)
     written = write_comparison(comparison, output)
     if as_json:
         show_json(rows_as_json(rows_of(comparison.measurement)))
@@ -62,13 +62,13 @@ def compare(
 def _compare_schedules(
     job: Job, plan_file: Path | None, profile_file: Path | None, rounds: int, output: Path, as_json: bool
 ) -> None:
-    """What is not here to be trained on is simulated alone."""
+    """A job whose cluster is not this machine is only simulated."""
     from megatron_lynx.testbed.schedule_comparison import side_by_side, trained_side_by_side
 
     if job.cluster.device == "cpu":
-        with place_of(job) as place:
-            made, costs = plan_and_costs(job, plan_file, profile_file, output, place)
-            rows = trained_side_by_side(job, made, costs, place, announced, rounds=rounds)
+        with hosts_of(job) as hosts:
+            made, costs = plan_and_costs(job, plan_file, profile_file, output, hosts)
+            rows = trained_side_by_side(job, made, costs, hosts, announced, rounds=rounds)
     else:
         rows = side_by_side(job, *plan_and_costs(job, plan_file, profile_file, output))
     if as_json:

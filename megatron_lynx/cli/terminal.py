@@ -1,4 +1,4 @@
-"""Where answers go: stdout for them, stderr for what goes on and for what went wrong."""
+"""Writing to the terminal: answers to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 WIDTH_OF_FILES = 180
-"""Columns of a table that goes to a file or a pipe, where nobody says how wide the page is."""
+"""Columns of a table that goes to a file or a pipe, which have no width of their own."""
 
 
 MOST_PROBLEMS = 100
-"""Told of one request."""
+"""Problems of one request that are printed; of more, only their number."""
 
 PATIENCE_S = 2.0
-"""Before a progress bar."""
+"""Seconds before a progress bar appears."""
 
 SECONDS_OF_A_LINE = 10.0
-"""Between lines about progress, and before the first, where there is no terminal for a bar."""
+"""Seconds between lines about progress, where there is no terminal for a bar."""
 
 
 def show_json(answer: Any) -> None:
@@ -66,7 +66,7 @@ def show_error(error: LynxError) -> None:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Say on stderr what takes long, while it does."""
+    """Show on stderr what is under way, while the block runs."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -83,7 +83,7 @@ def announced(what: str) -> Iterator[None]:
 
 @contextmanager
 def awaited(what: str) -> Iterator[None]:
-    """The same of what is over at once, as a rule: only when people have waited for a while; in a log, after a longer one."""
+    """As `announced`, for what is usually quick: shown only after `PATIENCE_S`, or `SECONDS_OF_A_LINE` without a terminal."""
     from threading import Timer
 
     from rich.console import Console
@@ -110,7 +110,7 @@ def awaited(what: str) -> Iterator[None]:
 
 @contextmanager
 def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for what takes longer than people wait gladly; in a log, a line now and then."""
+    """A progress bar on stderr after `PATIENCE_S`; without a terminal, a line every `SECONDS_OF_A_LINE`."""
     import time
 
     from rich.console import Console
@@ -149,7 +149,7 @@ def _in_lines(what: str, now_s: Callable[[], float]) -> Callable[[int, int], Non
 
 
 def quieten_megatron() -> None:
-    """That Apex and Transformer Engine are missing is Megatron's to know. No compilation: its import must not start one."""
+    """Silence Megatron's warnings that Apex and Transformer Engine are missing, and keep its import from compiling anything."""
     import warnings
 
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch")

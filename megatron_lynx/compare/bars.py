@@ -1,4 +1,4 @@
-"""What a span of a timeline looks like: in which lane, in which colour, over or under which others.
+"""How the spans of a timeline are drawn: each kind has its lane, its colour, and its place above or below other bars.
 
     span        waiting in a window           compute lane: a hole (grey)    communication lane: the window (its colour)
                 everything else               one bar, in its lane
@@ -40,7 +40,7 @@ STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER
 
 @dataclass(frozen=True)
 class Bar:
-    """A span as drawn: in which lane and how."""
+    """A span as it is drawn: its lane and its style."""
 
     lane: str
     style: Style

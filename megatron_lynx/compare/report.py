@@ -1,4 +1,4 @@
-"""A measurement for people: a table on the terminal, the same in Markdown and JSON, and in words how it was counted."""
+"""How a comparison is reported: a table on the terminal, in Markdown and in JSON, with notes on how it was measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def print_report(measurement: Measurement, console: Console) -> None:
 
 
 def markdown(measurement: Measurement, timeline: str | None = None) -> str:
-    """The same as a document. `timeline` is the path of a picture, from where the document stands."""
+    """The report as a Markdown document. `timeline`: the path of a picture, relative to the document."""
     rows = rows_of(measurement)
     lines = [f"# {measurement.subject}", "", _line(COLUMNS), _line(("---", *["---:"] * (len(COLUMNS) - 1)))]
     lines += [_line(_cells(row, row is rows[0], bold="**")) for row in rows]

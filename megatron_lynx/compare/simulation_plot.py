@@ -23,15 +23,15 @@ from megatron_lynx.units import GIB, MIB, format_bytes
 
 MEMORY_INCHES = 3.2
 LEAST_ROW_INCHES, MOST_INCHES = 0.9, 12.0
-"""Of the rows of stages: deep pipelines have lower rows."""
+"""Bounds of a stage's row and of all rows together: the rows of deep pipelines are lower."""
 LINES = ("#1f4e79", "#c8641a", "#2e7d4f", "#7a4fa3", "#a3324a", "#4f8a94", "#8a6d1f", "#555555")
-"""Of stages, in turn; the legend says which and how high."""
+"""Colours of the stages' lines, used in turn; the legend names the stages and their peaks."""
 BUDGET = "#d6301d"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a picture shows of a simulated step. `notes`: below each stage's name; `memory`: by stage."""
+    """What a picture shows of a simulated step. `notes` stand below each stage's name; `memory` is by stage."""
 
     timeline: Timeline
     memory: Mapping[int, MemoryCurve]

@@ -1,4 +1,4 @@
-"""The rows of a comparison, and the sentence they come to.
+"""Comparing a plan with stock Megatron: a row for each setting, and the sentence that sums them up.
 
 setting          step_s  ratio  resident bytes  peak bytes
 stock none        1.00   1.00      100             120          the reference
@@ -21,14 +21,14 @@ Bytes = Literal["activation_bytes", "peak_bytes"]
 
 @dataclass(frozen=True)
 class Row:
-    """One setting. Bytes are those of the rank that needs most; seconds are medians of the slowest rank."""
+    """One setting of a comparison. Bytes are of the rank that needs most; seconds are medians of the slowest rank's."""
 
     setting: str
     ours: bool
     step_s: float
     step_lower_s: float
     step_upper_s: float
-    """Quartiles."""
+    """The lower and the upper quartile of a step's seconds."""
     ratio_to_none: float
     activation_bytes: int
     """Resident between forward and backward."""
@@ -117,7 +117,7 @@ class Verdict:
 
 
 def verdict(rows: Iterable[Row], by: Bytes = "activation_bytes") -> Verdict | None:
-    """None where nothing of ours, or nothing of stock's, was measured."""
+    """How our fastest setting compares. None where nothing of ours, or nothing of stock's, was measured."""
     rows = tuple(rows)
     ours = min((row for row in rows if row.ours), key=lambda row: row.step_s, default=None)
     stock = [row for row in rows if not row.ours]

@@ -25,8 +25,8 @@ DPI = 160
 WIDTH_INCHES = 16.0
 ROW_INCHES = 1.4
 NAME_INCHES, TURNED_INCHES, PHASE_INCHES, NUMBER_INCHES = 0.24, 0.10, 0.6, 0.16
-"""What is narrower than this is not named: a half, a replay (its name is turned), a stretch of halves (pass and micro-batch, or
-the micro-batch alone)."""
+"""Bars narrower than this carry no name: halves, replays (whose names are turned), stretches of halves (named by pass and
+micro-batch, or by the micro-batch alone)."""
 
 
 HOW_TO_READ = (
@@ -53,11 +53,11 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, labels: Sequence[s
 
 
 MOST_IN_A_LINE = 5
-"""Of a legend, or it is wider than the picture."""
+"""Entries in one line of the legend: with more it would be wider than the picture."""
 
 
 def add_legend(figure: Figure, used: set[Style]) -> None:
-    """Explains only what is there."""
+    """A legend of the styles that were used."""
     handles = [Patch(facecolor=style.face, label=style.label) for style in STYLES if style in used]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(MOST_IN_A_LINE, max(1, len(handles))), frameon=False, fontsize=9.5

@@ -1,4 +1,4 @@
-"""What on this machine, or in a launch, defeats overlap: what it costs, and what to set.
+"""Finds what on this machine, or in a launch, keeps replays from overlapping with communication, and says what to set.
 
 software   versions, fingerprints          machine   GPUs, NUMA, host memory
 environment   CUDA's queues, allocator     launch    flags that take windows away (where a launch was given)
@@ -20,7 +20,7 @@ __all__ = ["Finding", "findings"]
 
 
 def findings(words: Sequence[str] = ()) -> Iterator[Finding]:
-    """Everything about this machine and, if there is one, a launch. Raises `ConfigError` for words that are no launch."""
+    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch."""
     reading = read_launch(words) if words else None
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()

@@ -1,4 +1,4 @@
-"""Variables that decide how kernels, collectives and allocations queue up."""
+"""Environment variables that decide how kernels, collectives and allocations queue up, and so whether replays overlap."""
 
 from __future__ import annotations
 

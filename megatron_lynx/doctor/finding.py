@@ -1,4 +1,4 @@
-"""What the doctor found: one fact each, what it costs, what to set."""
+"""A finding of `megatron-lynx doctor`: one fact, what it costs, and what to set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["good", "note", "slows", "defeats"]
-"""As it should be; worth knowing; overlap works, and is worth less; a plan refuses to train, or hides nothing."""
+"""good: as it should be; note: worth knowing; slows: overlap gains less; defeats: plans are refused, or hide nothing."""
 
 
 @dataclass(frozen=True)

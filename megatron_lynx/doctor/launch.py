@@ -1,4 +1,4 @@
-"""What in a launch's arguments takes windows away, or makes a plan refuse."""
+"""Arguments of a launch that leave no windows for replays, or that plans refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine: GPUs, NUMA nodes, host memory. Looked at through the driver's tool and /sys, without CUDA."""
+"""GPUs, NUMA nodes and host memory of this machine, read from nvidia-smi and /sys without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.units import GIB, format_bytes
 
 BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
-"""What binds ranks to their GPU's socket in front of a script."""
+"""Words of a launcher that bind ranks to their GPU's socket."""
 
 
 def machine(launcher: Sequence[str] = (), root: Path = Path("/")) -> Iterator[Finding]:

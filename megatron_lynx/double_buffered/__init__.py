@@ -1,1 +1,1 @@
-"""Running PipeDream-2BW on Megatron: one interpreter of orders, two versions of the weights."""
+"""Trains Megatron models without pipeline flushes (PipeDream-2BW), with two versions of the weights."""

@@ -1,4 +1,4 @@
-"""Tensors' memory, twice: a second buffer of the same shape, and tensors that are pointed from one to the other.
+"""Two buffers for the memory of some tensors, which are pointed from one buffer to the other.
 
 A tensor keeps its identity, its attributes and its place in the graph; `tensor.data` is what looks elsewhere.
 """
@@ -22,11 +22,11 @@ class TwoBuffers:
 
     @property
     def extra_bytes(self) -> int:
-        """What the second buffer costs."""
+        """The size of the second buffer."""
         return sum(storage.nbytes() for storage in self._buffers[1])
 
     def point(self, tensors: Iterable[torch.Tensor], buffer: int) -> None:
-        """Let those of `tensors` that look into either buffer look into that one, at the same place."""
+        """Point those of `tensors` that lie in either buffer to the same place in this one."""
         for tensor in tensors:
             index = self._place.get(tensor.untyped_storage().data_ptr())
             if index is not None:

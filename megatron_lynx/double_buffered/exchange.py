@@ -1,4 +1,4 @@
-"""What a stage sends to its neighbours and receives from them, between one action and the next.
+"""Sends to a stage's neighbours and receives from them, between one action and the next.
 
     done   next    exchange                                          as in Megatron's 1F1B
     F      F       send forward; receive forward                     warm-up
@@ -28,7 +28,7 @@ Tensors = list[torch.Tensor | None]
 
 
 class Exchange(ABC):
-    """One stage's side of it. `shape`: of every message."""
+    """One stage's side of the exchanges. Every message has the same `shape`."""
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
         self.neighbours = P2PCommunicator(pp_group=group, config=config)
@@ -46,7 +46,7 @@ class Exchange(ABC):
 
 
 class Waiting(Exchange):
-    """By the communicator's own functions, as Megatron's schedules do it."""
+    """Exchanges with the communicator's own functions, which wait, as Megatron's schedules do."""
 
     _received: Tensors | None = None
 
@@ -75,14 +75,14 @@ class Waiting(Exchange):
 
 
 class Posted(Exchange):
-    """By the operations below the communicator: its own functions for messages in both directions all wait."""
+    """Exchanges with the operations below the communicator, whose functions for messages in both directions all wait."""
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
         super().__init__(group, config, shape)
         self._group = group
         self._coming: torch.Tensor | None = None
         self._work: dict[str, tuple[Any, torch.Tensor | None]] = {}
-        """Under way, by Megatron's name for the direction, with what must not be freed before it has arrived."""
+        """Messages under way, by Megatron's name for the direction, with the tensors that must live until they have arrived."""
         self._begun = False
 
     def take(self, action: Action) -> Tensors:

@@ -16,6 +16,7 @@ import torch
 
 from megatron_lynx.double_buffered.buffers import TwoBuffers
 from megatron_lynx.double_buffered.owners import gradient_owners
+from megatron_lynx.schedule.double_buffered import buffer_of
 
 
 class TwoGradients:
@@ -27,20 +28,20 @@ class TwoGradients:
         self._first_buffer = 0
         self._shown = 0
         self._awaited: list[Any] = []
-        """Reductions that were waited for already, and that DDP has not ended yet."""
+        """Reductions that were already waited for, and that DDP has not ended yet."""
 
     def show(self, batch: int) -> None:
-        """Let gradients be those of `batch`."""
+        """Point all gradients at the buffer of `batch`."""
         if batch != self._shown:
             self._wait_for_reductions()
-            self.buffers.point(gradient_owners(self._chunk), (batch + self._first_buffer) % 2)
+            self.buffers.point(gradient_owners(self._chunk), buffer_of(batch + self._first_buffer))
             self._shown = batch
 
     def _wait_for_reductions(self) -> None:
-        """Those that DDP began in the last backward of a batch: what they reduce must not be pointed elsewhere meanwhile.
+        """Wait for reductions that DDP began in a batch's last backward, before the tensors they reduce are pointed elsewhere.
 
-        Only once, while it is shown: gloo copies its result to where the tensors look when it is waited for. DDP waits again
-        when it ends the reduction, at this batch again.
+        Each is waited for only once, while its batch is shown: at the wait gloo copies its result to where the tensors point.
+        DDP waits again when it ends the reduction, when this batch is shown again.
         """
         groups = self._chunk.bucket_groups + self._chunk.expert_parallel_bucket_groups
         under_way = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
@@ -51,8 +52,8 @@ class TwoGradients:
 
     def hidden(self) -> list[torch.Tensor]:
         """The bytes of the buffer that is not shown."""
-        return self.buffers.memory((self._shown + self._first_buffer + 1) % 2)
+        return self.buffers.memory(buffer_of(self._shown + self._first_buffer + 1))
 
     def start_anew(self) -> None:
         """Count batches from 0, in the buffer that is shown. Both must be free, or be cleared next."""
-        self._first_buffer, self._shown = (self._shown + self._first_buffer) % 2, 0
+        self._first_buffer, self._shown = buffer_of(self._shown + self._first_buffer), 0

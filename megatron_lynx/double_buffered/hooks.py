@@ -27,7 +27,7 @@ UNPROVEN = (
     "p2p_communicator",
     "pg_collection",
 )
-"""What a loop may ask Megatron's schedules for, and not these."""
+"""Arguments of Megatron's schedules that schedules without flushes do not support."""
 
 
 def claims(loop: Any, pipeline: DoubleBuffered, drains: Callable[[], bool]) -> Iterator[Claim]:

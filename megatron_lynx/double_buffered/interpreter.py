@@ -114,7 +114,7 @@ class Interpreter:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """As Megatron's schedules time themselves."""
+        """Start and stop the timer that Megatron's schedules use."""
         timers = self.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=self.config.barrier_with_L1_time)
@@ -149,7 +149,7 @@ class Interpreter:
         self._exchange.pass_on(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:
-        """Over replicas, tensor-parallel ranks, and both ends of tied embeddings. What DDP has `begun`, it ends."""
+        """Reduce over replicas, tensor-parallel ranks and the ends of tied embeddings. What DDP has `begun`, it ends."""
         config = self.config
         if not begun:
             config.grad_sync_func(self.chunk.parameters())

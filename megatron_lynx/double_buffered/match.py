@@ -1,4 +1,4 @@
-"""What a run may not use while it trains without flushes: refused before training, all of it at once.
+"""Checks before training that a run uses nothing which does not work without flushes; refuses everything at once.
 
 Either it cannot work (a second model chunk, memory that weights share with something else), or nobody has proven that it does.
 """
@@ -21,7 +21,7 @@ from megatron_lynx.errors import ConfigError, HookRefused, Problem
 from megatron_lynx.schedule import double_buffered
 
 OPTIMIZERS = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer, torch.optim.Optimizer)
-"""Whose hold on the weights' memory is known (`double_buffered.owners`)."""
+"""Optimizers of which it is known which tensors share memory with the weights (`double_buffered.owners`)."""
 
 
 def check(

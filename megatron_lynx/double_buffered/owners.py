@@ -1,4 +1,4 @@
-"""Every tensor of Megatron's that looks into the memory of weights or gradients, and has to follow when they move.
+"""Finds every tensor of Megatron's that shares memory with weights or gradients, and must follow when they move.
 
     weights
 parameter.data                          all of them
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 SHARDS = ("shard_float16_groups", "shard_fp32_groups")
-"""Of Megatron's distributed optimizer: groups of views into the flat buffer."""
+"""Attributes of Megatron's distributed optimizer that hold groups of views into the flat buffer."""
 
 
 def owners(chunk: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Those tensors, and some that look elsewhere. Gathered anew each time: DDP makes some of them when it first needs them."""
+    """The tensors that may share memory with weights. Gathered at each call: DDP makes some of them when it first needs them."""
     found = [*chunk.parameters(), *_of_ddp(chunk)]
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         found += [tensor for name in SHARDS for group in getattr(part, name, []) for tensor in group]
@@ -37,7 +37,7 @@ def _of_ddp(chunk: Any) -> Iterator[torch.Tensor | None]:
 
 
 def gradient_owners(chunk: Any) -> Iterator[torch.Tensor]:
-    """The tensors that look into the gradient buffers of a chunk in DDP. Gathered anew each time, too."""
+    """The tensors that share memory with the gradient buffers of a chunk in DDP, gathered at each call as well."""
     yield from (parameter.main_grad for parameter in chunk.parameters() if hasattr(parameter, "main_grad"))
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         yield buffer.grad_data

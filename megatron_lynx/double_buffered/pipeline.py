@@ -1,4 +1,4 @@
-"""PipeDream-2BW on one rank: what takes the place of Megatron's schedule, and what goes around the optimizer's step.
+"""Training without flushes (PipeDream-2BW) on one rank: replaces Megatron's schedule, and wraps the optimizer's step.
 
     pipeline = DoubleBuffered(model, optimizer, ...)
     for every batch:
@@ -22,10 +22,10 @@ import torch
 from megatron_lynx.double_buffered.exchange import Posted, Waiting
 from megatron_lynx.double_buffered.gradients import TwoGradients
 from megatron_lynx.double_buffered.interpreter import Interpreter
+from megatron_lynx.double_buffered.loss_scales import TwoLossScales
 from megatron_lynx.double_buffered.match import check, check_no_plan
 from megatron_lynx.double_buffered.owners import owners
-from megatron_lynx.double_buffered.scales import TwoScales
-from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
+from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
 from megatron_lynx.double_buffered.versions import TwoVersions
 from megatron_lynx.errors import HookRefused, Problem
 from megatron_lynx.runtime.overlapping import BatchListener
@@ -77,7 +77,7 @@ class DoubleBuffered:
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._deferral = deferral(self._stage) if defer_updates else 0
         self.gradients = TwoGradients(model[0]) if self._deferral else None
-        self._scales = TwoScales(optimizer if defer_updates else None)
+        self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
         self._drains = True
         self._engine: BatchListener | None = None
@@ -125,7 +125,7 @@ class DoubleBuffered:
         return losses
 
     def _show_newest(self) -> None:
-        """What is read, logged and saved between batches."""
+        """Show the newest weights and scales: these are read, logged and saved between batches."""
         self.versions.show(self.versions.newest)
         self._scales.show(self.versions.newest)
 
@@ -134,8 +134,8 @@ class DoubleBuffered:
             check_no_plan()
             return
         size = self._pipeline, self._stage, self._microbatches
-        turns = turns_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
-        self._engine.begin_batch(turns, fills=self._batch == 0)
+        order = order_of_batch(*size, self._batch, deferral=self._deferral, drains=drains)
+        self._engine.begin_batch(order, fills=self._batch == 0)
 
     def update(self, step: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, with the gradient that `forward_backward` left. Returns what the step returns.
@@ -162,14 +162,14 @@ class DoubleBuffered:
 
     def few_batches(self, microbatches: int) -> StageOrder:
         """What this stage does from filling to draining."""
-        return turns_of_few_batches(self._pipeline, self._stage, microbatches)
+        return order_of_few_batches(self._pipeline, self._stage, microbatches)
 
     def as_recorded(self, micro_batch: int) -> AbstractContextManager[None]:
         """The weights that this micro-batch (counted since the pipeline was filled) sees."""
         return self.versions.seen(version_of(micro_batch, self._microbatches))
 
     def under(self, engine: BatchListener | None) -> None:
-        """A plan is in force from the next batch on, or none is."""
+        """From the next batch on a plan is in force, whose engine this is; None: no plan is."""
         self._engine = engine
 
     def _start_anew(self) -> None:
@@ -180,6 +180,6 @@ class DoubleBuffered:
         self._scales.start_anew()
 
     def _next_forward(self) -> Action:
-        """The first one that this batch leaves to the next."""
+        """The first forward that this batch leaves to the next."""
         ahead = one_f_one_b.warmup(self._pipeline, self._stage) + self._deferral
         return Action((self._batch + 1) * self._microbatches + ahead, "F")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Needed = Mapping[str, tuple[object, str]]
-"""What a setting must be, and why."""
+"""By name: what a setting must be, and why."""
 
 MODEL: Needed = {
     "overlap_p2p_comm": (False, "it belongs to interleaved schedules"),
@@ -32,7 +32,7 @@ MODEL: Needed = {
     "log_max_attention_logit": (False, "it would mix micro-batches of two batches"),
     "gtp_weight_remat_size": (1, "weights are gathered by collectives of their own"),
 }
-"""Of the model."""
+"""Fields of the model's configuration."""
 
 DDP: Needed = {
     "overlap_param_gather": (False, "weights would arrive during the forward of another version"),
@@ -44,12 +44,12 @@ DDP: Needed = {
     "fp4_param_gather": (False, "weights have copies of their own"),
     "param_name_patterns_for_fp32_local_accumulation": (None, "it was not tried"),
 }
-"""Of DistributedDataParallel."""
+"""Fields of DistributedDataParallel's configuration."""
 
 DDP_WITH_DEFERRAL: Needed = {
     "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates"),
 }
-"""Of DistributedDataParallel, where updates are deferred."""
+"""Fields of DistributedDataParallel's configuration that matter only where updates are deferred."""
 
 OPTIMIZER: Needed = {
     "overlap_param_gather_with_optimizer_step": (False, "weights would arrive during the forward of another version"),
@@ -58,11 +58,11 @@ OPTIMIZER: Needed = {
     "optimizer_cuda_graph": (False, "graphs hold on to addresses of weights"),
     "use_layer_wise_distributed_optimizer": (False, "it was not tried"),
 }
-"""Of the optimizer."""
+"""Fields of the optimizer's configuration."""
 
 
 def otherwise(settings: Any, needed: Needed) -> Iterator[tuple[str, object, object, str]]:
-    """What is set otherwise: (name, found, needed, why). A field that this release does not have is as it must be."""
+    """Settings that are not as needed: (name, found, needed, why). A field that this release does not have is taken as right."""
     for name, (value, why) in needed.items():
         found = getattr(settings, name, value)
         if found != value and not (value is None and not found):

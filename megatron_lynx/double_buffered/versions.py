@@ -44,7 +44,7 @@ class TwoVersions:
 
     @contextmanager
     def seen(self, version: int) -> Iterator[None]:
-        """As `show`, inside; then as before."""
+        """Show a version inside the block, and afterwards the one that was shown before."""
         shown = self._shown
         self.show(version)
         try:
@@ -53,7 +53,7 @@ class TwoVersions:
             self.show(shown)
 
     def show(self, version: int) -> None:
-        """Let the parameters be those of `version`: the newest one or the one before."""
+        """Point the parameters at `version`: the newest one or the one before."""
         assert max(self.newest - 1, 0) <= version <= self.newest, f"version {version} is gone or not there yet ({self.newest})"
         if version != self._shown:
             self.buffers.point(self._parameters, self._buffer(version))
@@ -61,7 +61,7 @@ class TwoVersions:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """The optimizer's step goes inside: it makes the next version. Nobody may need the one before the newest any more."""
+        """The optimizer's step runs inside: it writes the next version over the one before the newest, which nobody needs."""
         self.show(self.newest)
         target = self._buffer(self.newest + 1)
         self.refill(self._buffer(self.newest), target)

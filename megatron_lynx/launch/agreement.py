@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank found."""
+    """The problems that one rank found."""
 
     headline: str
     problems: tuple[Problem, ...]
@@ -31,7 +31,7 @@ class Report:
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
-    """To be called by every rank. Returns where none has an error and `same` is equal on all; else ends all of them.
+    """End all ranks if one has an error, or if `same` is not equal on all of them. Every rank must call this.
 
     `what` says in words what must be the same.
     Raises `SystemExit` on every rank, after rank 0 has said why; without a process group, the error itself.
@@ -53,7 +53,7 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
 
 
 def of_all_ranks(mine: Value) -> list[Value]:
-    """To be called by every rank: what each of them gave, by rank."""
+    """What each rank gave, in the order of ranks. Every rank must call this."""
     if not dist.is_initialized():
         return [mine]
     gathered = [mine] * dist.get_world_size()
@@ -70,7 +70,7 @@ def _end(reports: Sequence[Report | None]) -> None:
 
 
 def _lines(reports: Sequence[Report | None]) -> list[str]:
-    """Every problem once, with the ranks that have it where not all do."""
+    """A line for each problem, with the ranks that have it unless all do."""
     ranks: dict[Problem, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems if report is not None else ():

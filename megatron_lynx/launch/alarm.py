@@ -1,13 +1,13 @@
-"""One rank that cannot go on, in the middle of a collective, ends all of them.
+"""A rank that fails while others wait for it in a collective ends all of them, with one message.
 
-    rank 1   out of memory ─ says why ─ rings ─────────── until all have heard ─ exit 1
+    rank 1   out of memory ─ says why ─ raises the alarm ─ until all have seen it ─ exit 1
     rank 0   in a collective, waiting for rank 1 ·······································
-             its watcher looks every second ───────────── hears ─ until all have ──────── exit 1, silent
+             its watcher looks every second ────────────── sees it ─ until all have ── exit 1, silent
 
-Nobody leaves before all have heard: the store may live in any of them, and goes with it.
+No rank leaves before all have seen the alarm: the store may live in any of them, and goes with it.
 
-Ranks that wait in a collective cannot be asked (`agreement`), and NCCL would let them wait for ten minutes. The bell is a key in
-the store that the process group was made with; a thread of each rank looks there, and only while `ending_together` is in force.
+Ranks that wait in a collective cannot be asked (`agreement`), and NCCL would let them wait for ten minutes. The alarm is a key in
+the store that the process group was made with. A thread of each rank polls it, only while `ending_together` is in force.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megatron_lynx.launch.message import say
 
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 10.0
-"""How long a rank waits for the others to hear, or for the one that speaks."""
+"""How long a rank waits for the others to see the alarm, or for the one that prints the message."""
 
-FIRST, RUNG, HEARD = (f"megatron-lynx/alarm/{what}" for what in ("first", "rung", "heard by rank "))
+FIRST, RAISED, SEEN = (f"megatron-lynx/alarm/{what}" for what in ("first", "raised", "seen by rank "))
 
 
 @contextmanager
@@ -48,18 +48,18 @@ def ending_together() -> Iterator[None]:
         return
     store = _store()
     try:
-        with _watching(store):  # not any more while this one rings: its watcher would hear that
+        with _watching(store):  # no longer when this one raises the alarm: its own watcher would see it
             yield
     except LynxError as error:
-        _ring(store, error)
+        _raise_alarm(store, error)
     except Exception:
-        if _rung(store):  # it fails because a rank is gone
+        if _is_raised(store):  # it fails because a rank is gone
             _follow(store)
         raise
 
 
 def _store() -> Any:
-    """A connection of our own, where torch can make one: what another thread waits for on the same one keeps us waiting."""
+    """A connection of our own, where torch can make one: on a shared one we would wait for what another thread waits for."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
@@ -72,14 +72,14 @@ def _watching(store: Any) -> Iterator[None]:
         answered = False
         while not over.wait(LOOK_EVERY_S):
             try:
-                rung = store.check([RUNG])
+                raised = store.check([RAISED])
             except RuntimeError:
-                if answered and not over.wait(LOOK_EVERY_S):  # not at the end of all, where its host may be faster
+                if answered and not over.wait(LOOK_EVERY_S):  # not at the end of the job, when the store's host may end first
                     say(f"megatron-lynx: rank {dist.get_rank()}: the rank that hosts the store is gone, so this one ends")
                     _leave()
                 return
             answered = True
-            if rung:
+            if raised:
                 _follow(store)
 
     watcher = threading.Thread(target=watch, name="megatron-lynx alarm", daemon=True)
@@ -91,38 +91,38 @@ def _watching(store: Any) -> Iterator[None]:
         watcher.join()
 
 
-def _rung(store: Any) -> bool:
+def _is_raised(store: Any) -> bool:
     with suppress(RuntimeError):  # a store that is gone
-        return bool(store.check([RUNG]))
+        return bool(store.check([RAISED]))
     return False
 
 
-def _ring(store: Any, error: LynxError) -> NoReturn:
-    if _another_speaks(store):
-        _wait_for(store, [RUNG])
+def _raise_alarm(store: Any, error: LynxError) -> NoReturn:
+    if _another_was_first(store):
+        _wait_for(store, [RAISED])
         _follow(store, error.exit_status)
     say(f"megatron-lynx: rank {dist.get_rank()}: {error}")
-    _set(store, RUNG)
-    _until_all_have_heard(store)
+    _set(store, RAISED)
+    _until_all_have_seen(store)
     _leave(error.exit_status)
 
 
-def _another_speaks(store: Any) -> bool:
+def _another_was_first(store: Any) -> bool:
     with suppress(RuntimeError):
         return bool(store.add(FIRST, 1) > 1)
     return False
 
 
 def _follow(store: Any, status: int = 1) -> NoReturn:
-    """The one that rang goes first: torchrun reports who did."""
-    _until_all_have_heard(store)
+    """Leave after the rank that raised the alarm: torchrun reports the rank that ended first."""
+    _until_all_have_seen(store)
     time.sleep(LOOK_EVERY_S)
     _leave(status)
 
 
-def _until_all_have_heard(store: Any) -> None:
-    _set(store, f"{HEARD}{dist.get_rank()}")
-    _wait_for(store, [f"{HEARD}{rank}" for rank in range(dist.get_world_size())])
+def _until_all_have_seen(store: Any) -> None:
+    _set(store, f"{SEEN}{dist.get_rank()}")
+    _wait_for(store, [f"{SEEN}{rank}" for rank in range(dist.get_world_size())])
 
 
 def _set(store: Any, key: str) -> None:
@@ -136,6 +136,6 @@ def _wait_for(store: Any, keys: list[str]) -> None:
 
 
 def _leave(status: int = 1) -> NoReturn:
-    """Without what Python does at its end: that could wait for other ranks."""
+    """End this process without Python's own clean-up, which could wait for other ranks."""
     sys.stdout.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The command line: `SCRIPT [--lynx-...] <the script's own arguments>`.
+"""The launcher's command line: `SCRIPT [--lynx-...] <the script's own arguments>`.
 
 main ─> read ─> run_script                     0, or what the script ends with
          └─ LynxError ─> stderr, once per node  exit 1: the answer is no, 2: the request is wrong
@@ -29,7 +29,7 @@ Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, a
 class Command:
     script: Path
     arguments: tuple[str, ...]
-    """Of the script, ours among them: Megatron's parser shows and records them."""
+    """The script's arguments, with our flags among them: Megatron's parser shows and records them."""
     flags: Flags
 
 
@@ -45,7 +45,7 @@ def read(arguments: Sequence[str]) -> Command:
 
 
 def main(arguments: Sequence[str], module: str = "megatron_lynx.launch") -> int:
-    """Run a command line; the exit status."""
+    """Run a command line and return its exit status."""
     if list(arguments[:1]) in (["-h"], ["--help"]):
         print(USAGE.format(module=module))
         return 0

@@ -1,4 +1,4 @@
-"""Megatron's arguments against a plan: what can be told before a model is built.
+"""Whether Megatron's arguments fit a plan, as far as that can be told before a model is built.
 
 The rest is told by `apply.match` and `apply.refusals`, from the model.
 """

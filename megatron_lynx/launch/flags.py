@@ -1,4 +1,4 @@
-"""Our flags, in one place for two parsers: ours, which reads them first, and Megatron's, which shows and records them."""
+"""Our command-line flags, declared once for two parsers: ours, which reads them first, and Megatron's, which shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUP = "megatron-lynx"
 
 @dataclass(frozen=True)
 class Flags:
-    """What was asked for. Fields are named as in Megatron's namespace of arguments."""
+    """The values of our flags. Fields are named as in Megatron's namespace of arguments."""
 
     lynx_plan: str | None = None
     lynx_trace: str | None = None
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our group to a parser."""
+    """Add our group of flags to a parser, and return it."""
     group = parser.add_argument_group(GROUP)
     group.add_argument("--lynx-plan", metavar="PLAN", help="Train under this plan. Without it nothing is changed.")
     group.add_argument(

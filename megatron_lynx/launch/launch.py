@@ -1,4 +1,4 @@
-"""What one launch knows, and does, as Megatron's functions pass by.
+"""What one launch does when the hooked functions of Megatron's training are called.
 
 megatron.training                        Launch
 -----------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ from megatron_lynx.version import __version__
 
 
 class Launch:
-    """One process of a launch. Without a plan it only hands through."""
+    """One process of a launch. Without a plan it changes nothing."""
 
     def __init__(self, flags: Flags) -> None:
         self.flags = flags
@@ -125,7 +125,7 @@ class Launch:
         return Check(self.flags.lynx_check, self.flags.lynx_check_against)
 
     def _say_checked(self) -> None:
-        """Once; nothing where no step was checked."""
+        """Report the check, once; nothing is said where no step was checked."""
         check, self._check = self._check, None
         if check is not None and (summary := check.summary()) is not None:
             on_rank_0(f"megatron-lynx: {summary}")

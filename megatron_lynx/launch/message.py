@@ -1,4 +1,4 @@
-"""What the launcher says: on standard error, where it does not mix with what the script prints."""
+"""Messages of the launcher go to standard error, where they do not mix with what the script prints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def say(text: str) -> None:
-    """In one write: `print` makes two, and another rank's line may come between."""
+    """Print a line with a single write. `print` makes two, between which another rank's line may come."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

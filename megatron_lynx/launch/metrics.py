@@ -1,11 +1,11 @@
-"""What a plan does, step by step, in the TensorBoard and W&B logs that a launch writes anyway.
+"""Writes what a plan does in each step into the TensorBoard and W&B logs that a launch writes anyway.
 
     step k      every rank: what its engine counted ──the largest, over gloo, not waited for──> the rank that logs
     next log    what came of step k is there by now, and is written for step k
     the end     so is what is left
 
-Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B: so all ranks tell it. Nothing waits for a device:
-seconds that it has not passed when a step ends count in the next one.
+Megatron logs on its last rank, a stage that offloads nothing in plain 1F1B, so the figures of all ranks are reduced to it.
+Nothing waits for a device: seconds of events that it has not reached when a step ends are counted in the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX = "lynx/"
 
 
 def figures(counts: Counts) -> dict[str, float]:
-    """Of one step, by name."""
+    """What is logged for one step, by name."""
     found: dict[str, float] = {
         "host_bytes": counts.host_bytes,
         "copied_to_host_bytes": counts.offloaded_bytes,
@@ -49,7 +49,7 @@ class _Pending:
 
 
 class Metrics:
-    """Of one training loop. To be made by all ranks together.
+    """Logs the counts of one training loop. All ranks must make it together.
 
     Args:
         args: Megatron's.
@@ -59,7 +59,7 @@ class Metrics:
 
     def __init__(self, args: Any, tensorboard: Any = None, wandb: Any = None) -> None:
         self.total = Counts()
-        """Of all steps."""
+        """The counts of all steps."""
         self._args = args
         self._tensorboard, self._wandb = tensorboard, wandb
         self._wanted = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
@@ -69,7 +69,7 @@ class Metrics:
         self._pending: _Pending | None = None
 
     def step_ends(self, engine: Engine) -> None:
-        """Take what the engine counted; every so many steps, as Megatron logs, it goes to the log."""
+        """Take what the engine counted in this step. It is logged as often as Megatron logs."""
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
         step = self._args.curr_iteration + 1
@@ -106,7 +106,7 @@ class Metrics:
 
 
 def writers() -> tuple[Any, Any]:
-    """Megatron's, for TensorBoard and W&B; on most ranks there are none."""
+    """Megatron's writers for TensorBoard and W&B; on most ranks there are none."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()

@@ -1,4 +1,4 @@
-"""The script as `python SCRIPT ARGUMENTS` would run it, with the launch's hooks held around it.
+"""Runs the training script as `python SCRIPT ARGUMENTS` would, with the launch's hooks in place.
 
 its folder first on the import path ─> hold ─> its text as `__main__` ─> give back
 """
@@ -40,7 +40,7 @@ def run_script(command: Command) -> None:
 
 
 def hold(script_arguments: Sequence[str] | None = None) -> None:
-    """For a script that calls this first (`patches/`): the hooks are held until the process ends.
+    """Put the hooks in place until the process ends, for a script that calls this first (`patches/`).
 
     `script_arguments`: by default those of this process. Ends the process, and says why, for flags of ours that do not read.
     Does nothing where the launcher started the script: it holds them already.

@@ -21,7 +21,7 @@ from megatron_lynx.runtime.trace import Span, Trace
 
 
 class TraceFile:
-    """Where a trace goes, and the steps until it is taken. With no path it does nothing."""
+    """Counts steps until the one that is traced, and writes its trace. Without a path it does nothing."""
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class TraceFile:
 
     @contextmanager
     def around(self, trace: Trace) -> Iterator[None]:
-        """One step: recorded, if it is the one."""
+        """Runs one step, and records it if it is the one to be traced."""
         self._steps += 1
         if self._path is None or self._steps != self._step:
             yield

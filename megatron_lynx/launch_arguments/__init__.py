@@ -1,4 +1,4 @@
-"""The arguments of a Megatron launch, understood: nobody describes a model twice."""
+"""Reads the command line of a Megatron launch into a job, so that nobody has to describe a model twice."""
 
 from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.job import job_of

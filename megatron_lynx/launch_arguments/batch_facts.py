@@ -1,4 +1,4 @@
-"""Batch, layout of groups, GPUs and recomputation of a launch."""
+"""What a launch says about its batch, its parallel groups and stock recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {
 
 
 def group_facts(given: Given) -> Iterator[Fact]:
-    """Megatron's groups. Sequence parallelism over one rank is none, as in Megatron."""
+    """Sizes of Megatron's parallel groups. As in Megatron, sequence parallelism needs more than one tensor-parallel rank."""
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]
@@ -26,7 +26,7 @@ def group_facts(given: Given) -> Iterator[Fact]:
 
 
 def batch_facts(given: Given, gpus: int | None, problems: list[Problem]) -> Iterator[Fact]:
-    """Sizes of micro-batch and batch. A batch that grows is taken at its end."""
+    """Sizes of micro-batch and batch. Of a batch size that ramps up, the last one counts."""
     micro = given["micro_batch_size"]
     if micro is None:
         if "micro_batch_size" not in given.values:

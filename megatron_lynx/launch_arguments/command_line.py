@@ -1,15 +1,18 @@
-"""A command that launches Megatron, taken apart. Nothing in it is run, no variable is filled in.
+"""A command that launches Megatron, taken apart, and the one to run instead under a plan. Nothing is run, no variable filled in.
 
 CUDA_DEVICE_MAX_CONNECTIONS=1  torchrun --nproc-per-node 8 --nnodes 4  pretrain_gpt.py  --num-layers 32 ...
 └────── environment ─────────┘ └───────────── launcher ─────────────┘  └── script ───┘  └── arguments ──┘
                                              32 GPUs
 
 Or the arguments alone; then nobody has said how many GPUs there are.
+
+under a plan   torchrun ... -m megatron_lynx.launch pretrain_gpt.py ARGUMENTS FLAGS --lynx-plan PLAN
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,6 +22,10 @@ from megatron_lynx.errors import ConfigError, Problem
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 HEADLINE = "the launch cannot be read"
+
+LAUNCHER = ("-m", "megatron_lynx.launch")
+OURS = (LAUNCHER, ("-m", "megatron_lynx.testbed"))
+"""Modules that already run a script under a plan."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class CommandLine:
     launcher: tuple[str, ...]
     script: str | None
     arguments: tuple[str, ...]
-    """What the script is given."""
+    """The arguments of the script."""
 
     @property
     def gpus(self) -> int | None:
@@ -42,6 +49,19 @@ class CommandLine:
             per_node, nodes = self._number("--ntasks-per-node", None), self._number("--nodes", self._number("-N", None))
             return _product(per_node, nodes) if tasks is None else tasks
         return _whole(dict(self.environment).get("WORLD_SIZE", ""))
+
+    def under_plan(self, plan: str, flags: Sequence[str]) -> str:
+        """The command to run under a plan; of a launch without a script, what to add to it.
+
+        `flags` (each as a shell reads it): what the plan needs and the launch does not say.
+        """
+        added = " ".join([*flags, "--lynx-plan", shlex.quote(plan)])
+        if self.script is None:
+            return f"add to the launch: {added}"
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment]
+        launcher = self.launcher if self.launcher[-2:] in OURS else (*self.launcher, *LAUNCHER)
+        words = shlex.join([*launcher, self.script, *without_plan(self.arguments)])
+        return " ".join([*variables, words, added])
 
     def _number(self, option: str, otherwise: int | None) -> int | None:
         """The number given to an option of the launcher; None where what is given is no number (`auto`, `2:4`)."""
@@ -69,6 +89,15 @@ def command_line(words: Sequence[str]) -> CommandLine:
         todo = "a shell script's variables are for the shell to fill in: give the command that it runs"
         raise ConfigError(HEADLINE, [Problem("launch", f"no word that ends in .py, beginning at {rest[0]!r}", needed, todo)])
     return CommandLine(tuple(environment), tuple(rest[:at]), rest[at], tuple(rest[at + 1 :]))
+
+
+def without_plan(arguments: Sequence[str]) -> list[str]:
+    """The arguments without a plan that was named before."""
+    kept = list(arguments)
+    while "--lynx-plan" in kept:
+        at = kept.index("--lynx-plan")
+        del kept[at : at + 2]
+    return [word for word in kept if not word.startswith("--lynx-plan=")]
 
 
 def _product(first: int | None, second: int | None) -> int | None:

@@ -24,7 +24,7 @@ FREQ, DISPATCHER, EXPERT, EXPERT_TENSOR = (
     "expert_tensor_parallel_size",
 )
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
-"""Of a pattern, its text and its brackets: a mistyped number must not fill the memory."""
+"""Limits of a pattern, so that a mistyped number cannot fill the memory."""
 
 TOKENS = re.compile(r"\d+|[\[\]()+*,]")
 
@@ -62,7 +62,7 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
 
 
 def _widths(given: Given) -> Iterator[Fact]:
-    """Without a width of their own experts are as wide as an MLP."""
+    """Widths of experts and shared experts. Experts without a width of their own are as wide as an MLP."""
     if given["moe_ffn_hidden_size"] is not None:
         yield Fact("model.experts.ffn", given["moe_ffn_hidden_size"], given.origin("moe_ffn_hidden_size"))
     elif (found := ffn_of(given)) is not None:

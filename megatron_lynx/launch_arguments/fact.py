@@ -1,4 +1,4 @@
-"""One thing that a launch says about its job, and which of its words said so."""
+"""A fact about the job of a launch, and the flag that it comes from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fact:
-    """A value of the job."""
+    """One value of the job."""
 
     place: str
     """Where it stands in a job file: `model.layers`."""
     value: Any
     origin: str
-    """The flag, or how it follows from others."""
+    """The flag that says it, or how it follows from other flags."""
 
 
 def as_job_data(facts: Iterable[Fact]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Flag:
     """One form of one flag."""
 
     options: tuple[str, ...]
-    """Its spellings. With `takes` 0 and no `to`, those that start with --no- switch it off."""
+    """Its spellings. Where `takes` is 0 and `to` is None, spellings that start with --no- switch it off."""
     sets: str
     """The name in Megatron's namespace."""
     takes: int | str
@@ -27,7 +27,7 @@ class Flag:
     type: str
     """int, float or text."""
     to: Any
-    """What it sets, if it takes nothing. None: True, or False for its --no- form."""
+    """The value it sets if it takes no words; None: True, or False for its --no- form."""
     choices: tuple[Any, ...]
     default: Any
     group: str
@@ -41,7 +41,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class FlagTable:
-    """All of them."""
+    """Every flag of every recorded release."""
 
     releases: tuple[str, ...]
     """Oldest first."""
@@ -54,7 +54,7 @@ class FlagTable:
         return max(forms, key=lambda flag: max(self.releases.index(one) for one in flag.releases if one in wanted), default=None)
 
     def releases_of(self, option: str) -> tuple[str, ...]:
-        """Those that have this option in any form, oldest first."""
+        """The releases that have this option in any form, oldest first."""
         having = {release for flag in self.of_option.get(option, ()) for release in flag.releases}
         return tuple(release for release in self.releases if release in having)
 

@@ -1,4 +1,4 @@
-"""What a launch says: arguments, or a file in Megatron's YAML form, as values by Megatron's names.
+"""Reads what a launch says, as arguments or as a file in Megatron's YAML form, into values by Megatron's names.
 
 --num-layers 32 --swiglu --lr 3e-4  ─┐
                                      ├─> {num_layers: 32, swiglu: True, lr: 0.0003}, and the releases that take all of it
@@ -26,12 +26,12 @@ AT_LEAST_ONE = frozenset(
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "global_batch_size", "vocab_size"),
     }
 )
-"""Numbers that others are divided by, or made of."""
+"""Sizes and divisors, which must not be 0."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One thing that was said."""
+    """One value that was given."""
 
     flag: Flag
     said: str
@@ -41,11 +41,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Given:
-    """All that was said; the last word counts, as in Megatron."""
+    """All values that were given. Of a flag that is given twice the last one counts, as in Megatron."""
 
     values: Mapping[str, Value]
     releases: tuple[str, ...]
-    """Those that take every flag of it, oldest first. Never empty."""
+    """The releases that take every flag of the launch, oldest first; never empty."""
     table: FlagTable
 
     @property
@@ -98,7 +98,7 @@ def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], 
 def _split(
     arguments: Sequence[str], table: FlagTable, releases: Sequence[str], problems: list[Problem]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the words that are its own. Words that are nobody's are problems."""
+    """Each option with the words that belong to it. Words that belong to no option are problems."""
     rest = list(arguments)
     while rest:
         word = rest.pop(0)

@@ -1,4 +1,4 @@
-"""From a launch and a cluster to the job, or to everything that is in the way."""
+"""Makes a job of a launch and a cluster, or says everything that prevents it."""
 
 from __future__ import annotations
 

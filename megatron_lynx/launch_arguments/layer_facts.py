@@ -1,4 +1,4 @@
-"""Which layers are whose: Megatron's four ways to say it.
+"""Which stage owns which layers of a launch: Megatron's ways to say it.
 
 nothing                                                 even, or left open for a plan to decide
 --num-layers-per-virtual-pipeline-stage n               L / n virtual stages, even
@@ -25,7 +25,7 @@ GROUP = "microbatch_group_size_per_vp_stage"
 
 
 class _Uneven(Exception):
-    """Layers that do not come out even; in words."""
+    """Raised, with a sentence, where layers cannot be divided as asked."""
 
 
 def layer_facts(given: Given, problems: list[Problem], *, left_open: bool) -> Iterator[Fact]:

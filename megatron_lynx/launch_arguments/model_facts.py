@@ -1,4 +1,4 @@
-"""The model of a launch, with what Megatron makes of the flags that were left out.
+"""What a launch says about its model, and what Megatron assumes where flags are left out.
 
 hidden ─ 4 h, or with SwiGLU 64 floor(8 h / 3 / 64) ─> ffn          heads ─ without --group-query-attention ─> kv_groups
 vocab_size (+ 1: NullTokenizer before 0.18) ─ up to a multiple of --make-vocab-size-divisible-by x tensor ─> vocab

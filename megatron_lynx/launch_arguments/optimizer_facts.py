@@ -1,4 +1,4 @@
-"""In which types a launch holds gradients and Adam's state: what `validate_args` and `OptimizerConfig` make of its flags.
+"""The types of gradients and of Adam's state in a launch: what `validate_args` and `OptimizerConfig` make of its flags.
 
 --bf16   gradients in fp32      unless --grad-reduce-in-bf16, or --main-grads-dtype bf16
 --fp16   gradients in fp16      unless --accumulate-allreduce-grads-in-fp32
@@ -18,7 +18,7 @@ STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
 
 def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    """What Megatron itself would stop at is added to `problems`."""
+    """Facts about the optimizer. What Megatron itself would refuse is added to `problems`."""
     yield _gradients(given, problems)
     types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
     if not given[AWARE]:

@@ -1,4 +1,4 @@
-"""What our own flags in a launch say about its job."""
+"""Reads our own flags in a launch: what they say about its job, and what the launcher would refuse."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_lynx.launch_arguments.given import OURS, Given
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
-"""As the flag names them, and as a job does."""
+"""Schedules by their name as a value of the flag, and their name in a job."""
 
 FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "check", "check-against", "schedule", "log"))
-"""Those of the launcher, which a launch that is planned may have already."""
+"""The launcher's flags, which a launch may already have before it is planned."""
 
 WITHOUT_FLUSHES = {
     "rampup_batch_size": "every batch must have as many micro-batches",
@@ -71,7 +71,7 @@ def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterato
 
 
 def refused_without_flushes(given: Given) -> Iterator[Problem]:
-    """What of a launch does not go together with two versions of the weights."""
+    """Every argument of a launch that does not go together with two versions of the weights."""
     for name, why in WITHOUT_FLUSHES.items():
         if name in given.values and given[name]:
             yield Problem(given.origin(name), "given", f"a launch without it, or without {SCHEDULE} double-buffered", why)

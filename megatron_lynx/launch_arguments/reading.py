@@ -1,4 +1,4 @@
-"""A launch, understood: the job it trains, which of its words said what, and what of it cannot be planned for.
+"""Reading a launch: the job it trains, which flag says what, and what cannot be planned for.
 
 words ─ command_line ─> arguments ─ given ─> values by Megatron's names ─ kinds ─┬─ read ──> facts ─> a job's data
                         (or --yaml-cfg)                                          ├─ priced as ──> said
@@ -18,10 +18,10 @@ from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts,
 from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
+from megatron_lynx.launch_arguments.flag_kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, FlagKind, kind_of
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
-from megatron_lynx.launch_arguments.kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, Kind, kind_of
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
@@ -31,7 +31,7 @@ from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 @dataclass(frozen=True)
 class Reading:
-    """What a launch says."""
+    """A launch as it was understood."""
 
     command: CommandLine
     given: Given
@@ -45,7 +45,7 @@ class Reading:
 
     @property
     def job_data(self) -> dict[str, Any]:
-        """As a job file would have it, without a cluster; incomplete where there are problems."""
+        """The facts as a job file would hold them, without a cluster; incomplete where there are problems."""
         return as_job_data(self.facts)
 
 
@@ -76,7 +76,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     problems += _refused(kinds)
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
-    priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.kind == "priced as"]
+    priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += [*_positions(given), *_dispatch(given)]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
@@ -100,19 +100,19 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
     yield Fact("policy", "planned", "a plan is asked for")
 
 
-def _judged(given: Given, value: Value) -> Kind | None:
-    """What a flag is here: those of experts are nothing in a launch without."""
+def _judged(given: Given, value: Value) -> FlagKind | None:
+    """What a flag is in this launch: without experts, flags of experts do not matter."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
-        return Kind("no matter", "a feature that is not switched on")
+        return FlagKind("no matter", "a feature that is not switched on")
     return kind_of(value.flag)
 
 
-def _refused(kinds: Sequence[tuple[Value, Kind | None]]) -> Iterator[Problem]:
+def _refused(kinds: Sequence[tuple[Value, FlagKind | None]]) -> Iterator[Problem]:
     """Every flag that switches on what is not modelled, or of which nobody has said what it is."""
     for value, kind in kinds:
         if kind is None:
             yield Problem(value.said, "a flag that nobody has judged", "one whose cost in memory and time is known")
-        elif kind.kind == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
+        elif kind.name == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
             found = "given" if value.value is True else str(value.value)
             yield Problem(value.said, found, f"a launch without it: {kind.why}")
 
@@ -122,8 +122,8 @@ def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:
     for value in given.values.values():
         kind = _judged(given, value)
         default = not value.value or value.value == given.table.default(value.flag.sets, given.release)
-        if kind is not None and (kind.kind == "no matter" or (default and kind.kind == "refused")):
-            subject = kind.why if kind.kind == "no matter" else "not switched on"
+        if kind is not None and (kind.name == "no matter" or (default and kind.name == "refused")):
+            subject = kind.why if kind.name == "no matter" else "not switched on"
             by_subject[subject] = (*by_subject.get(subject, ()), value.said)
     return by_subject
 
@@ -137,13 +137,13 @@ def _positions(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _dispatch(given: Given) -> Iterator[tuple[str, str]]:
-    """Fused dispatchers are not told from the one that Megatron has itself."""
+    """Fused dispatchers are priced as Megatron's own."""
     if has_experts(given) and given["moe_token_dispatcher_type"] == "flex":
         yield given.origin("moe_token_dispatcher_type"), PRICED_AS["moe_flex_dispatcher_backend"]
 
 
 def _silent(given: Given, said: Sequence[str]) -> tuple[str, ...]:
-    """What was read without a trace in these texts: agrees with what follows anyway, or has no effect without another flag."""
+    """Flags that were read and appear in none of these texts: they change nothing here, or not without another flag."""
     words = {word.strip(",:;()") for text in said for word in text.split()}
     kinds = ((value, _judged(given, value)) for value in given.values.values())
-    return tuple(value.said for value, kind in kinds if kind is not None and kind.kind == "read" and value.said not in words)
+    return tuple(value.said for value, kind in kinds if kind is not None and kind.name == "read" and value.said not in words)

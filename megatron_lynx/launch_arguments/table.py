@@ -1,4 +1,4 @@
-"""What was understood of a launch, for people.
+"""Shows what was understood of a launch.
 
 job               value    from
 model.layers      32       --num-layers
@@ -39,7 +39,7 @@ def remarks(reading: Reading) -> Iterator[str]:
 
 
 def as_json(reading: Reading) -> dict[str, object]:
-    """The same for programs."""
+    """What was understood, as JSON for programs."""
     return {
         "facts": [{"place": fact.place, "value": fact.value, "from": fact.origin} for fact in reading.facts],
         "priced_as": dict(reading.priced_as),

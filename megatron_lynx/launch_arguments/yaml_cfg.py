@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.flag_kinds import READ, names_in
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
 from megatron_lynx.launch_arguments.given import SHELL, Given, Value, in_range
-from megatron_lynx.launch_arguments.kinds import READ, names_in
 from megatron_lynx.yaml_file import read_yaml
 
 SECTIONS = ("language_model", "model_parallel")

@@ -60,7 +60,7 @@ def remember_blocks() -> None:
 
 @final
 class CpuMeter(ActivationMeter):
-    """Counts on the CPU. Not reentrant, and not inside another profiler: PyTorch runs one at a time."""
+    """Counts on the CPU. It can be used neither inside itself nor inside another profiler: PyTorch runs one at a time."""
 
     def __enter__(self) -> CpuMeter:
         remember_blocks()

@@ -1,4 +1,4 @@
-"""What a measurement ran on, in the words a reader needs to judge it."""
+"""Which machine, software and links a measurement ran on: what a reader needs to judge its figures."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Links(BaseModel):
 
 
 class Machine(BaseModel):
-    """The machine and the software."""
+    """The machine and the software that a measurement ran on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpu: str
     cores: int = Field(ge=1)
-    """Cores this process may run on."""
+    """Cores that this process may run on."""
     gpu: str | None = None
     python: str
     torch: str

@@ -42,7 +42,7 @@ class RankResult(_Part):
     """Replays that ran inside a window, in one step."""
     on_demand_replays: int = Field(default=0, ge=0)
     on_demand_s: float | None = Field(default=None, ge=0)
-    """Seconds of one step's on-demand replays, from its trace; none where no trace was taken."""
+    """Seconds of one step's on-demand replays, from its trace; None where no trace was taken."""
     offloaded_bytes: int = Field(default=0, ge=0)
     """Activations copied to the host in one step; as many come back."""
     host_bytes: int = Field(default=0, ge=0)
@@ -50,7 +50,7 @@ class RankResult(_Part):
     exposed_copy_s: float = Field(default=0.0, ge=0)
     """Seconds of one step for which compute waited for these copies."""
     gradients_equal: bool | None = None
-    """Every parameter's gradient is equal to stock none's in every bit; none where it was not compared."""
+    """Whether every parameter's gradient equals stock none's in every bit; None where it was not compared."""
 
 
 class Setting(_Part):
@@ -72,48 +72,48 @@ class Setting(_Part):
 
     @property
     def resident_bytes(self) -> int:
-        """Of the rank that holds most."""
+        """Resident bytes of the rank that holds most."""
         return max(rank.resident_bytes for rank in self.ranks)
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def hidden_replays(self) -> int:
-        """Of all ranks, one step."""
+        """Replays of all ranks in one step that ran inside a window."""
         return sum(rank.hidden_replays for rank in self.ranks)
 
     @property
     def on_demand_replays(self) -> int:
-        """Of all ranks, one step."""
+        """Replays of all ranks in one step that no window hid."""
         return sum(rank.on_demand_replays for rank in self.ranks)
 
     @property
     def on_demand_s(self) -> float | None:
-        """Of the rank that spends most; none if any rank has no figure."""
+        """Seconds of the rank that spends most on replays on demand; None if a rank has no figure."""
         seconds = [rank.on_demand_s for rank in self.ranks if rank.on_demand_s is not None]
         return max(seconds) if len(seconds) == len(self.ranks) else None
 
     @property
     def offloaded_bytes(self) -> int:
-        """Of the rank that copies most."""
+        """Bytes that the rank which copies most sends to the host in one step."""
         return max(rank.offloaded_bytes for rank in self.ranks)
 
     @property
     def host_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Host memory of the rank that needs most."""
         return max(rank.host_bytes for rank in self.ranks)
 
     @property
     def exposed_copy_s(self) -> float:
-        """Of the rank that waits longest."""
+        """Seconds for which the rank that waits longest waits for copies."""
         return max(rank.exposed_copy_s for rank in self.ranks)
 
     @property
     def gradients_equal(self) -> bool | None:
-        """False if any rank's differ; none if no rank's differ and some were not compared."""
+        """Whether gradients equal stock's on every rank: False if one differs, else None if some were not compared."""
         answers = {rank.gradients_equal for rank in self.ranks}
         return False if False in answers else None if None in answers else True
 
@@ -143,7 +143,7 @@ class CounterCheck(_Part):
     counted_bytes: int
     process_bytes: int | None = None
     why_not: str | None = None
-    """Why the process's peak was not read."""
+    """The reason for which the process's peak could not be read."""
 
 
 class Measurement(_Part):
@@ -154,7 +154,7 @@ class Measurement(_Part):
     """What was trained: model, layout, micro-batches."""
     machine: Machine
     device: Literal["cpu", "cuda"]
-    """Decides how bytes were counted."""
+    """Bytes are counted in another way on each (see `memory`)."""
     warmups: int = Field(ge=0)
     """Steps of each setting that were not timed."""
     settings: tuple[Setting, ...] = Field(min_length=1)

@@ -40,7 +40,7 @@ class MemoryUse:
     peak_bytes: int
     """The most that was live at once (0 if the level at entry was never exceeded)."""
     marks: tuple[Mark, ...]
-    """In the order in which they were made."""
+    """The marks, in the order in which they were made."""
     left_bytes: int
     """What the step left behind when the meter was closed."""
 
@@ -58,7 +58,7 @@ class MemoryUse:
 
 
 class ActivationMeter(ABC):
-    """A context manager; `use` exists once it was left without an exception."""
+    """Counts what is allocated inside a `with` block; `use` exists once the block was left without an exception."""
 
     use: MemoryUse
 
@@ -114,7 +114,7 @@ def marked(function: Callable[P, R], meter: ActivationMeter, name: str) -> Calla
 
 @final
 class CudaMeter(ActivationMeter):
-    """Reads the caching allocator. Its books are kept on the host, so nothing is synchronised; the device's peak is reset."""
+    """Reads the caching allocator's statistics, which are kept on the host: nothing is synchronised. Resets the device's peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

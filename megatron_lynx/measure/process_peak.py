@@ -41,7 +41,7 @@ def why_unavailable() -> str | None:
 
 
 class ProcessPeak:
-    """A context manager; `bytes` exists after it. Raises OSError where `why_unavailable` gives a reason."""
+    """Measures a `with` block; `bytes` exists behind it. Raises OSError where `why_unavailable` gives a reason."""
 
     bytes: int
 
@@ -74,7 +74,7 @@ class CounterCheck:
 
 
 def check_counter(step: Callable[[], object]) -> CounterCheck:
-    """Runs a CPU step twice, counted first (which also warms it up), then watched. The watched one runs without a profiler."""
+    """Runs a CPU step twice: first with the counter, which also warms it up, then without a profiler and with `ProcessPeak`."""
     with activation_meter("cpu") as meter:
         step()
     with ProcessPeak() as peak:

@@ -20,7 +20,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and quartiles of samples, seconds. One sample is its own quartiles."""
+    """Median and quartiles of samples, in seconds. A single sample is its own quartiles."""
 
     median_s: float
     lower_s: float
@@ -29,7 +29,7 @@ class Summary:
 
 
 def summarise(samples_s: Sequence[float]) -> Summary:
-    """ValueError without samples."""
+    """Their median and quartiles. Raises ValueError where there are no samples."""
     if not samples_s:
         raise ValueError("no samples to summarise")
     if len(samples_s) == 1:

@@ -8,21 +8,18 @@ each stage   once all of that holds: every replay finds its window in time (`pla
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.plan import double_buffered, experts, order
+from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule.groups import groups_needed
 
-if TYPE_CHECKING:
-    from megatron_lynx.plan.plan import Plan
 
-
-def problems(plan: Plan) -> list[str]:
-    """Everything that does not go together, in words, with both numbers."""
+def problems(plan: PlanContents) -> list[str]:
+    """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
     found += experts.misplaced(plan)
     for at, stage in enumerate(plan.stages):
@@ -37,7 +34,7 @@ def problems(plan: Plan) -> list[str]:
     ]
 
 
-def _impossible_chunks(plan: Plan) -> list[str]:
+def _impossible_chunks(plan: PlanContents) -> list[str]:
     layout, found = plan.parallel, plan.batch.microbatches
     if layout.chunks == 1:
         stated = layout.microbatch_group
@@ -50,7 +47,7 @@ def _impossible_chunks(plan: Plan) -> list[str]:
     return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
 
 
-def _missing_stages(plan: Plan) -> list[str]:
+def _missing_stages(plan: PlanContents) -> list[str]:
     pipeline, chunks = plan.parallel.pipeline, plan.parallel.chunks
     found = [(stage.stage, stage.chunk) for stage in plan.stages]
     needed = [(stage, chunk) for chunk in range(chunks) for stage in range(pipeline)]
@@ -62,7 +59,7 @@ def _missing_stages(plan: Plan) -> list[str]:
     return [f"stages are numbered (stage, chunk) {found}, but pipeline {pipeline} with {chunks} chunks needs {needed}"]
 
 
-def _broken_layers(plan: Plan) -> list[str]:
+def _broken_layers(plan: PlanContents) -> list[str]:
     owned = [layer for stage in plan.stages for layer in stage.layers]
     if owned == list(range(1, plan.model.layers + 1)):
         return []
@@ -70,7 +67,7 @@ def _broken_layers(plan: Plan) -> list[str]:
     return [f"the stages own layers {spans}, but the model has layers 1-{plan.model.layers}, each owned once and in order"]
 
 
-def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
+def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
     for half in HALVES:
         yield from _unmade_inputs(plan, rule, half)
@@ -85,7 +82,7 @@ def _unhonoured(plan: Plan, stage: Stage, rule: Rule) -> Iterator[str]:
             yield f"windows.{half}.cooldown is {window.cooldown}, but no forward runs in cool-down"
 
 
-def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
+def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
     norm, linear, gather = DENSE[half].norm, DENSE[half].column_parallel, rule.gather.of(half)
     sequence_parallel = plan.parallel.sequence_parallel
@@ -97,9 +94,9 @@ def _unmade_inputs(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
         yield f"gather.{half} is given without sequence parallelism"
 
 
-def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
-    """With sequence parallelism each rank has a part of what a norm puts out, and one scale found anew is for all of it: its amax
-    is reduced in every call, and a replay in a window would communicate (rule R2)."""
+def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+    """With sequence parallelism each rank has a part of a norm's output, and current scaling finds one scale for all of it: the
+    amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
     norm = DENSE[half].norm
     if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
         return
@@ -110,7 +107,7 @@ def _reduced_amaxes(plan: Plan, rule: Rule, half: Half) -> Iterator[str]:
             yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, but {norm} reduces an amax in every call: {todo}"
 
 
-def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
     """Why a window of this name never opens for the layers of a rule."""
     layout = plan.parallel
     last = stage.stage == layout.pipeline - 1 and stage.chunk == layout.chunks - 1
@@ -126,8 +123,8 @@ def _no_window(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]
         yield "but tensor 1 has no collectives"
 
 
-def _no_such_place(plan: Plan, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
-    """The forward before a backward may be another chunk's. It has the same windows as far as it has layers."""
+def _no_such_place(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Iterator[str]:
+    """The forward before a backward may be another chunk's, which has windows only for as many layers as it has itself."""
     window = window_at(name, rule.layers.last)
     assert isinstance(window, WindowAddress)
     place, least = window.layer - stage.layers.first + 1, min(len(entry.layers) for entry in plan.chunks_of(stage.stage))

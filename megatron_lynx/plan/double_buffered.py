@@ -1,4 +1,4 @@
-"""What a plan for a pipeline that is never flushed cannot be: two versions of the weights, one chunk on each stage.
+"""Checks of plans for a pipeline that is never flushed, with two versions of the weights and one chunk on each stage.
 
 batch j     ... F B F B F B        F of batch j + 1 runs between backwards of batch j, and with another version of the weights:
 batch j + 1       F   F   F ...    its collectives hide no replay, those of backwards and receives do
@@ -9,10 +9,8 @@ Micro-batches that keep everything are told by their number in a step; here a st
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.contents import PlanContents
 
 NO_FORWARD_WINDOW = (
     "but with schedule double_buffered the forward before a backward may be the next batch's, with other weights: "
@@ -20,7 +18,7 @@ NO_FORWARD_WINDOW = (
 )
 
 
-def problems(plan: Plan) -> Iterator[str]:
+def problems(plan: PlanContents) -> Iterator[str]:
     """Where its schedule and its layout do not go together, with both numbers."""
     layout, found = plan.parallel, plan.batch.microbatches
     if plan.schedule == "flush":

@@ -1,4 +1,4 @@
-"""Layers of experts in a plan: their MLP half is kept whole, and their attention half is planned as any other.
+"""Checks of layers of experts: their MLP half must be kept whole, their attention half is planned as any other.
 
     layer of experts     attention half   as the rule says            replays, windows, gathers
                          MLP half         router, dispatch, experts   everything kept; its communication is no window
@@ -10,26 +10,23 @@ ahead of time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_lynx.anatomy import EXPERTS, HALVES
 from megatron_lynx.anatomy.address import WindowAddress, window_at
+from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import ByPhase, Rule
 
-if TYPE_CHECKING:
-    from megatron_lynx.plan.plan import Plan
 
-
-def misplaced(plan: Plan) -> Iterator[str]:
-    """`model.moe_layers` that are no layers of this model."""
+def misplaced(plan: PlanContents) -> Iterator[str]:
+    """Layers of `model.moe_layers` that the model does not have."""
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
 
 
-def problems(plan: Plan, rule: Rule) -> Iterator[str]:
-    """What a rule asks of the MLP half of layers of experts, in words, each with the layers and what to do."""
+def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """What a rule wrongly asks of the MLP half of layers of experts, in words, with the layers and what to do."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
     replayed = rule.replays(EXPERTS.half)
     if affected and replayed:
@@ -43,7 +40,7 @@ def problems(plan: Plan, rule: Rule) -> Iterator[str]:
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
 
 
-def _lies_in_experts(plan: Plan, window: WindowAddress) -> bool:
+def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:
     return window.half == EXPERTS.half and plan.model.has_experts(window.layer)
 
 

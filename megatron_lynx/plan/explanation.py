@@ -1,4 +1,4 @@
-"""What a plan does, in tables for a terminal."""
+"""Explains a plan on the terminal: a table for each stage, how to launch it, and what is expected of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _treated_alike(plan: Plan) -> Iterator[list[Stage]]:
 
 
 def _treatment(stage: Stage) -> object:
-    """Without what only says where in the model the layers are, and where in the step."""
+    """What a stage does to its layers, without their numbers and without seconds that depend on the stage's place in a step."""
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
@@ -95,7 +95,7 @@ def _window(rule: Rule, half: Half) -> Text:
 
 
 def _beside(stage: Stage) -> Text | None:
-    """What is said of whole micro-batches, not of layers."""
+    """Offloading, and micro-batches that keep everything: what applies to micro-batches and not to layers."""
     lines = []
     if (offload := stage.offload) is not None:
         coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"

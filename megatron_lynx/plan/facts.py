@@ -21,7 +21,7 @@ class ModelFacts(Part):
     kv_groups: int = Field(ge=1)
     seq: int = Field(ge=1)
     implementation: Literal["local", "transformer_engine"] = "local"
-    """Whose layers. Transformer Engine makes a norm inside the linear behind it."""
+    """Whether layers are Megatron's own or Transformer Engine's, which computes a norm inside the linear behind it."""
     fp8: Recipe | None = None
     """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from megatron_lynx.plan.part import Part
 
 MOST_LAYERS = 1_000
-"""A mistyped number must be answered at once, not counted to."""
+"""The most layers of a model: with a mistyped number, checks would take too long."""
 
 
 class LayerRange(Part):

@@ -1,4 +1,4 @@
-"""What a launch of Megatron has to say so that every rank owns the layers that a plan gives it.
+"""The arguments that a launch of Megatron needs so that every rank owns the layers that a plan gives it.
 
     all virtual stages alike                        nothing; with chunks --num-layers-per-virtual-pipeline-stage n
     no chunks, only the ends differ                 --decoder-first-pipeline-num-layers a, --decoder-last-pipeline-num-layers b
@@ -30,7 +30,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
 
 
 def layer_flags(plan: Plan) -> tuple[str, ...]:
-    """Those that say which layers are whose. None where that is Megatron's default."""
+    """The arguments that say which stage owns which layers. None where that is Megatron's default."""
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
         return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
@@ -40,7 +40,7 @@ def layer_flags(plan: Plan) -> tuple[str, ...]:
 
 
 def schedule_flags(plan: Plan) -> tuple[str, ...]:
-    """How the pipeline goes from batch to batch. None where it flushes; else batches overlap, and none can be rerun."""
+    """The arguments for training without flushes: batches overlap, so none can be rerun. None where the pipeline flushes."""
     return () if plan.schedule == "flush" else ("--lynx-schedule double-buffered", "--rerun-mode disabled")
 
 

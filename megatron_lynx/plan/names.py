@@ -1,4 +1,4 @@
-"""Names of items, windows and gathers in a plan. What is none is answered with those that are."""
+"""Types for the names of items, windows and gathers in a plan; a wrong name is answered with those that exist."""
 
 from __future__ import annotations
 

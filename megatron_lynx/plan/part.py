@@ -1,4 +1,4 @@
-"""Any part of a plan: never changed after it was read, and no key in it that this release does not know."""
+"""Base of a plan's parts: they cannot be changed after reading, and refuse keys that this release does not know."""
 
 from __future__ import annotations
 

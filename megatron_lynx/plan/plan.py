@@ -13,14 +13,12 @@ together in `consistency`. Whether it fits a live run is `apply.match`'s questio
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import model_validator
 
 from megatron_lynx.plan import consistency
+from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
-from megatron_lynx.plan.part import Part
 from megatron_lynx.plan.rule import ByPhase, Gather, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, Whole
 
@@ -40,32 +38,13 @@ __all__ = [
     "Whole",
     "Windows",
 ]
-"""With the parts that a plan is made of: whoever builds one needs no other module."""
+"""The parts that a plan is made of are offered here as well: code that builds a plan needs no other module."""
 
 PLAN_VERSION = 1
 
 
-class Plan(Part):
+class Plan(PlanContents):
     """A whole plan, version 1."""
-
-    version: Literal[1]
-    model: ModelFacts
-    parallel: ParallelFacts
-    batch: BatchFacts
-    schedule: Literal["flush", "double_buffered"] = "flush"
-    """Whether the pipeline is emptied before each update (1F1B, interleaved), or never (gradients are then one update old)."""
-    defer_updates: bool = True
-    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
-    stages: tuple[Stage, ...]
-    provenance: Provenance
-
-    def chunks_of(self, stage: int) -> tuple[Stage, ...]:
-        """The entries of a pipeline stage: one, or one for each of its chunks."""
-        return tuple(entry for entry in self.stages if entry.stage == stage)
-
-    def place_of(self, entry: Stage) -> str:
-        """Where an entry stands in the plan, for messages: `stages.3`."""
-        return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

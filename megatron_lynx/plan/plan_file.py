@@ -70,7 +70,7 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
-    """The same data, with what reads better on one line marked as such."""
+    """The same data; collections that read better on one line are marked as such."""
     stages = [
         _flow(stage, "offload", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]

@@ -1,12 +1,19 @@
-"""A rule of a plan: which items of its layers are kept and which replayed, behind which wait, and where inputs come from."""
+"""A rule of a plan: which items of its layers are kept and which replayed, behind which wait, and where inputs come from.
+
+Neighbouring layers that are treated alike share one rule (`joined`):
+
+    layer 1: A   layer 2: A   layer 3: B      ─>      layers 1-2: A    layers 3: B
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from pydantic import model_validator
 
 from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
 from megatron_lynx.anatomy.address import ON_DEMAND, BackwardPhase
-from megatron_lynx.plan.layer_range import Layers
+from megatron_lynx.plan.layer_range import LayerRange, Layers
 from megatron_lynx.plan.names import GatherName, ItemName, WindowName
 from megatron_lynx.plan.part import Part
 
@@ -59,6 +66,11 @@ class Rule(Part):
     windows: Windows = Windows()
     gather: Gather = Gather()
 
+    @property
+    def treatment(self) -> object:
+        """What the rule says of each layer. As names of windows are relative, it is equal for layers that are treated alike."""
+        return self.keep, self.replay, self.windows, self.gather
+
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
         return tuple(item for item in DENSE[half].names if item in self.replay)
@@ -78,3 +90,15 @@ class Rule(Part):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+
+def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The same rules in layer order, those of neighbours that are treated alike made one."""
+    result: list[Rule] = []
+    for rule in sorted(rules, key=lambda rule: rule.layers.first):
+        last = result[-1] if result else None
+        if last is not None and last.layers.last + 1 == rule.layers.first and last.treatment == rule.treatment:
+            result[-1] = last.model_copy(update={"layers": LayerRange(first=last.layers.first, last=rule.layers.last)})
+        else:
+            result.append(rule)
+    return tuple(result)

@@ -31,7 +31,7 @@ from megatron_lynx.plan.plan import (
     Rule,
     Stage,
 )
-from megatron_lynx.plan.ranges import joined
+from megatron_lynx.plan.rule import joined
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.stage_answer import StageAnswer

@@ -1,4 +1,4 @@
-"""What a stage does with one micro-batch of one chunk, as data and as text.
+"""An action of a stage: a forward, replay or backward of one micro-batch and chunk, as data and as text.
 
     0F0 1F0 | 2F0 0R0 0B0 | 3F0 1R0 1B0 | 2R0 2B0 | 3R0 3B0          stage 0 of 3, four micro-batches
     │││
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-Kind = Literal["F", "R", "B"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+ActionKind = Literal["F", "R", "B"]
 
 
 class Action(NamedTuple):
     """One forward, replay or backward. Its text parses back: `read_action(str(action)) == action`."""
 
     micro_batch: int
-    kind: Kind
+    kind: ActionKind
     chunk: int = 0
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ def write_actions(actions: Iterable[Action]) -> str:
 
 
 def with_replays(actions: Iterable[Action]) -> Iterator[Action]:
-    """The same order, with a replay before each backward."""
+    """The actions with a replay before each backward."""
     for action in actions:
         if action.kind == "B":
             yield Action(action.micro_batch, "R", action.chunk)

@@ -56,7 +56,7 @@ def version_of(micro_batch: int, microbatches: int) -> int:
 
 
 def buffer_of(version: int) -> int:
-    """Which of the two buffers holds a version."""
+    """The buffer, of two, that holds a version of the weights, or the gradient of a batch."""
     return version % VERSIONS
 
 

@@ -14,7 +14,7 @@ def come_in_groups(microbatches: int, group: int, pipeline: int) -> bool:
 
 
 def groups_needed(microbatches: int, group: int, pipeline: int, prefix: str = "") -> str | None:
-    """What their number must be, in words; None where it is so. `prefix`: of the keys in the file at fault."""
+    """What the number of micro-batches must be, in words; None where it is right. `prefix`: of the keys in the file at fault."""
     if come_in_groups(microbatches, group, pipeline):
         return None
     if group == pipeline:

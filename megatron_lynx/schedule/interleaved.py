@@ -34,7 +34,7 @@ def warmup(pipeline: int, stage: int, chunks: int, group_size: int) -> int:
 
 
 def cooldown(pipeline: int, stage: int, microbatches: int, chunks: int, group_size: int) -> tuple[int, ...]:
-    """How many backwards of each chunk follow another backward: those of the last w places."""
+    """How many backwards of each chunk follow another backward: those in the last w places of the table."""
     left = min(warmup(pipeline, stage, chunks, group_size), microbatches * chunks)
     counts, last = [0] * chunks, microbatches % group_size or group_size
     for size in chain([last], repeat(group_size)):

@@ -1,4 +1,4 @@
-"""What one stage does in a step that flushes, without the orders of all others: a rank needs its own; so does its host pool."""
+"""The order of one stage in a step with flushes, without computing those of the others: a rank needs only its own."""
 
 from __future__ import annotations
 

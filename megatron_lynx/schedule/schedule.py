@@ -19,10 +19,10 @@ Phase = Literal["warmup", "steady", "cooldown"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What `one_f_one_b` and `interleaved` return."""
+    """A pipeline schedule, as `one_f_one_b` and `interleaved` return it."""
 
     orders: tuple[tuple[Action, ...], ...]
-    """By stage."""
+    """The actions of each stage."""
     warmups: tuple[int, ...]
     """Forwards that each stage runs before its first pair of a forward and a backward, if there are so many."""
     chunks: int = 1
@@ -45,7 +45,7 @@ class Schedule:
 
 
 def phases_of(order: Sequence[Action], warmup: int) -> Iterator[tuple[Action, Phase]]:
-    """The same of one stage, from its order and the forwards before its first pair."""
+    """The actions of one stage with their phases. `warmup`: its forwards before the first pair."""
     in_flight = 0
     phase: Phase = "cooldown"
     for action in order:

@@ -25,7 +25,7 @@ from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.schedule.on_host import sets_on_host
+from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact
 from megatron_lynx.solver.answer import Solved, infeasible
 from megatron_lynx.solver.chunks import Chunks

@@ -67,7 +67,7 @@ def ln_bwd(
 def forward_affine(
     input: torch.Tensor, normalized_shape: int | Sequence[int], weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> Norm:
-    """The same as `ln_fwd`; of the last dimension, which is what Megatron normalises."""
+    """As `ln_fwd`: Megatron normalises the last dimension alone."""
     return ln_fwd(input, weight, bias, eps)
 
 

@@ -31,7 +31,7 @@ class Candidate:
     fields: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     known_to_fail: str | None = None
-    """Why it must not even be tried."""
+    """The reason for which it must not even be tried, if there is one."""
 
     @property
     def ours(self) -> bool:
@@ -65,7 +65,7 @@ def blocks(job: Job) -> Iterator[Candidate]:
 
 
 def without_windows(plan: Plan) -> Plan:
-    """The same plan, every replay and every gather on demand."""
+    """The same plan with every replay and every gather on demand."""
     stages = (
         stage.model_copy(update={"ahead_depth": 0, "rules": tuple(_on_demand(rule) for rule in stage.rules)})
         for stage in plan.stages
@@ -81,7 +81,7 @@ def _on_demand(rule: Rule) -> Rule:
 
 
 def _known_to_fail(job: Job, modules: tuple[str, ...]) -> str | None:
-    """Seen with megatron-core 0.16.1. Trying would take the machine down with it."""
+    """Why stock cannot run these modules (seen with megatron-core 0.16.1). Trying would take the machine down with it."""
     if "mlp" in modules and job.model.bias:
         return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
     return None

@@ -26,7 +26,7 @@ from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, b
 from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
 
 Bits = dict[str, torch.Tensor]
-"""Losses and gradients by name."""
+"""Losses and gradients, by name."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Counted:
     resident_bytes: int
     peak_bytes: int
     most_resident_bytes: int
-    """Of all ranks; so is the next."""
+    """The most of all ranks, as is `most_peak_bytes`."""
     most_peak_bytes: int
     hidden_replays: int = 0
     on_demand_replays: int = 0
@@ -47,7 +47,7 @@ class Counted:
     gradients_equal: bool | None = None
 
     def holds_no_more_than(self, other: Counted) -> bool:
-        """By either count of bytes: such a setting can be an opponent."""
+        """Whether it holds no more than `other` by either count of bytes, and so can be an opponent."""
         return self.most_resident_bytes <= other.most_resident_bytes or self.most_peak_bytes <= other.most_peak_bytes
 
 
@@ -86,7 +86,7 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
 
 
 def _count(subject: Subject, reference: Bits | None = None) -> Counted:
-    """Without a reference the subject is the reference, and warm."""
+    """Count one setting. Without a reference the subject is the reference itself, and already warmed up."""
     equal, counts = None, Counts()
     with subject.in_force() as installation:
         if reference is not None:
@@ -118,7 +118,7 @@ def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits)
 
 
 def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> None:
-    """As far as they are opponents: each holds more than the one before it."""
+    """Count block settings until one is no opponent any more: each holds more than the one before it."""
     for candidate in blocks(job):
         counted = _count(Subject(job, candidate, none), reference)
         census.counted.append(counted)
@@ -145,7 +145,7 @@ def _error_of(alone: Job, candidate: Candidate) -> str | None:
 
 
 def _alone(job: Job) -> Job:
-    """The same kind of model with one narrow layer, on every rank for itself."""
+    """A job with the same kind of model but one narrow layer, which every rank trains alone."""
     size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
     return job.model_copy(update={"model": job.model.model_copy(update=size), "parallel": Parallel(), "batch": batch})

@@ -21,20 +21,20 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
 from megatron_lynx.testbed.census import Census, Counted, take_census
-from megatron_lynx.testbed.place import Place
+from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3
-"""That are timed besides stock full: those of no more bytes than ours that repeat least."""
+"""Opponents that are timed besides stock full: of those that hold no more bytes than ours, the ones that repeat least."""
 
 Announce = Callable[[str], AbstractContextManager[object]]
-"""Tells a person what takes long, while it does."""
+"""Tells the user what is under way, while the block runs."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it."""
+    """The result of a comparison."""
 
     measurement: Measurement
     timeline: Timeline
@@ -47,23 +47,23 @@ class Comparison:
 
 
 def compare(
-    job: Job, plan: Plan, place: Place, announce: Announce, *, rounds: int = 5, warmups: int = 1, module_sets: bool = True
+    job: Job, plan: Plan, hosts: Hosts, announce: Announce, *, rounds: int = 5, warmups: int = 1, module_sets: bool = True
 ) -> Comparison:
-    """Train a few steps under every setting. `place` is where the ranks run; `module_sets`: whether stock's are opponents too.
+    """Train a few steps under every setting. `hosts` is where the ranks run; `module_sets`: whether stock's are opponents too.
 
     Raises `PlanMismatch`, `HookRefused` or another error of this package; `RankError` for anything else that a rank raises.
     """
     check_plan(job, plan)
     with announce("counting what every setting holds, comparing gradients"):
-        censuses = place.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
+        censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
     field = _field(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
-        laps = place.run(race, job, [counted.candidate for counted in field], rounds, warmups)
+        laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
     settings = tuple(_setting(counted.candidate.name, censuses, laps) for counted in field)
     measurement = Measurement(
         subject=subject_of(job),
-        machine=this_machine(place.links, place.device),
-        device=place.device,
+        machine=this_machine(hosts.links, hosts.device),
+        device=hosts.device,
         warmups=warmups,
         settings=settings,
         skipped=(*_left_out(censuses[0], field), *censuses[0].skipped),
@@ -101,7 +101,7 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 
 def subject_of(job: Job) -> str:
-    """What was trained, in a line."""
+    """One line on what was trained."""
     model, parallel = job.model, job.parallel
     kind = "Llama-like" if model.activation == "swiglu" else "GPT-like"
     sequence = " with sequence parallelism" if parallel.sequence_parallel else ""
@@ -113,7 +113,7 @@ def subject_of(job: Job) -> str:
 
 
 def _field(census: Census) -> list[Counted]:
-    """Who is timed."""
+    """The settings that are timed."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
     return [*always, *_opponents(census)[:MOST_OPPONENTS], *ours]
@@ -128,7 +128,7 @@ def _opponents(census: Census) -> list[Counted]:
 
 
 def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
-    """Who was counted but not timed."""
+    """The settings that were counted but not timed, and why."""
     ours = census.of("ours")
     for counted in census.counted:
         if counted in field:

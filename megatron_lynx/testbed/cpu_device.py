@@ -70,7 +70,7 @@ class OneGenerator(tuple[torch.Generator, ...]):
 
 
 def answer_device_calls(undo: ExitStack) -> None:
-    """Which device there is, its streams, and waiting for it."""
+    """Answer calls that ask for the current device, its streams and events, or wait for it."""
     answers = {
         "current_device": lambda: CPU,
         "device": OnlyDevice,
@@ -117,7 +117,7 @@ def answer_placement(undo: ExitStack) -> None:
 
 
 def answer_exchanges(undo: ExitStack) -> None:
-    """What dispatches tokens to experts."""
+    """Answer the all-to-all that dispatches tokens to experts."""
     original = torch.distributed.all_to_all_single
 
     @functools.wraps(original)
@@ -131,7 +131,7 @@ def answer_exchanges(undo: ExitStack) -> None:
 
 
 def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which takes CUDA (as `device=`, or as `Tensor.to`'s first argument) for the CPU."""
+    """The same function with the CPU in place of CUDA (as `device=`, or as the first argument of `Tensor.to`)."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:

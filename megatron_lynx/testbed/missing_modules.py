@@ -45,7 +45,7 @@ THEIR_GEMM = "te_general_gemm"
 """Imported there with Transformer Engine; without it 0.15 and 0.16 have no such name, and ask for it all the same."""
 
 UNGUARDED = re.compile(r"^import triton", re.MULTILINE)
-"""In a module that does not look whether triton is there."""
+"""Matches modules that import triton without asking whether it is there."""
 
 
 def stand_in_for_missing_modules(*, apex: bool = False) -> StandIn:
@@ -69,7 +69,7 @@ class FusedLayerNorm:
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: float) -> None:
-        """Only its parameters are looked at: this one has no `memory_efficient`."""
+        """Never called: Megatron looks only at its parameters, among which `memory_efficient` is missing."""
         raise NotImplementedError
 
     @staticmethod
@@ -78,7 +78,7 @@ class FusedLayerNorm:
 
 
 class Answers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what is missing, and nothing else."""
+    """Finds the modules that are missing, and no others."""
 
     def __init__(self, apex: bool) -> None:
         self._apex = APEX if apex and importlib.util.find_spec("apex") is None else ()

@@ -20,7 +20,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
-from megatron_lynx.testbed.place import Place
+from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.version import __version__
 
 REPETITIONS = 9
@@ -42,28 +42,27 @@ class RankFigures:
         return sum(half.forward_s + half.backward_s for half in self.halves.values())
 
 
-def measure_profile(job: Job, place: Place, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
+def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractContextManager[object]]) -> Profile:
     """The profile of a job on this machine. Raises what the ranks raise, and `ConfigError` where its layers cannot be built."""
     from megatron_lynx.testbed.te_layer import check_measurable
 
     check_measurable(job)
     with announce("measuring a layer and the links"):
-        figures: list[RankFigures] = place.run(measure_rank, job, REPETITIONS)
+        figures: list[RankFigures] = hosts.run(measure_rank, job, REPETITIONS)
     slowest = max(figures, key=lambda each: each.layer_s)
-    machine = this_machine(place.links, place.device)
+    machine = this_machine(hosts.links, hosts.device)
     source = Source(
         how="measured",
         machine=f"{machine.gpu or machine.cpu}, {machine.cores} cores",
         made_by=f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}",
         repetitions=REPETITIONS,
-        interconnect=place.description,
+        interconnect=hosts.description,
         stood_in_for=figures[0].stood_in_for,
     )
     return Profile(
         source=source,
         shape=shape_of(job),
-        attention=slowest.halves["attention"],
-        mlp=slowest.halves["mlp"],
+        **slowest.halves,
         links=figures[0].links,
         embedding=slowest.embedding,
         head=slowest.head,

@@ -22,11 +22,11 @@ from megatron_lynx.testbed.subject import Subject
 
 @dataclass(frozen=True)
 class Lap:
-    """One setting on one rank."""
+    """What one setting took on one rank."""
 
     step_s: tuple[float, ...]
     events: list[dict[str, Any]]
-    """Of one more step (empty without a plan)."""
+    """Events of one more step, traced; empty without a plan."""
 
 
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
@@ -36,12 +36,12 @@ def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups:
     initialise(job)
     none = Subject(job, NONE)
     subjects = {each.name: none if each is candidates[0] else Subject(job, each, none) for each in candidates}
-    with Turns(subjects) as turns:
+    with Alternation(subjects) as alternation:
         samples = time_alternating(
             {name: subject.step for name, subject in subjects.items()},
             rounds=rounds,
             warmups=warmups,
-            prepare=turns.take,
+            prepare=alternation.take_turn,
             barrier=dist.barrier,
             device=none.device,
         )
@@ -53,18 +53,18 @@ def _trace(subject: Subject) -> list[dict[str, Any]]:
         return [] if installation is None else subject.traced_step(installation)
 
 
-class Turns:
-    """Whose turn it is: that subject's plan is in force, and no other's."""
+class Alternation:
+    """Settings take turns: the plan of the one whose turn it is is in force, and no other's."""
 
     def __init__(self, subjects: dict[str, Subject]) -> None:
         self._subjects = subjects
         self._present = ExitStack()
 
-    def take(self, name: str) -> None:
+    def take_turn(self, name: str) -> None:
         self._present.close()
         self._present.enter_context(self._subjects[name].in_force())
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> Alternation:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -28,31 +28,31 @@ from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.testbed.candidates import FULL
 from megatron_lynx.testbed.comparison import Announce
-from megatron_lynx.testbed.place import Place
-from megatron_lynx.testbed.schedules import Timed, Way, differing, race
+from megatron_lynx.testbed.hosts import Hosts
+from megatron_lynx.testbed.schedules import Timed, Way, differing, time_ways
 
 BATCHES = 6
-"""Of a timed run, of which all but the first two and the last count."""
+"""Batches of a timed run. The first two and the last do not count."""
 BATCHES_COMPARED = 4
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way. What was not trained has no measured seconds; what flushes is not compared with the rule."""
+class ScheduleRow:
+    """One way to train. Without training there are no measured seconds; ways that flush need no check of versions."""
 
     setting: str
     without_flushes: bool
     predicted_s: float
     measured_s: float | None
     ratio_to_none: float
-    """Of measured seconds, else of predicted ones."""
+    """The ratio of measured seconds; of predicted ones where nothing was measured."""
     memory_bytes: int
-    """Of the fullest device, everything counted: a second version of the weights, a second gradient buffer."""
+    """Memory of the fullest device, with the second version of the weights and the second gradient buffer."""
     equals_version_rule: bool | None
 
     @property
     def gradients(self) -> str:
-        """What a reader must know of them."""
+        """How old the gradients are, and whether they were checked."""
         if not self.without_flushes:
             return "of the newest weights"
         said = {True: "as the version rule has it", False: "NOT as the version rule has it", None: "not checked"}
@@ -73,36 +73,36 @@ class Row:
 class _Predicted:
     way: Way
     step_s: float
-    """Without its update."""
+    """Seconds of a step without its update."""
     update_s: float
     memory_bytes: int
 
 
-def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[Row]:
-    """Simulated alone. `plan`: of the job, without flushes."""
+def side_by_side(job: Job, plan: Plan, profile: Profile) -> list[ScheduleRow]:
+    """A row for each way, from simulation alone. `plan` is the job's, without flushes."""
     ways = list(_ways(job, plan, profile))
     return [_row(each, ways[0], None, None) for each in ways]
 
 
 def trained_side_by_side(
-    job: Job, plan: Plan, profile: Profile, place: Place, announce: Announce, *, rounds: int = 3
-) -> list[Row]:
+    job: Job, plan: Plan, profile: Profile, hosts: Hosts, announce: Announce, *, rounds: int = 3
+) -> list[ScheduleRow]:
     """The same, and trained on ranks of this machine; seconds of updates are measured, too."""
     ways = list(_ways(job, plan, profile))
     flushing = with_flushes(partitioned_as(job, plan))
     with announce("comparing weights with the version rule's"):
         equal = {
-            each.way.name: not any(place.run(differing, flushing, each.way, BATCHES_COMPARED, unshaped=True))
+            each.way.name: not any(hosts.run(differing, flushing, each.way, BATCHES_COMPARED, unshaped=True))
             for each in ways
             if each.way.defers is not None
         }
     with announce(f"timing {len(ways)} ways, {rounds} rounds of {BATCHES} batches"):
-        ranks: list[dict[str, Timed]] = place.run(race, flushing, [each.way for each in ways], rounds, BATCHES)
+        ranks: list[dict[str, Timed]] = hosts.run(time_ways, flushing, [each.way for each in ways], rounds, BATCHES)
     return [_row(each, ways[0], ranks, equal) for each in ways]
 
 
 def with_flushes(job: Job) -> Job:
-    """The same job as Megatron runs it. Whoever trains it otherwise is told how by other means."""
+    """The same job under Megatron's own schedule. A `Way` says how it is trained otherwise."""
     return job.model_copy(update={"schedule": "flush", "defer_updates": True})
 
 
@@ -130,11 +130,13 @@ def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     return _Predicted(way, simulation.step_s, update_s(job), max(held))
 
 
-def _row(own: _Predicted, none: _Predicted, ranks: Sequence[dict[str, Timed]] | None, equal: dict[str, bool] | None) -> Row:
+def _row(
+    own: _Predicted, none: _Predicted, ranks: Sequence[dict[str, Timed]] | None, equal: dict[str, bool] | None
+) -> ScheduleRow:
     name = own.way.name
     measured_s = None if ranks is None else statistics.median(ranks[0][name].batch_s)
     none_s = _seconds(none, ranks) if ranks is None else statistics.median(ranks[0][none.way.name].batch_s)
-    return Row(
+    return ScheduleRow(
         setting=name,
         without_flushes=own.way.defers is not None,
         predicted_s=_seconds(own, ranks),

@@ -1,6 +1,6 @@
 """Ranks that train one job in turns with and without flushes, each way with a model of its own.
 
-way ──> Subject    batches from an empty pipeline to an empty one ──> when each update was over       `race`
+way ──> TrainedModel    batches from an empty pipeline to an empty one ──> when each update was over       `time_ways`
   └──────────────> the same batches by the version rule: Megatron's own flushing schedule, W(j-1) put there by hand for batch j,
                    its update made to W(j) ──> what differs of the weights, to the bit                `differing`
 """
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 UPDATES_ALONE = 5
-"""How often an update is timed with nothing else under way."""
+"""How often an update is timed while nothing else runs."""
 
 SEED = 7
-"""Of the random numbers drawn in batches that are compared."""
+"""Seed of the random numbers drawn in batches that are compared."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Way:
     """What `DoubleBuffered` is told about deferring updates; None: Megatron's own schedule."""
     plan: Plan | None = None
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of Megatron's TransformerConfig."""
+    """Fields of Megatron's TransformerConfig."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One way on one rank. Seconds."""
+    """Seconds of one way on one rank."""
 
     batch_s: list[float]
-    """By round: of one batch, the mean of those in the middle of the run."""
+    """Seconds of a batch by round: the mean over batches in the middle of the run."""
     update_s: float
-    """Of an update behind a drain, when all stages are there: the norm, clipping, Adam, and what fills the retired weights."""
+    """Seconds of an update behind a drain, without waiting for other stages: norm, clipping, Adam, copying the weights."""
 
 
-class Subject:
+class TrainedModel:
     """A model being trained in one way, by Megatron's Adam with clipping."""
 
     def __init__(self, job: Job, way: Way, learning_rate: float = 1e-4) -> None:
@@ -107,7 +107,7 @@ class Subject:
             parameter.data.copy_(weights[name])
 
     def _in_force(self) -> AbstractContextManager[object]:
-        """The way's plan. Hooks are Megatron's, so only who has its turn may have one."""
+        """The way's plan is in force inside. Hooks are on Megatron's functions, so only one model's plan may be installed."""
         from megatron_lynx.apply import install
 
         if self.way.plan is None:
@@ -127,23 +127,23 @@ class Subject:
         return self.training.optimizer.step if self.pipeline is None else self.pipeline.update
 
 
-def race(rank: int, job: Job, ways: list[Way], rounds: int, batches: int) -> dict[str, Timed]:
+def time_ways(rank: int, job: Job, ways: list[Way], rounds: int, batches: int) -> dict[str, Timed]:
     """Runs inside `RankPool`. All ways, round by round; a first run of each is not timed. At least four batches have a middle."""
     import torch.distributed as dist
 
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
-    subjects = {way.name: Subject(job, way) for way in ways}
-    batch_s: dict[str, list[float]] = {name: [] for name in subjects}
+    models = {way.name: TrainedModel(job, way) for way in ways}
+    batch_s: dict[str, list[float]] = {name: [] for name in models}
     for number in range(rounds + 1):
-        for name, subject in subjects.items():
+        for name, model in models.items():
             dist.barrier()
-            ends = subject.run(batches if number else 2)
+            ends = model.run(batches if number else 2)
             if number:
                 steps = [after - before for before, after in pairwise(ends[1:-1])]
                 batch_s[name].append(sum(steps) / len(steps))
-    return {name: Timed(batch_s[name], subject.update_s()) for name, subject in subjects.items()}
+    return {name: Timed(batch_s[name], model.update_s()) for name, model in models.items()}
 
 
 def differing(rank: int, job: Job, way: Way, batches: int) -> list[str]:
@@ -155,7 +155,7 @@ def differing(rank: int, job: Job, way: Way, batches: int) -> list[str]:
     from megatron_lynx.testbed.step import run_schedule
 
     initialise(job)
-    ours, rule = Subject(job, way, learning_rate=0.01), Subject(job, Way("the rule"), learning_rate=0.01)
+    ours, rule = TrainedModel(job, way, learning_rate=0.01), TrainedModel(job, Way("the rule"), learning_rate=0.01)
     seed_random_numbers(SEED)
     ours.run(batches)
     versions = [rule.weights()]

@@ -1,4 +1,4 @@
-"""What Megatron's training *scripts* ask of a GPU machine, beyond what `cpu_device` answers for megatron.core.
+"""Answers what Megatron's training *scripts* ask of a GPU machine, beyond what `cpu_device` answers for megatron.core.
 
     asked                                            answered by
     torch.cuda.is_available(), device_count()        yes, as many as this machine has ranks: Megatron refuses to start otherwise
@@ -33,7 +33,7 @@ from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_miss
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
 CAPABILITY = (8, 0)
-"""Of the card that the CPU plays: new enough for everything that Megatron insists on, too old for what is optional."""
+"""Compute capability that is claimed: new enough for what Megatron requires, too old for what is optional."""
 
 
 def stand_in_for_gpu_machine() -> StandIn:

@@ -42,4 +42,4 @@ def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
 
 
 def ignore(*args: Any, **kwargs: Any) -> None:
-    """A request that a CPU has nothing to do for."""
+    """Answers a request for which a CPU has nothing to do."""

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.step import ForwardStep
 
 SEED = 7
-"""Of the random numbers drawn in a step whose gradients are compared: every setting must draw the same dropout masks."""
+"""Seed of a step whose gradients are compared: every setting must draw the same dropout masks."""
 
 
 class Subject:
-    """`weights_of` is the subject whose weights it shares; the first one draws them."""
+    """A model under one setting. It shares the weights of the subject `weights_of`; without one it draws its own."""
 
     def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
         from megatron_lynx.testbed.batches import synthetic_batches

@@ -1,12 +1,13 @@
-"""What the measured profiler must be handed of a layer of Transformer Engine, and whether its kernels are really there."""
+"""What the measured profiler needs to know of a Transformer Engine layer, and whether its kernels are really installed."""
 
 from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.measured import InnerNorm, TeLayer
@@ -31,21 +32,20 @@ def check_measurable(job: Job) -> None:
 
 
 def stood_in_for(job: Job) -> str | None:
-    """What of the job's layers is not the real thing here."""
+    """The part of the job's layers that a stand-in computes on this machine, in words; None where all of it is real."""
     return "Transformer Engine's kernels" if job.model.uses_te and not has_compiled_extension() else None
 
 
 def te_layer(job: Job, layer: Any) -> TeLayer | None:
-    """None for local layers. `job`: whose shard the layer is. Raises `HookRefused` for a release that is not known."""
+    """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
     if not job.model.uses_te:
         return None
-    halves: dict[Half, Any] = {"attention": layer.self_attention, "mlp": layer.mlp}
-    norms = {half: _inner_norm(layer, half, getattr(owner, DENSE[half].column_parallel)) for half, owner in halves.items()}
+    norms = {half: _inner_norm(layer, section) for half, section in DENSE.items()}
     return TeLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
-    """As Megatron's block enters it around its layers."""
+    """The context in which Megatron's block runs its layers in FP8."""
     if job.model.fp8 is None:
         return nullcontext()
     from megatron.core.fp8_utils import get_fp8_context
@@ -53,13 +53,13 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
     return get_fp8_context(layer.config)  # type: ignore[no-any-return]
 
 
-def _inner_norm(layer: Any, half: Half, linear: Any) -> InnerNorm:
+def _inner_norm(layer: Any, section: Section) -> InnerNorm:
     from megatron.core.extensions.transformer_engine import TENorm
 
     from megatron_lynx.apply.transformer_engine import present_te
     from megatron_lynx.apply.transformer_engine.norm import norm_inside
 
-    config = layer.config
-    inside = norm_inside(linear, DENSE[half].norm, present_te())
+    config, linear = layer.config, attrgetter(section.item("column_parallel").path)(layer)
+    inside = norm_inside(linear, section.norm, present_te())
     alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
     return InnerNorm(inside.run, inside.saved, alone)

@@ -1,4 +1,4 @@
-"""Jobs small enough for tests. Only words and numbers: nothing here imports torch or Megatron."""
+"""Jobs small enough for tests. Nothing here imports torch or Megatron."""
 
 from __future__ import annotations
 

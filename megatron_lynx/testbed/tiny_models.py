@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
@@ -157,11 +158,10 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
 
 
 def exchange_norms(layer: Any) -> None:
-    """Of one layer's submodules. A second time changes nothing: layers that are alike share them."""
+    """Put ours in the place of one layer's norms. Layers that are alike share their submodules: a second call changes nothing."""
     attention = layer.self_attention.submodules
     for owner, name in (
-        (layer, "input_layernorm"),
-        (layer, "pre_mlp_layernorm"),
+        *((layer, section.norm) for section in DENSE.values()),
         (attention, "q_layernorm"),
         (attention, "k_layernorm"),
     ):

@@ -18,7 +18,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-SAME = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+from megatron_lynx.anatomy import DENSE
+
+SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}." for section in DENSE.values()}
 """Names of Transformer Engine's fused norms, and of the same parameters in local layers."""
 
 
@@ -45,20 +47,20 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def _first_expert(chunk: GPTModel) -> int:
-    """Of a layer, on this rank."""
+    """The number of this rank's first expert in a layer."""
     ranks, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     return int(rank) * (int(chunk.config.num_moe_experts or 0) // int(ranks))
 
 
 class Shard(NamedTuple):
-    """Which of how many parts of its parameters a rank holds."""
+    """Into how many parts a parameter is cut, and which of them this rank holds."""
 
     ranks: int
     rank: int
 
 
 def shard_of(name: str) -> Shard:
-    """By a parameter's name: experts are cut by a group of their own."""
+    """How a parameter of this name is cut: experts have a group of their own."""
     if ".mlp.experts." in name:
         return Shard(parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
     return Shard(parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())

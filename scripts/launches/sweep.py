@@ -133,7 +133,7 @@ def logs_of(pairs: Sequence[str]) -> Iterator[Run]:
 
 
 def compared(run: Run, first: Run) -> str:
-    """Of the iterations that both have: a run that ended early has lost nothing but the rest."""
+    """Compares the iterations that both runs have: one run may have ended early."""
     own, others = ({line[0]: line for line in each.losses} for each in (run, first))
     common = own.keys() & others.keys()
     if not common or any(own[number] != others[number] for number in common):

@@ -36,12 +36,12 @@ def with_wrong_replays(rank: int, job: Job, plan: Plan, trial: Trial, wrong: str
 def passes_from_one_state(rank: int, job: Job) -> tuple[list[str], int]:
     """What differs between a model's first pass and the same pass again, its state put back; and how many tensors of FP8 were
     compared."""
-    from megatron_lynx.launch.check.state import State
+    from megatron_lynx.launch.check.training_state import TrainingState
     from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.step import run_schedule
 
     training = trained(job)
-    before = State(training.chunks)
+    before = TrainingState(training.chunks)
     seen = []
     for _ in range(2):
         losses = run_schedule(training.chunks, job, synthetic_batches(job))

@@ -79,7 +79,7 @@ def test_a_plan_for_another_schedule(pool_of):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, deferred):
     """Batch by batch, and with the phases that a step of as many micro-batches would have."""
-    from megatron_lynx.double_buffered.turns import turns_of_batch, turns_of_few_batches
+    from megatron_lynx.double_buffered.stage_orders import order_of_batch, order_of_few_batches
     from megatron_lynx.schedule.double_buffered import deferral
 
     deferral_ = deferral(stage) if deferred else 0
@@ -87,12 +87,12 @@ def test_turns_are_those_of_1f1b_until_it_drains(pipeline, stage, microbatches, 
     expected = [(action.kind, action.micro_batch, phase) for action, phase in stock]
     found, length = [], 0
     for batch in range(3):
-        turns = turns_of_batch(pipeline, stage, microbatches, batch, deferral=deferral_, drains=batch == 2).all
+        turns = order_of_batch(pipeline, stage, microbatches, batch, deferral=deferral_, drains=batch == 2).all
         ends = (batch + 1) * microbatches + (0 if batch == 2 else deferral_)
         own = next(i + 1 for i, turn in enumerate(turns) if (turn.kind, turn.micro_batch) == ("B", ends - 1))
         found += [(turn.kind, turn.micro_batch, turn.phase) for turn in turns[:own]]
         length += own
     assert found == expected
     assert [
-        (turn.kind, turn.micro_batch, turn.phase) for turn in turns_of_few_batches(pipeline, stage, microbatches).all
+        (turn.kind, turn.micro_batch, turn.phase) for turn in order_of_few_batches(pipeline, stage, microbatches).all
     ] == expected

@@ -15,7 +15,7 @@ from torch import nn
 from megatron_lynx.launch.check.batches import DataIterators
 from megatron_lynx.launch.check.outcome import Outcome, backward_position, differences, named_parameters
 from megatron_lynx.launch.check.reference import Need, stock
-from megatron_lynx.launch.check.state import State
+from megatron_lynx.launch.check.training_state import TrainingState
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -102,7 +102,7 @@ def test_all_that_a_pass_changes_is_put_back(monkeypatch):
         machine.rerun_requested = True
         return random.random(), float(numpy.random.rand()), float(torch.rand(1))
 
-    before = State([model])
+    before = TrainingState([model])
     drawn = []
     for _ in range(2):
         drawn.append(a_pass())

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments.command_line import command_line
-from megatron_lynx.launch_arguments.paste import to_paste
 
 
 @pytest.mark.parametrize(
@@ -44,13 +43,13 @@ def test_a_shell_script_is_for_the_shell() -> None:
 
 def test_the_command_to_paste() -> None:
     text = "A=1 torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --split '9, 1'"
-    under_plan = to_paste(command_line(shlex.split(text)), "plan.yaml", ["--decoder-first-pipeline-num-layers 1"])
+    under_plan = command_line(shlex.split(text)).under_plan("plan.yaml", ["--decoder-first-pipeline-num-layers 1"])
     assert under_plan == (
         "A=1 torchrun --nproc-per-node 8 -m megatron_lynx.launch pretrain_gpt.py --num-layers 4 --split '9, 1' "
         "--decoder-first-pipeline-num-layers 1 --lynx-plan plan.yaml"
     )
-    again = to_paste(command_line(shlex.split(under_plan)), "other.yaml", [])
+    again = command_line(shlex.split(under_plan)).under_plan("other.yaml", [])
     assert again == under_plan.replace("plan.yaml", "other.yaml"), "the launcher and the plan are there once"
     testbed = "torchrun -m megatron_lynx.testbed pretrain_gpt.py"
-    assert to_paste(command_line(testbed.split()), "plan.yaml", []) == f"{testbed} --lynx-plan plan.yaml"
-    assert to_paste(command_line(["--num-layers", "4"]), "plan.yaml", []) == "add to the launch: --lynx-plan plan.yaml"
+    assert command_line(testbed.split()).under_plan("plan.yaml", []) == f"{testbed} --lynx-plan plan.yaml"
+    assert command_line(["--num-layers", "4"]).under_plan("plan.yaml", []) == "add to the launch: --lynx-plan plan.yaml"

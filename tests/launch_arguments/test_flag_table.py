@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.launch_arguments import kinds
+from megatron_lynx.launch_arguments import flag_kinds
+from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import flag_table
-from megatron_lynx.launch_arguments.kinds import kind_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,12 @@ def test_every_recorded_flag_is_judged() -> None:
 
 def test_every_judgement_is_about_a_flag() -> None:
     names = {flag.sets for flag in flag_table().flags}
-    judged = [*kinds.READ, *kinds.REFUSED, *kinds.PRICED_AS, *(name for names in kinds.NO_MATTER.values() for name in names)]
+    judged = [
+        *flag_kinds.READ,
+        *flag_kinds.REFUSED,
+        *flag_kinds.PRICED_AS,
+        *(name for names in flag_kinds.NO_MATTER.values() for name in names),
+    ]
     assert sorted(name for name in judged if name not in names) == []
     assert len(judged) == len(set(judged)), "each is judged once"
 

@@ -13,7 +13,7 @@ from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
 from megatron_lynx.testbed import te_layer
-from megatron_lynx.testbed.place import place_for
+from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.on_ranks import measure_messages, measure_one, measure_sleeping, measure_squaring
@@ -122,8 +122,8 @@ def sizes(tensors):
 def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
     job = tiny_job("gpt", **TE)
     monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
-    with place_for(job) as place:
-        profile = measure_profile(job, place, lambda text: nullcontext())
+    with hosts_for(job) as hosts:
+        profile = measure_profile(job, hosts, lambda text: nullcontext())
     assert profile.source.stood_in_for == "Transformer Engine's kernels"
     assert "a stand-in for Transformer Engine's kernels" in make_plan(job, profile).provenance.note
     local = profile.model_copy(update={"source": profile.source.model_copy(update={"stood_in_for": None})})
@@ -133,4 +133,4 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):
     monkeypatch.setattr(te_layer, "PACKAGE", "transformer_engine_of_nobody")
     with pytest.raises(ConfigError, match="Transformer Engine on the import path"):
-        measure_profile(tiny_job("gpt", **TE), place=None, announce=None)
+        measure_profile(tiny_job("gpt", **TE), hosts=None, announce=None)

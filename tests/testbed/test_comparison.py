@@ -11,7 +11,7 @@ from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, without_windows
 from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
-from megatron_lynx.testbed.place import place_for
+from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.testbed import on_ranks
@@ -27,8 +27,8 @@ def silently(what: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    with place_for(JOB) as place:
-        return compare(JOB, uniform_plan(JOB), place, silently, rounds=2, warmups=0)
+    with hosts_for(JOB) as hosts:
+        return compare(JOB, uniform_plan(JOB), hosts, silently, rounds=2, warmups=0)
 
 
 def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -> None:
@@ -114,15 +114,15 @@ def test_a_plan_for_another_job_is_refused_with_every_difference() -> None:
 
 def test_a_job_that_this_machine_cannot_run_is_refused() -> None:
     job = JOB.model_copy(update={"gpus": 4096, "model": JOB.model.model_copy(update={"attention": "flash"})})
-    with pytest.raises(ConfigError) as refusal, place_for(job):
+    with pytest.raises(ConfigError) as refusal, hosts_for(job):
         pass
     assert [problem.where for problem in refusal.value.problems] == ["job: gpus", "job: model.attention"]
 
 
 def test_a_profile_of_real_ranks_makes_a_plan() -> None:
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
-    with place_for(job) as place:
-        profile = measure_profile(job, place, silently)
+    with hosts_for(job) as hosts:
+        profile = measure_profile(job, hosts, silently)
     assert {point.kind for point in profile.links} == {"all_gather", "reduce_scatter"}
     assert profile.head.forward_s > 0
     assert profile.embedding.backward_s > 0
@@ -132,8 +132,8 @@ def test_a_profile_of_real_ranks_makes_a_plan() -> None:
 def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
     """A bug's story: the first stage failed in its forward, was passed over, and the second stage waited for it for ever."""
     job = tiny_job("llama", pipeline=2, microbatches=2, micro=1)
-    with place_for(job) as place:
-        comparison = compare(job, uniform_plan(job), place, silently, rounds=1, warmups=0)
+    with hosts_for(job) as hosts:
+        comparison = compare(job, uniform_plan(job), hosts, silently, rounds=1, warmups=0)
     assert comparison.gradients_equal
     reasons = [skipped.reason for skipped in comparison.measurement.skipped if "layernorm" in skipped.name]
     assert all("stock Megatron raised" in reason for reason in reasons), reasons
@@ -142,5 +142,5 @@ def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
 
 def test_a_killed_rank_is_said_in_words() -> None:
     """It was a Python traceback of ours, which helps nobody to find who killed the process."""
-    with place_for(tiny_job("gpt", tensor=2)) as place, pytest.raises(LynxError, match=r"rank 1.*exit status -9"):
-        place.run(on_ranks.die)
+    with hosts_for(tiny_job("gpt", tensor=2)) as hosts, pytest.raises(LynxError, match=r"rank 1.*exit status -9"):
+        hosts.run(on_ranks.die)

@@ -8,7 +8,7 @@ from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.schedule_comparison import side_by_side
-from megatron_lynx.testbed.schedules import Way, differing, race
+from megatron_lynx.testbed.schedules import Way, differing, time_ways
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
@@ -21,7 +21,7 @@ def test_trained_ways_are_what_they_are_said_to_be() -> None:
     with RankPool(2) as pool:
         for way, same in ways:
             assert all((found == []) == same for found in pool.run(differing, job, way, 4)), way.name
-        laps = pool.run(race, job, [Way("flush"), Way("deferred", True)], 2, 4)
+        laps = pool.run(time_ways, job, [Way("flush"), Way("deferred", True)], 2, 4)
     assert all(len(lap[name].batch_s) == 2 and lap[name].update_s > 0 for lap in laps for name in ("flush", "deferred"))
 
 

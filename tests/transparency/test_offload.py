@@ -21,7 +21,7 @@ from megatron_lynx.profiler.profile import LinkPoint
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
-from megatron_lynx.schedule.on_host import sets_on_host
+from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job

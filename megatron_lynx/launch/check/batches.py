@@ -1,4 +1,4 @@
-"""What a step reads, read once and given to every pass over it.
+"""Reads the batches of a checked step once, and gives copies of them to every pass over it.
 
     pass 1     next ─> Megatron's iterator ─> kept ─> a copy
     pass 2     next ─────────────────────────> kept ─> a copy
@@ -13,14 +13,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lynx.launch.check.state import AllRandom
+from megatron_lynx.launch.check.training_state import AllRandom
 
 
 @dataclass(frozen=True)
 class _Read:
     batch: Any
     random_behind: Any
-    """The random state behind it, where reading drew numbers."""
+    """The random state after reading it, where reading drew numbers."""
 
 
 class Batches:
@@ -58,7 +58,7 @@ class Batches:
 
 
 class DataIterators:
-    """`Batches` in the place of what Megatron hands to its schedule: an iterator, one for each chunk, or None on ranks that read
+    """Stands in for the data iterators that Megatron hands to its schedule: one, one for each chunk, or None on ranks that read
     nothing."""
 
     def __init__(self, given: Any) -> None:

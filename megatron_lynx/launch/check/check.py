@@ -24,7 +24,7 @@ from megatron_lynx.apply import Installation
 from megatron_lynx.launch.agreement import agree, of_all_ranks, on_rank_0
 from megatron_lynx.launch.alarm import ending_together
 from megatron_lynx.launch.check.outcome import Difference, Outcome
-from megatron_lynx.launch.check.reference import IN_WORDS, Kind, Need, room_bytes
+from megatron_lynx.launch.check.reference import IN_WORDS, Need, ReferenceSetting, room_bytes
 from megatron_lynx.launch.check.step import Schedule, Step
 from megatron_lynx.launch.check.verdict import OutOfMemory, enough_memory, not_repeatable, plan_differs
 from megatron_lynx.units import format_bytes
@@ -48,10 +48,10 @@ class Check:
         self._against = against
         self._need: Need | None = None
         self._compared: list[_Found] = []
-        """Of all ranks, in the latest step."""
-        self._kinds: set[str] = set()
+        """What all ranks compared in the latest step."""
+        self._settings: set[str] = set()
         self.steps = 0
-        """Checked so far."""
+        """Steps that were checked so far."""
 
     def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
         """What `train_step` is to call instead. A later call in the same step (a rerun that Megatron asks for) is not checked."""
@@ -70,15 +70,15 @@ class Check:
 
     def _run(self, step: Step) -> Any:
         with ending_together():
-            kind = self._kind(step)
-            kind, reference = self._reference(step, kind)
+            setting = self._setting(step)
+            setting, reference = self._reference(step, setting)
             with enough_memory(self.steps + 1, "the plan"):
                 losses = step.planned()
-            self._settle(step, kind, reference, Outcome.of(losses, step.run.chunks))
+            self._settle(step, setting, reference, Outcome.of(losses, step.run.chunks))
             return losses
 
-    def _kind(self, step: Step) -> Kind:
-        """Equal on all ranks."""
+    def _setting(self, step: Step) -> ReferenceSetting:
+        """Which stock setting this step is compared with; the same on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
         if room_bytes() is not None and self._need is None:
@@ -87,17 +87,17 @@ class Check:
         room = room_bytes()  # behind that pass, whose messages made buffers outside of torch's allocator
         lacking = None if room is None or self._need is None else self._need.lacking(room)
         short = [(rank, said) for rank, said in enumerate(of_all_ranks(lacking)) if said is not None]
-        if short and "full" not in self._kinds:
+        if short and "full" not in self._settings:
             _say_full(f"does not fit in memory ({', '.join(f'rank {rank} {said}' for rank, said in short[:3])})")
         return "full" if short else "none"
 
-    def _reference(self, step: Step, kind: Kind) -> tuple[Kind, Outcome]:
-        """[3]"""
+    def _reference(self, step: Step, setting: ReferenceSetting) -> tuple[ReferenceSetting, Outcome]:
+        """Losses and gradients of stock, and the setting that they were made with. [3]"""
         try:
-            with enough_memory(self.steps + 1, IN_WORDS[kind]):
-                return kind, step.stock(kind)
+            with enough_memory(self.steps + 1, IN_WORDS[setting]):
+                return setting, step.stock(setting)
         except OutOfMemory:
-            if kind == "full" or self._against == "none" or not _alone():
+            if setting == "full" or self._against == "none" or not _alone():
                 raise
         gc.collect()  # the failed pass, which the error's traceback held
         torch.cuda.empty_cache()
@@ -106,32 +106,32 @@ class Check:
         with enough_memory(self.steps + 1, IN_WORDS["full"]):
             return "full", step.stock("full")
 
-    def _settle(self, step: Step, kind: Kind, reference: Outcome, planned: Outcome) -> None:
-        """[5] Returns on all ranks, or ends all of them."""
-        found = step.differences(reference, planned, (IN_WORDS[kind], "the plan"))
+    def _settle(self, step: Step, setting: ReferenceSetting, reference: Outcome, planned: Outcome) -> None:
+        """Compare the two passes: returns on all ranks, or ends all of them. [5]"""
+        found = step.differences(reference, planned, (IN_WORDS[setting], "the plan"))
         self._compared = of_all_ranks(
             _Found(len(reference.gradients), len(reference.losses), reference.size_bytes, tuple(found[:1]))
         )
         self.steps += 1
-        self._kinds.add(kind)
+        self._settings.add(setting)
         if not (first := [difference for rank in self._compared for difference in rank.differences]):
             return
         count = sum(of_all_ranks(len(found)))
-        with enough_memory(self.steps, IN_WORDS[kind]):
-            again = step.stock(kind)
+        with enough_memory(self.steps, IN_WORDS[setting]):
+            again = step.stock(setting)
         repeated = step.differences(reference, again, ("the first run", "the second"))
         if restless := [difference for rank in of_all_ranks(repeated[:1]) for difference in rank]:
-            agree(not_repeatable(self.steps, kind, min(restless)))
-        agree(plan_differs(self.steps, kind, min(first), count))
+            agree(not_repeatable(self.steps, setting, min(restless)))
+        agree(plan_differs(self.steps, setting, min(first), count))
 
     def summary(self) -> str | None:
-        """What was checked, where all was equal; to be said by rank 0."""
+        """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
         if not self._compared:
             return None
         parameters, losses, size_bytes = (
             sum(getattr(rank, name) for rank in self._compared) for name in ("parameters", "losses", "size_bytes")
         )
-        against = " and ".join(IN_WORDS[kind] for kind in ("none", "full") if kind in self._kinds)
+        against = " and ".join(IN_WORDS[setting] for setting in ("none", "full") if setting in self._settings)
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         where = "" if len(self._compared) == 1 else f" on {len(self._compared)} ranks"
         return (

@@ -21,7 +21,7 @@ from megatron_lynx.runtime.saved import tensors_in
 
 Gradients = Mapping[str, Tensor | None]
 Position = tuple[int, ...]
-"""In a pass over a step: smaller for what it comes to earlier."""
+"""When a pass over the step meets a value: smaller is earlier."""
 
 
 @dataclass(frozen=True, order=True)
@@ -46,13 +46,13 @@ class Outcome:
     losses: tuple[Any, ...]
     """What the loss function reported, by micro-batch; nothing where the rank computes no loss."""
     gradients: Gradients
-    """By the parameter's name in the whole model."""
+    """Gradients by their parameter's name in the whole model."""
     positions: Mapping[str, Position]
-    """When backward is done with each of them."""
+    """When backward is done with each parameter."""
 
     @classmethod
     def of(cls, losses: Any, chunks: Sequence[Module]) -> Outcome:
-        """As it is now. Gradients are views of Megatron's buffers: good until these are zeroed."""
+        """What the latest pass left. Gradients are views of Megatron's buffers, and valid until these are zeroed."""
         parameters = list(named_parameters(chunks))
         return cls(
             tuple(losses or ()),
@@ -76,13 +76,13 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """Where Megatron's DDP accumulates it, or where autograd does."""
+    """The gradient that Megatron's DDP accumulates, or else autograd's."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
 
 def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
-    """With the number of the layer in the whole model, from 0, as checkpoints have it."""
+    """Parameters by their names in the whole model: layers are numbered from 0 over all stages, as in checkpoints."""
     for chunk in chunks:
         layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
         global_ = {f"decoder.layers.{local}.": f"decoder.layers.{layer.layer_number - 1}." for local, layer in enumerate(layers)}
@@ -119,7 +119,7 @@ def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
 
 
 def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]) -> str:
-    """In words; empty where there is none."""
+    """How two tensors differ, in words; empty where they are equal."""
     if one is None or other is None:
         there, absent = (names[1], names[0]) if one is None else names
         return "" if one is other else f"a value in {there}, none in {absent}"

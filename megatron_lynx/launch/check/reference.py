@@ -1,4 +1,4 @@
-"""Stock Megatron, to be compared with: without recomputation, or with full recomputation.
+"""The stock Megatron that a plan is compared with: without recomputation, or with full recomputation.
 
     fitting (default)   without recomputation, where every rank has room for it; else with full recomputation
     none, full          as asked for
@@ -20,19 +20,19 @@ from torch.nn import Module
 
 from megatron_lynx.units import format_bytes
 
-Kind = Literal["none", "full"]
+ReferenceSetting = Literal["none", "full"]
 
 IN_WORDS = {"none": "stock without recomputation", "full": "stock with full recomputation"}
 
 USABLE = 0.95
-"""Of the free memory, as the allocator cannot use all of it: its blocks do not always fit."""
+"""Share of the free memory that is counted on: the allocator's blocks do not always fit, so not all of it can be used."""
 
 
 @contextmanager
-def stock(kind: Kind, chunks: Sequence[Module]) -> Iterator[None]:
-    """Megatron's own settings inside, which its layers read at each call. Its timers do not count what runs here."""
+def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]:
+    """Megatron's own settings are in force inside: its layers read them at each call. Its timers do not count what runs here."""
     settings: dict[str, Any] = {"timers": None}
-    if kind == "full":
+    if setting == "full":
         settings |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
@@ -75,7 +75,7 @@ class Need:
         return self.planned_bytes + self.let_go_bytes
 
     def lacking(self, room: int) -> str | None:
-        """In words, with both numbers; None where it fits."""
+        """How much is missing, in words and with both numbers; None where it fits."""
         if self.of_none_bytes <= USABLE * room:
             return None
         return f"may need {format_bytes(self.of_none_bytes)} and has {format_bytes(USABLE * room)} to give"

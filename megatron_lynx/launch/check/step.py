@@ -14,15 +14,15 @@ from megatron_lynx.apply.assignment import order_of
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.launch.check.batches import DataIterators
 from megatron_lynx.launch.check.outcome import Difference, Outcome, differences
-from megatron_lynx.launch.check.reference import Kind, Need, stock
-from megatron_lynx.launch.check.state import State
+from megatron_lynx.launch.check.reference import Need, ReferenceSetting, stock
+from megatron_lynx.launch.check.training_state import TrainingState
 
 Schedule = Callable[..., Any]
 """Megatron's `forward_backward_func`, called with keywords."""
 
 
 class Step:
-    """What Megatron would have run once. The pass that is to count runs last."""
+    """A step that runs several times where Megatron would have run it once. The pass that training goes on from runs last."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Step:
         self._installation = installation
         self._iterators = DataIterators(data_iterator)
         self._others = others
-        self._state = State(run.chunks)  # [1]
+        self._state = TrainingState(run.chunks)  # [1]
         self._fresh = True
 
     def planned(self) -> Any:
-        """The losses. [4]"""
+        """The losses of a pass under the plan. [4]"""
         trace = self._installation.engine.trace
         with self._once_more():
             if trace.enabled:
                 trace.start()  # without what ran before
             return self._pass()
 
-    def stock(self, kind: Kind) -> Outcome:
-        with self._once_more(), self._installation.lifted(), stock(kind, self.run.chunks):
+    def stock(self, setting: ReferenceSetting) -> Outcome:
+        with self._once_more(), self._installation.lifted(), stock(setting, self.run.chunks):
             return Outcome.of(self._pass(), self.run.chunks).on_host()
 
     def measured(self) -> Need:
@@ -77,7 +77,7 @@ class Step:
 
     @contextmanager
     def _once_more(self) -> Iterator[None]:
-        """From the state in which Megatron called its schedule: gradients are zero, nothing was read."""
+        """Restore the state in which Megatron called its schedule: gradients are zero, nothing was read."""
         if not self._fresh:
             self._state.restore()
             self._iterators.again()

@@ -1,4 +1,4 @@
-"""What is said where a step differs, cannot be compared, or does not fit in memory."""
+"""The errors of a checked step: it differs from stock, stock differs from itself, or a pass runs out of memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.check.outcome import Difference
-from megatron_lynx.launch.check.reference import IN_WORDS, Kind
+from megatron_lynx.launch.check.reference import IN_WORDS, ReferenceSetting
 
 
-def plan_differs(step: int, kind: Kind, first: Difference, count: int) -> LynxError:
+def plan_differs(step: int, setting: ReferenceSetting, first: Difference, count: int) -> LynxError:
     places = "one place" if count == 1 else f"{count} places, the first of them here"
     todo = "train without this plan, and report it with the plan and this launch's arguments"
     problem = Problem(first.place, first.found, "the same bits", todo)
-    return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[kind]} differ in {places}", [problem])
+    return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[setting]} differ in {places}", [problem])
 
 
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """What `--deterministic-mode` of Megatron 0.19 sets in the environment; before 0.19 it leaves that to the user."""
 
 
-def not_repeatable(step: int, kind: Kind, first: Difference) -> LynxError:
+def not_repeatable(step: int, setting: ReferenceSetting, first: Difference) -> LynxError:
     wanted = ", ".join(f"{name}={value} (here {os.environ.get(name, 'not set')})" for name, value in DETERMINISTIC.items())
     todo = f"launch with --deterministic-mode, without flash attention and --cross-entropy-loss-fusion, and set {wanted}"
     problem = Problem(first.place, first.found, "the same bits: nothing can be compared with what differs from itself", todo)
-    return LynxError(f"--lynx-check: in step {step} {IN_WORDS[kind]} differs from itself when it runs twice", [problem])
+    return LynxError(f"--lynx-check: in step {step} {IN_WORDS[setting]} differs from itself when it runs twice", [problem])
 
 
 class OutOfMemory(LynxError):

@@ -1,1 +1,1 @@
-"""What a launch holds on to in `megatron.training`, one file each."""
+"""Hooks on `megatron.training` through which a launch adds its flags, installs the plan and follows each step: one file each."""

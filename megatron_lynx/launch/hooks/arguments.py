@@ -20,7 +20,7 @@ from megatron_lynx.launch.flags import add_flags
 
 
 def printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, whose `--help` can be printed."""
+    """The same parser, with help texts escaped where `--help` could not print them."""
     for action in parser._actions:
         if action.help is None:
             continue

@@ -1,4 +1,4 @@
-"""Where Megatron's training loop saves and stops, without flushes.
+"""The places where Megatron's training loop saves and stops, when it trains without flushes.
 
 Replaces              `checkpoint_and_decide_exit` and `save_checkpoint` of `megatron.training.training` (globals, read by
                       `train` and by `save_checkpoint_and_time`).
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lynx.apply.hook import Claim
-
-if TYPE_CHECKING:
-    from megatron_lynx.double_buffered.pipeline import DoubleBuffered
-    from megatron_lynx.launch.without_flushes.draining import Draining
+from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+from megatron_lynx.launch.without_flushes.draining import Draining
 
 
 def claims(training: Any, pipeline: DoubleBuffered, draining: Draining) -> Iterator[Claim]:

@@ -39,7 +39,7 @@ def _is_due(interval: int | None, number: int) -> bool:
 
 
 class Draining:
-    """The batches of one run. All ranks give the same answers.
+    """Says for each batch of a run whether the pipeline must be empty behind it. All ranks give the same answers.
 
     Args:
         args: Megatron's.
@@ -52,7 +52,7 @@ class Draining:
         self._wants_to_stop = False
 
     def now(self) -> bool:
-        """Whether the batch that begins now is one."""
+        """Whether the pipeline must be empty behind the batch that begins now."""
         return self._wants_to_stop or any(reasons(self._args, self._args.curr_iteration + 1))
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""Around Megatron's training loop: the second version of the weights, the hooks, and both taken back.
+"""Lets Megatron's training loop train without flushes: sets up the second version of the weights and the hooks, and undoes both.
 
 train begins                              here
 -----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a launch may not ask for together with `--lynx-schedule double-buffered`.
+"""Refuses what a launch may not ask for together with `--lynx-schedule double-buffered`.
 
 Told from Megatron's validated arguments, before a model is built. What only the model and its optimizer show is told when
 training begins (`double_buffered.match`).

@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python on a CPU: only its compiled extension is stood in for.
+"""Runs Transformer Engine's own Python on a CPU: a stand-in in plain torch replaces only its compiled extension.
 
     megatron.core ──> transformer_engine.pytorch (real files, any release from 2.4 on) ──> transformer_engine_torch
                                                                                            stood in for, in plain torch

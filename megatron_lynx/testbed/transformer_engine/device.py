@@ -1,4 +1,4 @@
-"""What Transformer Engine's Python asks about the GPU. It alone is answered: nothing else may take the CPU for one.
+"""Answers what Transformer Engine's Python asks about the GPU, and only to it: nothing else may take the CPU for a GPU.
 
 asked                                     answered, to files of transformer_engine
 torch.cuda.is_available()                 yes: its modules refuse to be built otherwise

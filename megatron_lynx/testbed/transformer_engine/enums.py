@@ -39,7 +39,7 @@ class DType(IntEnum):
 
     @property
     def of_torch(self) -> torch.dtype:
-        """The same type as torch has it. (Four-bit numbers it has not.)"""
+        """The same type in torch, which has none for four-bit numbers."""
         return TORCH_TYPES[self]
 
 

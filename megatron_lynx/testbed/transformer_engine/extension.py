@@ -15,7 +15,7 @@ PARTS = (enums, facts, float8, gemm, multi_tensor, normalization, softmax)
 globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
 
 PLUGINS = ("flash_attention", "get_attention_backend")
-"""Not in the extension: names that plugins may add to it."""
+"""Names that plugins may add to the extension, and that it does not have itself."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What Transformer Engine asks its libraries about themselves. There is no cuDNN, so there is no fused attention."""
+"""Answers what Transformer Engine asks about its libraries. There is no cuDNN, so there is no fused attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def get_cublasLt_version() -> int:
 
 
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
-    """None, so that `DotProductAttention` takes its unfused backend."""
+    """No fused backend, so that `DotProductAttention` takes its unfused one."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend
 
 

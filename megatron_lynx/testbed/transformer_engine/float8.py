@@ -49,7 +49,7 @@ def put(owner: Any, name: str, new: torch.Tensor | None) -> None:
 
 
 def scale_of(numbers: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """What these numbers are multiplied by, of one element.
+    """The scale, a tensor of one element, that these numbers are multiplied by.
 
     Raises:
         NotImplementedError: the quantizer has a scale per block.

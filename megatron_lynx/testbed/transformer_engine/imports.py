@@ -1,4 +1,4 @@
-"""How Transformer Engine is imported without its libraries.
+"""Lets Transformer Engine be imported without its compiled libraries.
 
 import transformer_engine            found on the path, as anything is
   .common                            loads libcudnn, nvrtc, its own core library: told to leave that, as when it is being built
@@ -30,7 +30,7 @@ PACKAGE = "transformer_engine"
 EXTENSION = Path(__file__).with_name("extension.py")
 BUILDING = "NVTE_PROJECT_BUILDING"
 IMPORTED = re.compile(r"^(?:import|from) (triton|onnxscript|onnx|einops|cutlass)\b", re.MULTILINE)
-"""At the top of a module, which needs it then."""
+"""Matches imports at the top of a module, which cannot be imported without them."""
 
 
 def stand_in_for_transformer_engine() -> StandIn:

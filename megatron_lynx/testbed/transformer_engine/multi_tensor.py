@@ -1,4 +1,4 @@
-"""What optimizers do to lists of tensors: norms, scaling, Adam. Megatron takes them where Transformer Engine is.
+"""Functions of optimizers on lists of tensors: norms, scaling, Adam. Megatron uses them where Transformer Engine is installed.
 
 `tensor_lists` is a list of roles, each a list with one tensor per parameter; what is written is written in place.
 """
@@ -43,7 +43,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor, per_tensor_python: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of tensors that are still scaled."""
+    """The norms of tensors that are still scaled by the loss scale."""
     unscaled = [[tensor.float() * inv_scale for tensor in tensor_lists[0]]]
     return multi_tensor_l2norm(chunk_size, noop_flag, unscaled, per_tensor_python)
 

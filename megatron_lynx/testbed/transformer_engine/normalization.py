@@ -84,7 +84,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and another gradient added to the input's."""
+    """As `rmsnorm_bwd`, with another gradient added to the input's."""
     dx, dgamma = rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return (dx + in_fp32(add)).to(x.dtype), dgamma
 

@@ -1,4 +1,4 @@
-"""Where a kernel's result goes: rounded once, from fp32, into a new tensor, a given one, or a quantizer."""
+"""Rounds a kernel's result once, from fp32, into a new tensor, a given one, or a quantizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def delivered(numbers: torch.Tensor, out: Any, quantizer: Any, dtype: torch.dtype) -> Any:
-    """`numbers` (fp32) as the caller wants them."""
+    """`numbers` (fp32) rounded to what the caller asked for."""
     rounded = numbers.to(dtype)
     if quantizer is not None:
         return quantizer(rounded) if out is None else quantizer.update_quantized(rounded, out)

@@ -1,4 +1,4 @@
-"""What the stand-in does not answer: it can be imported, named in an annotation, passed around; calling it raises."""
+"""Names that the stand-in does not implement: they can be imported, used in annotations and passed around, but not called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a job run on this machine: on how many processes, over which link, on which device.
+"""The hosts of a job's ranks, on this machine: how many processes, which link between them, which device.
 
 job.cluster: device cpu, link 400 Mbit/s   ─>  two hosts, a shaped link     (loopback, with the reason, where that needs root)
 job.cluster: device cpu, no link           ─>  loopback
@@ -20,22 +20,22 @@ from megatron_lynx.testbed import links
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
 LONGEST_RUN_S = 1800.0
-"""After which ranks that do not answer are given up."""
+"""Ranks that have not answered by then are given up."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Made by `place_for`, which closes its hosts."""
+class Hosts:
+    """Where the ranks of one job run. Made by `hosts_for`, which closes the network."""
 
     ranks: int
     device: Literal["cpu", "cuda"]
-    hosts: links.Links
+    network: links.Links
     links: LinkFacts
 
     @property
     def description(self) -> str:
         """One sentence about the network."""
-        return "one rank, no links" if self.ranks == 1 else self.hosts.description
+        return "one rank, no links" if self.ranks == 1 else self.network.description
 
     def run(
         self, function: Callable[..., Any], *args: Any, unshaped: bool = False, env: Mapping[str, str] | None = None
@@ -44,10 +44,10 @@ class Place:
 
         `unshaped` is for what does not time messages. Errors of this package are raised as they are, others as `RankError`.
         """
-        hosts = links.Loopback() if unshaped else self.hosts
+        network = links.Loopback() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
-            return run_ranks(function, self.ranks, *args, links=hosts, env={**hidden, **(env or {})}, timeout_s=LONGEST_RUN_S)
+            return run_ranks(function, self.ranks, *args, links=network, env={**hidden, **(env or {})}, timeout_s=LONGEST_RUN_S)
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
                 raise error.__cause__ from None
@@ -58,21 +58,21 @@ class Place:
 
 
 @contextmanager
-def place_for(job: Job) -> Iterator[Place]:
-    """The place a job asks for. Raises `ConfigError` where this machine cannot be one."""
+def hosts_for(job: Job) -> Iterator[Hosts]:
+    """The hosts that a job asks for. Raises `ConfigError` where this machine cannot offer them."""
     _check(job)
     rate = job.cluster.link_mbit_per_s
     shape = job.cluster.device == "cpu" and rate is not None and job.gpus > 1
-    with links.shaped_hosts(rate) if shape and rate is not None else links.Loopback() as hosts:
-        yield Place(job.gpus, job.cluster.device, hosts, _facts(job, hosts))
+    with links.shaped_hosts(rate) if shape and rate is not None else links.Loopback() as network:
+        yield Hosts(job.gpus, job.cluster.device, network, _facts(job, network))
 
 
-def _facts(job: Job, hosts: links.Links) -> LinkFacts:
+def _facts(job: Job, network: links.Links) -> LinkFacts:
     if job.gpus == 1:
         return LinkFacts(kind="none")
     if job.cluster.device == "cuda":
         return LinkFacts(kind="device")
-    return LinkFacts(kind="shaped", mbit_per_s=job.cluster.link_mbit_per_s) if hosts.shaped else LinkFacts(kind="loopback")
+    return LinkFacts(kind="shaped", mbit_per_s=job.cluster.link_mbit_per_s) if network.shaped else LinkFacts(kind="loopback")
 
 
 def _check(job: Job) -> None:

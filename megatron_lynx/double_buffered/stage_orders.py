@@ -1,4 +1,4 @@
-"""What a stage runs without flushes, as the runtime follows it: by batch, micro-batches counted since the pipeline was filled.
+"""The order of a stage's passes without flushes, which the runtime follows: by batch, with micro-batches counted since filling.
 
 stage 0 of 2, m = 2      0F 1F 0B 2F 1B | 3F 2B 4F 3B | 5F 4B 5B          | a batch begins
 turns of batch 1                          3F 2B 4F 3B   5F 4B 6F 5B       its own passes, and those behind them: what is
@@ -15,11 +15,11 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, order
 
 FEW_BATCHES = 3
-"""In which everything happens that ever does: filling, going on, draining."""
+"""Enough batches for everything that can happen: filling, steady running, draining."""
 
 
-def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
-    """From the first pass of a batch's run on."""
+def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
+    """The passes of a batch's run and of the run behind it."""
     batches = [batch] if drains else [batch, batch + 1]
     steps = [
         step
@@ -30,14 +30,14 @@ def turns_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, 
     return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
-def turns_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
-    """From filling to draining."""
+def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:
+    """The passes from filling to draining."""
     steps = [step for step in order(pipeline, stage, microbatches, FEW_BATCHES) if isinstance(step, Action)]
     return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
 
 
 def _phased(actions: Sequence[Action], ahead: int) -> Iterator[ScheduledPass]:
-    """As `schedule.Schedule.phases` tells them: a backward behind another one is in cool-down."""
+    """Actions with their phases, as in `schedule.Schedule.phases`: a backward behind another one is in cool-down."""
     phase = "cooldown"
     for action in actions:
         if action.kind == "F":

@@ -1,9 +1,9 @@
-"""What a forward and backward pass changes, beside gradients: taken before a pass, and put back behind it.
+"""Saves and restores what a forward and backward pass changes beside gradients, so that a step can run again.
 
 random numbers     python, numpy, torch's generators, Megatron's tracker
 buffers            of the model (routers' biases and counts, running statistics)
 extra states       of modules that save one in checkpoints
-scales             and amax histories of Transformer Engine's FP8 (`scales`)
+scales             and amax histories of Transformer Engine's FP8 (`fp8_scales`)
 logged losses      auxiliary losses of routers, of multi-token prediction and of sparse attention, summed up until they are logged
 validated results  of Megatron's rerun state machine: which results were looked at, and whether it wants the step again
 
@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.launch.check.scales import Scales, in_fp8
+from megatron_lynx.launch.check.fp8_scales import Fp8Scales, in_fp8
 from megatron_lynx.nest import map_nest
 
 
 class AllRandom:
-    """A `RandomSource` over everything that training draws from."""
+    """The state of every random number generator that training draws from (a `RandomSource`)."""
 
     def __init__(self) -> None:
         self._megatron = MegatronRandom()
@@ -49,8 +49,8 @@ class AllRandom:
         return one[0] == other[0] and same_numpy and self._megatron.same(one[2], other[2])
 
 
-class State:
-    """Everything of one rank, as it was when this was made."""
+class TrainingState:
+    """What a pass changes on one rank, as it was when this was made."""
 
     def __init__(self, model: Sequence[Module]) -> None:
         self._random = AllRandom()
@@ -58,12 +58,12 @@ class State:
         modules = [module for chunk in model for module in chunk.modules()]
         self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
         self._extra = [(module, _copied(module.get_extra_state())) for module in modules if _has_extra_state(module)]
-        self._scales = Scales(modules)
+        self._scales = Fp8Scales(modules)
         self._logged = [(losses, _copied(losses)) for losses in _logged_losses()]
         self._validated = [(machine, _shallow(machine)) for machine in _rerun_state_machine()]
 
     def restore(self) -> None:
-        """Put it back. It can be put back again."""
+        """Put everything back. This can be repeated."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for module, extra in self._extra:
@@ -84,7 +84,7 @@ _LOGGED = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
 )
-"""Where releases sum up losses for their log, as dicts. What nobody imported holds nothing."""
+"""The dicts in which releases sum up losses for their log. A module that was never imported holds nothing."""
 
 
 def _logged_losses() -> Iterator[dict[str, Any]]:
@@ -104,7 +104,7 @@ def _rerun_state_machine() -> Iterator[Any]:
 
 
 def _has_extra_state(module: Module) -> bool:
-    """Not of Transformer Engine: newer releases refuse to read their own."""
+    """Whether a module saves one. Transformer Engine's modules are left out: newer releases refuse to read their own."""
     return type(module).get_extra_state is not Module.get_extra_state and not in_fp8(module)
 
 
@@ -113,7 +113,7 @@ def _shallow(owner: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """With tensors of its own. Entries of a log are objects of a class; process groups in them are shared."""
+    """A copy with tensors of its own. Entries of a log are dataclasses; process groups in them are shared, not copied."""
     if isinstance(value, dict):
         return {key: _copied(part) for key, part in value.items()}
     if hasattr(value, "__dataclass_fields__"):

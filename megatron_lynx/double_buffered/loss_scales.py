@@ -1,4 +1,4 @@
-"""The loss scale of each batch: the one in force when its first backward ran, whatever updates did to it since.
+"""Keeps the loss scale of each batch: the one in force at its first backward, whatever updates have done to it since.
 
 deferral 1       last stage                                                                    scale in force
 batch j          B(j, last)         loss * s(j)
@@ -21,7 +21,7 @@ from copy import copy
 from typing import Any
 
 
-class TwoScales:
+class TwoLossScales:
     """The scales of an optimizer's parts, of the newest version and of the one before. Without scalers nothing is done.
 
     Args:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.plan import LayerRange
-from megatron_lynx.plan.ranges import joined
+from megatron_lynx.plan.rule import joined
 from tests.plan.strategies import plans
 
 

@@ -1,4 +1,4 @@
-"""What each flag of Megatron is to a plan. Every recorded flag is one of these; a test holds that none is left out.
+"""What each flag of Megatron means for a plan. Every recorded flag is of one of four kinds; a test checks that none is missing.
 
 read           the job is made of it                      --num-layers
 priced as      counted as something else, and said so     --fp16: as bf16
@@ -15,29 +15,29 @@ from megatron_lynx.launch_arguments.flag_table import Flag
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a flag is, and why: the reason of a refusal, what it is priced as, or what it is about."""
+class FlagKind:
+    """The kind of a flag; `why` is the reason of a refusal, what it is priced as, or what it is about."""
 
-    kind: Literal["read", "priced as", "refused", "no matter"]
+    name: Literal["read", "priced as", "refused", "no matter"]
     why: str = ""
 
 
-def kind_of(flag: Flag) -> Kind | None:
-    """None: nobody has said yet."""
+def kind_of(flag: Flag) -> FlagKind | None:
+    """What a flag is to a plan; None where it has not been judged yet."""
     name = flag.sets
     if name in READ:
-        return Kind("read")
+        return FlagKind("read")
     if name in REFUSED:
-        return Kind("refused", REFUSED[name])
+        return FlagKind("refused", REFUSED[name])
     if name in PRICED_AS:
-        return Kind("priced as", PRICED_AS[name])
+        return FlagKind("priced as", PRICED_AS[name])
     about = next((about for about, names in NO_MATTER.items() if name in names), GROUPS.get(flag.group))
     about = about or next((about for about, prefixes in PREFIXES.items() if name.startswith(prefixes)), None)
-    return None if about is None else Kind("no matter", about)
+    return None if about is None else FlagKind("no matter", about)
 
 
 def names_in(text: str) -> frozenset[str]:
-    """The words of a text: for lists of names that are easier to read without quotes."""
+    """The words of a text. Long lists of names are easier to read without quotes."""
     return frozenset(text.split())
 
 
@@ -167,7 +167,7 @@ REFUSED = {
     "model_parallel_size": _TOO_OLD,
     "checkpoint_activations": _TOO_OLD,
 }
-"""Refused where they say something else than Megatron's default does."""
+"""Flags that are refused where they differ from Megatron's default, and why."""
 
 ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
@@ -216,7 +216,7 @@ PRICED_AS = {
     "cp_comm_type": "a ring of point-to-point messages",
     "hierarchical_context_parallel_sizes": "a ring of point-to-point messages",
 }
-"""Counted as something else, which is said."""
+"""Flags that are priced as if they said something else, and what; the user is told so."""
 
 GROUPS = {
     "In-process restart": "restarts",

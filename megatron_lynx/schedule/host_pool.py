@@ -1,4 +1,4 @@
-"""How many micro-batches of each chunk are in host memory at once, where they are offloaded: the size of its pool.
+"""How many micro-batches of each chunk have their offloaded tensors on the host at once: what a stage's host pool must hold.
 
 stage 0 of 4    F0  F1  F2 | F3  B0 ...       1F1B: a set leaves behind its forward, and comes back `prefetch` backwards before
 on the host      1   2   3 |  3               its own, or behind the forward before them. The pool of stage s holds p-1-s sets.
@@ -21,13 +21,14 @@ from megatron_lynx.schedule.schedule import Phase
 def sets_on_host(
     pipeline: int, stage: int, microbatches: int, chunks: int = 1, group_size: int | None = None, prefetch: int = 1
 ) -> tuple[int, ...]:
-    """By chunk, in a step of Megatron's schedules."""
+    """The most of each chunk, in a step of Megatron's schedules."""
     most = most_on_host(passes_of(pipeline, stage, microbatches, chunks, group_size), prefetch)
     return tuple(most[chunk] for chunk in range(chunks))
 
 
 def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
-    """By chunk, in any order of one stage's passes. A micro-batch whose backward follows its forward at once stays."""
+    """By chunk, in any order of one stage's passes. A micro-batch whose backward comes right behind its forward stays on the
+    device."""
     order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}

@@ -1,0 +1,32 @@
+"""The contents of a plan file. Each part is checked by itself here; `consistency` checks whether the parts go together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
+from megatron_lynx.plan.part import Part
+from megatron_lynx.plan.stage import Stage
+
+
+class PlanContents(Part):
+    """The keys of a plan file, version 1."""
+
+    version: Literal[1]
+    model: ModelFacts
+    parallel: ParallelFacts
+    batch: BatchFacts
+    schedule: Literal["flush", "double_buffered"] = "flush"
+    """Whether the pipeline is emptied before each update (1F1B, interleaved), or never (gradients are then one update old)."""
+    defer_updates: bool = True
+    """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
+    stages: tuple[Stage, ...]
+    provenance: Provenance
+
+    def chunks_of(self, stage: int) -> tuple[Stage, ...]:
+        """The entries of a pipeline stage: one, or one for each of its chunks."""
+        return tuple(entry for entry in self.stages if entry.stage == stage)
+
+    def place_of(self, entry: Stage) -> str:
+        """Where an entry stands in the plan, for messages: `stages.3`."""
+        return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"

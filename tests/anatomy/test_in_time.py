@@ -1,0 +1,40 @@
+"""Which windows come before backward needs what a replay regenerates."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, MLP
+from megatron_lynx.anatomy.in_time import half_before, own_window, own_windows_in_time
+from megatron_lynx.anatomy.section import Section
+
+
+def test_backward_walks_halves_from_the_last_layer_up() -> None:
+    assert half_before("attention") == ("mlp", 0)
+    assert half_before("mlp") == ("attention", 1)
+    assert [own_window(half) for half in HALVES] == ["bwd.attention.0", "bwd.mlp.0"]
+
+
+@pytest.mark.parametrize("section", DENSE.values(), ids=lambda section: section.name)
+def test_the_own_gather_of_the_gradient_is_in_time_for_what_gemms_saved(section: Section) -> None:
+    assert own_windows_in_time(section, [section.norm, section.column_parallel], sequence_parallel=True, te=False) == 1
+
+
+@pytest.mark.parametrize("section", DENSE.values(), ids=lambda section: section.name)
+def test_without_sequence_parallelism_the_own_window_is_too_late(section: Section) -> None:
+    """It reduces the gradient of the input, when everything of the half has been read."""
+    assert own_windows_in_time(section, [section.norm], sequence_parallel=False, te=False) == 0
+
+
+@pytest.mark.parametrize("section", DENSE.values(), ids=lambda section: section.name)
+def test_the_dropout_mask_is_needed_before_the_gradient_is_gathered(section: Section) -> None:
+    assert own_windows_in_time(section, [section.residual], sequence_parallel=True, te=False) == 0
+
+
+def test_the_mask_of_the_other_half_does_not_matter() -> None:
+    assert own_windows_in_time(ATTENTION, [MLP.residual, ATTENTION.norm], sequence_parallel=True, te=False) == 1
+
+
+@pytest.mark.parametrize("section", DENSE.values(), ids=lambda section: section.name)
+def test_transformer_engine_reads_before_it_gathers(section: Section) -> None:
+    assert own_windows_in_time(section, [section.norm], sequence_parallel=True, te=True) == 0
