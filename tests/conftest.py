@@ -16,9 +16,18 @@ import pytest
 from hypothesis import settings
 
 from megatron_lynx.testbed.ranks import RankPool
+from tests.nursery.process import start_rank
 
 settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_from_a_nursery() -> Iterator[None]:
+    """Whoever starts ranks here, the product's commands too, gets them with torch imported."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RankPool, "process", start_rank)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,101 @@
+"""Starting a process from the nursery. The first one in a session starts the nursery, too."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from megatron_lynx.testbed.ranks import RankPool
+from tests.nursery.request import Request, receive_number, received
+
+ADDRESS = "TESTS_NURSERY"
+"""The environment variable that names the socket of the nursery, and its process."""
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
+
+    def __init__(self, request: Request, files: Sequence[int]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address()[0])
+        request.send(self._socket, files)
+        self.pid = receive_number(self._socket)
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            self.returncode = receive_number(self._socket)
+            self._socket.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """And whatever of its group is there."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
+    """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
+    address()  # before the environment is looked at
+    with open(os.devnull) as nothing:
+        files = [nothing.fileno(), *((1, 2) if output is None else (output, output))]
+        environment = {**environment, ADDRESS: os.environ[ADDRESS]}
+        return Process(Request(module, list(arguments), environment, os.getcwd(), [0, 1, 2]), files)
+
+
+def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
+    """In place of `RankPool.process`. Ranks on hosts of their own, and on machines with a GPU, are started as ever."""
+    if pool.links.command_prefix(rank) or Path("/dev/nvidiactl").exists():
+        return as_ever(pool, rank, pipe)
+    environment = {**pool.environment(rank, pipe), "LYNX_PARENT": str(address()[1]), ADDRESS: os.environ[ADDRESS]}
+    with open(os.devnull) as nothing:
+        request = Request("megatron_lynx.testbed.rank_process", [], environment, os.getcwd(), [0, 1, 2, pipe])
+        return Process(request, [nothing.fileno(), 1, 2, pipe])
+
+
+as_ever = RankPool.process
+
+
+@cache
+def begin() -> subprocess.Popen[bytes]:
+    """The nursery of this session, which ends with it. Where it is reached goes into the environment."""
+    name = f"lynx-nursery-{os.getpid()}"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nursery", name, str(theirs.fileno())],
+            cwd=ROOT,
+            env={**os.environ, "LYNX_PARENT": str(os.getpid())},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    with ours:
+        received(ours, 1)  # it listens
+    os.environ[ADDRESS] = f"{name}:{process.pid}"
+    return process
+
+
+def address() -> tuple[str, int]:
+    """The name of its socket, which has no file, and its process."""
+    if ADDRESS not in os.environ:
+        begin()
+    name, _, pid = os.environ[ADDRESS].partition(":")
+    return f"\0{name}", int(pid)
