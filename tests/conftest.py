@@ -16,10 +16,30 @@ import pytest
 from hypothesis import settings
 
 from megatron_lynx.testbed.ranks import RankPool
-from tests.nursery.process import start_rank
+from tests.nursery.process import NO_RANKS, start_rank
 
 settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="skip what starts ranks, but for tests that are marked `quick`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: starts ranks, and is worth it even in a hurry (`make quick`)")
+    config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Whether ranks may be started from here on. Whoever would start one is skipped then, and nobody needs to be marked."""
+    in_a_hurry = item.config.getoption("--quick")
+    if in_a_hurry and item.get_closest_marker("slow"):
+        pytest.skip("not in a hurry")
+    os.environ.pop(NO_RANKS, None)
+    if in_a_hurry and not item.get_closest_marker("quick"):
+        os.environ[NO_RANKS] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""The nursery's own process: `python -m tests.nursery NAME FILE`. Says on FILE when it listens at its socket."""
+"""The nursery's own process: `python -m tests.nursery FILE`, where FILE is the number of the socket that it is asked at."""
 
 from __future__ import annotations
 
@@ -99,13 +99,8 @@ def main() -> None:
     from megatron_lynx.testbed.rank_process import die_with_parent
 
     die_with_parent()
-    name, ready = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     import_ahead()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen(64)
-        with ready:
-            ready.sendall(b"!")
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
         request = serve(listener)
     run_anew(request.module)
 

@@ -13,11 +13,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from megatron_lynx.testbed.ranks import RankPool
-from tests.nursery.request import Request, receive_number, received
+from tests.nursery.request import Request, receive_number
 
 ADDRESS = "TESTS_NURSERY"
 """The environment variable that names the socket of the nursery, and its process."""
+
+NO_RANKS = "TESTS_NO_RANKS"
+"""The environment variable under which no rank is started (`pytest --quick`)."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,21 +59,35 @@ class Process:
 
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
     """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
-    address()  # before the environment is looked at
-    with open(os.devnull) as nothing:
-        files = [nothing.fileno(), *((1, 2) if output is None else (output, output))]
-        environment = {**environment, ADDRESS: os.environ[ADDRESS]}
-        return Process(Request(module, list(arguments), environment, os.getcwd(), [0, 1, 2]), files)
+    skip_in_a_hurry()
+    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
     """In place of `RankPool.process`. Ranks on hosts of their own, and on machines with a GPU, are started as ever."""
+    skip_in_a_hurry()
     if pool.links.command_prefix(rank) or Path("/dev/nvidiactl").exists():
         return as_ever(pool, rank, pipe)
-    environment = {**pool.environment(rank, pipe), "LYNX_PARENT": str(address()[1]), ADDRESS: os.environ[ADDRESS]}
+    environment = {**pool.environment(rank, pipe), "LYNX_PARENT": str(address()[1])}
+    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
+
+
+as_ever = RankPool.process
+
+
+def skip_in_a_hurry() -> None:
+    """To be asked by whoever starts ranks."""
+    if NO_RANKS in os.environ:
+        pytest.skip("starts ranks")
+
+
+def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
+    """`files`: open files of this process by the number that they get."""
+    address()
     with open(os.devnull) as nothing:
-        request = Request("megatron_lynx.testbed.rank_process", [], environment, os.getcwd(), [0, 1, 2, pipe])
-        return Process(request, [nothing.fileno(), 1, 2, pipe])
+        files = {0: nothing.fileno(), **files}
+        environment = {**environment, ADDRESS: os.environ[ADDRESS]}
+        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()))
 
 
 as_ever = RankPool.process
@@ -77,18 +96,17 @@ as_ever = RankPool.process
 @cache
 def begin() -> subprocess.Popen[bytes]:
     """The nursery of this session, which ends with it. Where it is reached goes into the environment."""
-    name = f"lynx-nursery-{os.getpid()}"
-    ours, theirs = socket.socketpair()
-    with theirs:
+    name = f"lynx-nursery-{os.urandom(8).hex()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(64)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery", name, str(theirs.fileno())],
+            [sys.executable, "-m", "tests.nursery", str(listener.fileno())],
             cwd=ROOT,
             env={**os.environ, "LYNX_PARENT": str(os.getpid())},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
         )
-    with ours:
-        received(ours, 1)  # it listens
     os.environ[ADDRESS] = f"{name}:{process.pid}"
     return process
 
