@@ -16,7 +16,8 @@ import pytest
 from hypothesis import settings
 
 from megatron_lynx.testbed.ranks import RankPool
-from tests.nursery.process import NO_RANKS, start_rank
+from tests import hurry
+from tests.nursery.process import start_rank
 
 settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
 settings.load_profile("untimed")
@@ -33,20 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Whether ranks may be started from here on. Whoever would start one is skipped then, and nobody needs to be marked."""
-    in_a_hurry = item.config.getoption("--quick")
-    if in_a_hurry and item.get_closest_marker("slow"):
-        pytest.skip("not in a hurry")
-    os.environ.pop(NO_RANKS, None)
-    if in_a_hurry and not item.get_closest_marker("quick"):
-        os.environ[NO_RANKS] = "1"
+    hurry.set_off(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_from_a_nursery() -> Iterator[None]:
-    """Whoever starts ranks here, the product's commands too, gets them with torch imported."""
+    """Whoever runs something on ranks here, the product's commands too, gets ranks with torch imported, or none in a hurry."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RankPool, "process", start_rank)
+        patched.setattr(RankPool, "run", hurry.run_unless_in_a_hurry)
         yield
 
 

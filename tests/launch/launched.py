@@ -17,7 +17,8 @@ from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.nursery.process import skip_in_a_hurry, start
+from tests.hurry import skip_in_a_hurry
+from tests.nursery.process import start
 
 ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
@@ -101,9 +102,9 @@ def launch(
         "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
+    skip_in_a_hurry()
     with tempfile.TemporaryFile("w+") as said:
         if as_users_do:
-            skip_in_a_hurry()
             command = [sys.executable, "-m", "torch.distributed.run", *arguments]
             started = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hurry import skip_in_a_hurry
 from tests.nursery.process import start
 
 HERE = Path(__file__).parent
@@ -26,6 +27,7 @@ def test_who_rings_waits_for_those_who_are_late(tmp_path: Path) -> None:
 
 
 def all_end(tmp_path: Path, store: str, ranks: int, speakers: str, late_s: float = 0) -> None:
+    skip_in_a_hurry()
     rendezvous = f"file://{tmp_path / 'store'}" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     started = []

@@ -13,16 +13,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from megatron_lynx.testbed.ranks import RankPool
 from tests.nursery.request import Request, receive_number
 
 ADDRESS = "TESTS_NURSERY"
 """The environment variable that names the socket of the nursery, and its process."""
-
-NO_RANKS = "TESTS_NO_RANKS"
-"""The environment variable under which no rank is started (`pytest --quick`)."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,26 +54,21 @@ class Process:
 
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
     """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
-    skip_in_a_hurry()
     return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
-    """In place of `RankPool.process`. Ranks on hosts of their own, and on machines with a GPU, are started as ever."""
-    skip_in_a_hurry()
-    if pool.links.command_prefix(rank) or Path("/dev/nvidiactl").exists():
+    """In place of `RankPool.process`. Started as ever are ranks on hosts of their own, those with a heap of their own (glibc reads
+    its settings when a process starts), and those on machines with a GPU."""
+    environment = pool.environment(rank, pipe)
+    own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
+    if pool.links.command_prefix(rank) or own_heap or Path("/dev/nvidiactl").exists():
         return as_ever(pool, rank, pipe)
-    environment = {**pool.environment(rank, pipe), "LYNX_PARENT": str(address()[1])}
+    environment["LYNX_PARENT"] = str(address()[1])
     return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
 
 
 as_ever = RankPool.process
-
-
-def skip_in_a_hurry() -> None:
-    """To be asked by whoever starts ranks."""
-    if NO_RANKS in os.environ:
-        pytest.skip("starts ranks")
 
 
 def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
