@@ -58,7 +58,7 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
-    """In place of `RankPool.process`. Started as ever are ranks on hosts of their own, those with a heap of their own (glibc reads
+    """In place of `RankPool.process`. Started as ever: ranks on hosts of their own, those with a heap of their own (glibc reads
     its settings when a process starts), and those on machines with a GPU."""
     environment = pool.environment(rank, pipe)
     own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
