@@ -1,5 +1,6 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
 # make test    every test
+# make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
 # make check   style and types
 # make clean   remove what was built (.venv stays)
 #
@@ -14,7 +15,7 @@ DEMO   := build/demo
 OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
 TE_RELEASES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
 
-.PHONY: demo test check clean
+.PHONY: demo test quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -26,6 +27,10 @@ test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RELEAS
 	$(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
 		$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release)) \
 		$(BIN)/python -m pytest
+
+# Tests are skipped where they would start a rank, unless they are marked `quick`; those marked `slow` are skipped, too.
+quick: $(VENV)/installed
+	$(BIN)/python -m pytest --quick -r fE
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

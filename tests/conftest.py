@@ -16,9 +16,34 @@ import pytest
 from hypothesis import settings
 
 from megatron_lynx.testbed.ranks import RankPool
+from tests import hurry
+from tests.nursery.process import start_rank
 
 settings.register_profile("untimed", settings.default, deadline=None)  # a busy machine must not fail a test
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="skip what starts ranks, but for tests that are marked `quick`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: starts ranks, and is worth it even in a hurry (`make quick`)")
+    config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    hurry.set_off(item)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_from_a_nursery() -> Iterator[None]:
+    """Whoever runs something on ranks here, the product's commands too, gets ranks with torch imported, or none in a hurry."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RankPool, "process", start_rank)
+        patched.setattr(RankPool, "run", hurry.run_unless_in_a_hurry)
+        yield
 
 
 @pytest.fixture(scope="session")

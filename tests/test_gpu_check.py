@@ -6,11 +6,14 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from megatron_lynx.measure.measurement import load_measurement
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_the_gpu_check(tmp_path: Path) -> None:
     command = ["scripts/gpu_check.sh", "--dry-run", "--rounds", "1", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -156,13 +156,13 @@ def check_rate(rate_mbit: float) -> None:
 def new_namespace() -> int:
     """A file descriptor that holds a new network namespace. `unshare` lives only until it is opened."""
     with subprocess.Popen(
-        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     ) as maker:
         assert maker.stdin is not None
         assert maker.stdout is not None
         assert maker.stderr is not None
         with suppress(BrokenPipeError):
-            print("ready", file=maker.stdin, flush=True)
+            maker.stdin.write(b"ready\n")  # unbuffered: what nobody takes would be tried again when the file is closed
         if not maker.stdout.readline():
-            raise PermissionError(maker.stderr.read().strip())
+            raise PermissionError(maker.stderr.read().decode().strip())
         return os.open(f"/proc/{maker.pid}/ns/net", os.O_RDONLY)

@@ -127,18 +127,19 @@ class RankPool:
             ours, theirs = Pipe()
             with theirs:
                 self._pipes.append(ours)
-                self._processes.append(
-                    subprocess.Popen(
-                        [*self.links.command_prefix(rank), sys.executable, "-m", "megatron_lynx.testbed.rank_process"],
-                        env=self._environment(rank, theirs.fileno()),
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-                )
+                self._processes.append(self.process(rank, theirs.fileno()))
         self._port = self._collect(START_S)[0]
 
-    def _environment(self, rank: int, pipe: int) -> dict[str, str]:
+    def process(self, rank: int, pipe: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self.links.command_prefix(rank), sys.executable, "-m", "megatron_lynx.testbed.rank_process"],
+            env=self.environment(rank, pipe),
+            pass_fds=[pipe],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def environment(self, rank: int, pipe: int) -> dict[str, str]:
         core = {"LYNX_CORE": str(self._cores[rank])} if self._cores else {}
         return {
             **os.environ,

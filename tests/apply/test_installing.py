@@ -27,5 +27,6 @@ def test_removal_restores_the_identical_objects(pool_of, layout):
         assert [seen["removed"], seen["context left"], seen["context failed"]] == [[], [], []]
 
 
+@pytest.mark.quick
 def test_importing_changes_nothing(pool_of):
     assert pool_of(1).run(on_ranks.changed_by_import) == [[]]

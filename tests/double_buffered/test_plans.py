@@ -64,6 +64,7 @@ def check_counts(job, stage, outcomes):
     assert (kept.offloaded_bytes > 0) == (some.offloaded_bytes > 0) == (stage == 0), "the last stage has nothing in flight"
 
 
+@pytest.mark.quick
 def test_a_plan_for_another_schedule(pool_of):
     """Refused by name, on either side."""
     job = tiny_job("gpt", pipeline=2, microbatches=2)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.hurry import skip_in_a_hurry
+from tests.nursery.process import start
 
 ROOT = Path(__file__).parents[2]
 ITERATION = re.compile(r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ")
@@ -87,9 +90,10 @@ def launch(
     module: str = "megatron_lynx.testbed",
     path: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
+    as_users_do: bool = False,
 ) -> Launched:
-    """`torchrun -m MODULE SCRIPT ARGUMENTS`, on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
+    """`torchrun -m MODULE SCRIPT ARGUMENTS`, on this machine; its processes import torch each for itself if `as_users_do`."""
+    arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, str(script), *map(str, arguments)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -98,16 +102,19 @@ def launch(
         "OMP_NUM_THREADS": "1",
         **(env or {}),
     }
-    done = subprocess.run(
-        [*command, str(script), *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LONGEST_S,
-        check=False,
-    )
-    return Launched(done.returncode, GLUED.sub("\n", done.stdout))
+    skip_in_a_hurry()
+    with tempfile.TemporaryFile("w+") as said:
+        if as_users_do:
+            command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+            started = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        else:
+            started = start("tests.launch.torchrun", arguments, environment, said.fileno())
+        try:
+            status = started.wait(LONGEST_S)
+        finally:
+            started.kill()
+        said.seek(0)
+        return Launched(status, GLUED.sub("\n", said.read()))
 
 
 def plan_of(

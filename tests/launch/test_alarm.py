@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.hurry import skip_in_a_hurry
+from tests.nursery.process import start
 
 HERE = Path(__file__).parent
 
@@ -26,20 +27,21 @@ def test_who_rings_waits_for_those_who_are_late(tmp_path: Path) -> None:
 
 
 def all_end(tmp_path: Path, store: str, ranks: int, speakers: str, late_s: float = 0) -> None:
+    skip_in_a_hurry()
     rendezvous = f"file://{tmp_path / 'store'}" if store == "file" else f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, str(HERE / "waiting_rank.py")]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    started: list[subprocess.Popen[str]] = []
+    started = []
     try:
         for rank in range(ranks):
-            arguments = [*command, str(rank), str(ranks), rendezvous, speakers, str(late_s)]
-            started.append(subprocess.Popen(arguments, env=environment, stdout=-1, stderr=-2, text=True))
-        said = [rank.communicate(timeout=120)[0] for rank in started]
+            arguments = [str(rank), str(ranks), rendezvous, speakers, str(late_s)]
+            with open(tmp_path / f"said by {rank}", "w") as said:
+                started.append(start("tests.launch.waiting_rank", arguments, environment, said.fileno()))
+        for one in started:
+            one.wait(120)
     finally:
-        for rank_started in started:
-            rank_started.kill()
-            rank_started.wait()
-    text = "".join(said)
+        for one in started:
+            one.kill()
+    text = "".join((tmp_path / f"said by {rank}").read_text() for rank in range(ranks))
     spoke = {one.returncode for rank, one in enumerate(started) if str(rank) in speakers}
     followed = {one.returncode for rank, one in enumerate(started) if str(rank) not in speakers}
     assert (spoke | {1}, followed) == ({1, 2}, {1}), text  # a second one that is slow to speak may hear the bell first

@@ -42,7 +42,7 @@ def planned(run, folder, layout_flags):
     plan = saved(plan_of(LAYOUT, gather="once"), folder / "once.yaml")
     flags = ["--lynx-plan", plan, "--lynx-trace", folder / "trace.json", "--save", folder / "planned", "--save-interval", "3"]
     flags += ["--lynx-check", "2"]
-    return run(SCRIPT, [*layout_flags, *flags], ranks=4)
+    return run(SCRIPT, [*layout_flags, *flags], ranks=4, as_users_do=True)
 
 
 def test_every_printed_digit_is_stocks(stock, planned):

@@ -1,5 +1,8 @@
-"""One rank: `waiting_rank.py RANK RANKS RENDEZVOUS SPEAKERS LATE_S`. SPEAKERS (`1,0`) cannot go on, one behind the other; the
-others are in a call that would not notice, the last rank LATE_S behind the rest."""
+"""One rank: `python -m tests.launch.waiting_rank RANK RANKS RENDEZVOUS SPEAKERS LATE_S`.
+
+SPEAKERS (`1,0`) cannot go on, one behind the other; the others are in a call that would not notice, the last rank LATE_S behind
+the rest.
+"""
 
 import sys
 import threading

@@ -59,15 +59,25 @@ def test_loopback_with_the_reason_where_a_tool_is_missing(monkeypatch):
     assert "needs tc, not found" in fallback.description
 
 
-def test_loopback_with_the_reason_where_namespaces_are_forbidden(monkeypatch, tmp_path):
+@pytest.mark.parametrize("gone_at_once", [False, True])
+def test_loopback_with_the_reason_where_namespaces_are_forbidden(monkeypatch, tmp_path, gone_at_once):
+    """Where `unshare` had ended before it was asked anything, the reason was a broken pipe."""
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if gone_at_once:
+        monkeypatch.setattr(links.subprocess, "Popen", Ended)
     fallback = shaped_hosts(100)
     assert isinstance(fallback, Loopback)
     assert "Operation not permitted" in fallback.description
     assert "root" in fallback.description
+
+
+class Ended(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.wait()
 
 
 def test_rate_must_be_positive():

@@ -67,6 +67,7 @@ def test_functions_of_main_are_refused():
         run_ranks(local, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", ["None", "shaped_hosts(100)"])
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path, links):
     """Killed with SIGKILL it can clean up nothing itself: its ranks and namespaces must end of their own accord."""

@@ -83,8 +83,8 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
     copier.start = starting
 
 
-SHORT = timedelta(seconds=20)
-"""Of the process groups of a step that fails: nobody waits longer for a rank that is gone, nor, on a busy machine, for one that
+PATIENCE = timedelta(seconds=60)
+"""Of the process groups of a step that fails: nobody waits longer for a rank that hangs, nor, on a busy machine, for one that
 still makes groups and models."""
 
 MIDDLE = 1
@@ -92,8 +92,8 @@ MIDDLE = 1
 
 
 def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "offload"]) -> Failed:
-    """The first stage fails in the middle of a step, with messages under way; the other waits for what never comes. The groups
-    are of no use afterwards."""
+    """The first stage fails in the middle of a step, with messages under way, and leaves; the other waits for what never comes,
+    until its group says that somebody left. The groups are of no use afterwards."""
     from megatron_lynx.apply import install
     from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.groups import initialise, shut_down
@@ -101,9 +101,9 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    with _groups_that_do_not_wait_long():
+    with _groups_of_little_patience():
         shut_down()
-        dist.init_process_group("gloo", timeout=SHORT)
+        dist.init_process_group("gloo", timeout=PATIENCE)
         initialise(job)
     training, result = Training(job, build_model(job), optimizer=None), Failed()
     with install(training.chunks, plan) as installation:
@@ -116,13 +116,14 @@ def fail_mid_step(rank: int, job: Job, plan: Plan, where: Literal["backward", "o
         result.left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Frame", "Parcel", "Block")]
         result.busy = installation.engine.busy
     result.threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("lynx")]
+    shut_down()
     return result
 
 
 @contextmanager
-def _groups_that_do_not_wait_long() -> Iterator[None]:
+def _groups_of_little_patience() -> Iterator[None]:
     original = dist.new_group
-    dist.new_group = lambda *args, **kwargs: original(*args, **{**kwargs, "timeout": SHORT})
+    dist.new_group = lambda *args, **kwargs: original(*args, **{**kwargs, "timeout": PATIENCE})
     try:
         yield
     finally:

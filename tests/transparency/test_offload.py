@@ -144,6 +144,7 @@ def test_parameters_stay_themselves(pool_of: Pools) -> None:
     checked(pool_of, job, [plan], Trial(training=OVERLAPPED, model=fused, compared="weights"))
 
 
+@pytest.mark.quick
 def test_backward_in_a_second_thread(pool_of: Pools) -> None:
     """As on CUDA, where autograd's own threads ask for what was saved."""
     job = tiny_job("gpt", pipeline=2, microbatches=4)

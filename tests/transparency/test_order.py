@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from megatron_lynx.anatomy.address import BackwardPhase
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.order import frames_of, window_of
@@ -39,6 +41,7 @@ def planned_windows(job: Job, plan: Plan, stage_number: int) -> set[tuple[Any, .
     }
 
 
+@pytest.mark.quick
 def test_one_frame_ahead(pool_of: Pools) -> None:
     """Written out for two layers: each half hides behind the reduction of the half that backward runs before it."""
     job = tiny_job("llama", tensor=2, layers=2, microbatches=1)
@@ -59,6 +62,7 @@ def test_own_window_under_sequence_parallelism(pool_of: Pools) -> None:
     assert replays_seen(pool_of, job, plan)[0][0] == (0, 2, "mlp", "bwd.mlp.0@2")
 
 
+@pytest.mark.quick
 def test_phases_of_a_pipeline(pool_of: Pools) -> None:
     """Steady: a forward's reduction hides the first frame of the coming backward. Cool-down: only the receive can."""
     job = tiny_job("llama", tensor=2, pipeline=2, microbatches=3)

@@ -57,6 +57,7 @@ def test_gathered_once_for_replay_and_weight_gradient(pool_of: Pools, windows: b
         assert planned.counts[0].gathered == 2 * job.model.layers * job.microbatches
 
 
+@pytest.mark.quick
 def test_an_input_gathered_for_the_weight_gradient_alone(pool_of: Pools) -> None:
     """Story: linear_fc1 alone, from a kept norm's output, is replayed before its GEMM runs. The gather was started, nobody waited
     for it, and the weight gradient was computed from whatever the buffer held."""

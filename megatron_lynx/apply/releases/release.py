@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -111,7 +112,13 @@ def _problem(name: str, recorded: str) -> Problem | None:
 
 def fingerprint(name: str) -> str:
     """The first 16 hex digits of the SHA-256 of a function's source: `name` is `module:qualified.name`."""
-    return hashlib.sha256(inspect.getsource(_unwrapped(name)).encode()).hexdigest()[:16]
+    return _hash_of_source(_unwrapped(name))
+
+
+@cache
+def _hash_of_source(function: Any) -> str:
+    """Remembered for each function: to find where one ends Python reads its source word by word, and every plan asks for 30."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def _unwrapped(name: str) -> Any:

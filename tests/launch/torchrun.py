@@ -1,0 +1,19 @@
+"""torchrun, as it is, but for its ranks: they come from the nursery, with torch imported."""
+
+from __future__ import annotations
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.run import main
+
+from tests.nursery.process import Process, start
+
+
+def from_nursery(handler: SubprocessHandler, command: tuple[str, ...], environment: dict[str, str]) -> Process:
+    """`command` is `python -u -m MODULE ARGUMENTS`."""
+    _, _, _, module, *arguments = command
+    return start(module, arguments, environment)
+
+
+if __name__ == "__main__":
+    SubprocessHandler._popen = from_nursery
+    main()

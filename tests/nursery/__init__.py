@@ -1,0 +1,13 @@
+"""Python processes that begin with torch imported. A rank needs a core for four seconds to import it, and this suite starts two
+hundred.
+
+    tests                             nursery (one per session)            process (one per rank)
+      start ──── what to run ───────>   torch imported, one thread
+                                        fork ───────────────────────────>    environment, files and import path of its own;
+                                        wait for its end                     runs the module as `python -u -m` does
+            <─── exit status ────────                                        gone
+
+What is imported ahead is torch, the testbed and what most ranks run here; neither Megatron nor Transformer Engine, so that a
+process finds the releases that its own PYTHONPATH names. Who goes away without waiting for a process ends it, and all of them end
+with the tests.
+"""

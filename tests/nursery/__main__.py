@@ -1,0 +1,117 @@
+"""The nursery's own process: `python -m tests.nursery FILE`, where FILE is the number of the socket that it is asked at."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import io
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+
+from tests.nursery.request import Request, send_number
+
+OUT_OF_THE_WAY = 200
+"""Number of the first file that is moved, so that it can be given the number that it has at the parent."""
+
+
+def import_ahead() -> None:
+    """What takes long and looks at nothing that a process may have of its own."""
+    for module in ("torch._dynamo", "torch.distributed.run", "megatron_lynx.testbed.__main__", "tests.apply.on_ranks"):
+        import_module(module)
+    assert not {"megatron", "transformer_engine", "apex"} & sys.modules.keys(), "a process has releases of its own"
+    gc.collect()
+    gc.freeze()
+
+
+def serve(listener: socket.socket) -> Request:
+    """Fork whatever is asked for, for ever. Returns in the processes alone."""
+    ended, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(tell)
+    running: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([listener, ended, *running.values()], [], [])[0]
+        if ended in ready:
+            os.read(ended, 4096)
+            bury(running)
+        for pid in [pid for pid, connection in running.items() if connection in ready]:  # nobody waits for it any more
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            running.pop(pid).close()
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, files = Request.receive(connection)
+            if (pid := os.fork()) == 0:
+                for inherited in (listener, connection, *running.values()):
+                    inherited.detach()  # `become` closes them by number, and gives the numbers away
+                become(request, files)
+                return request
+            os.setpgid(pid, pid)
+            for file in files:
+                os.close(file)
+            send_number(connection, pid)
+            running[pid] = connection
+
+
+def bury(running: dict[int, socket.socket]) -> None:
+    """Hand out the exit statuses of all that ended; those that a signal ended have a negative one."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if (connection := running.pop(found[0], None)) is not None:
+                with suppress(OSError):
+                    send_number(connection, os.waitstatus_to_exitcode(found[1]))
+                connection.close()
+
+
+def become(request: Request, files: list[int]) -> None:
+    """Nothing of the nursery's is left in this process but its modules."""
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, OUT_OF_THE_WAY) for file in files]
+    os.closerange(0, OUT_OF_THE_WAY)
+    for file, number in zip(moved, request.files, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True) for number in (1, 2))
+    of_nursery = {os.getcwd(), *python_path()}
+    of_python = [entry for entry in sys.path if entry not in of_nursery]
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.path[:] = [request.folder, *python_path(), *of_python]
+    sys.argv[:] = [request.module, *request.arguments]
+
+
+def python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def main() -> None:
+    from megatron_lynx.testbed.rank_process import die_with_parent
+
+    die_with_parent()
+    import_ahead()
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        request = serve(listener)
+    run_anew(request.module)
+
+
+def run_anew(module: str) -> None:
+    """As `python -m MODULE` does, though it may have been imported."""
+    for name in (f"{module}.__main__", module):
+        if name in sys.modules and not hasattr(sys.modules[name], "__path__"):
+            del sys.modules[name]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

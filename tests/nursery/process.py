@@ -1,0 +1,109 @@
+"""Starting a process from the nursery. The first one in a session starts the nursery, too."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from megatron_lynx.testbed.ranks import RankPool
+from tests.nursery.request import Request, receive_number
+
+ADDRESS = "TESTS_NURSERY"
+"""The environment variable that names the socket of the nursery, and its process."""
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
+
+    def __init__(self, request: Request, files: Sequence[int]) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address()[0])
+        request.send(self._socket, files)
+        self.pid = receive_number(self._socket)
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            self.returncode = receive_number(self._socket)
+            self._socket.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        """And whatever of its group is there."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Process:
+    """A process that reads nothing. What it says goes into the file `output`, or where this one's goes."""
+    return _start(module, arguments, environment, {1: 1, 2: 2} if output is None else {1: output, 2: output})
+
+
+def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Popen[bytes]:
+    """In place of `RankPool.process`. Started as ever: ranks on hosts of their own, those with a heap of their own (glibc reads
+    its settings when a process starts), and those on machines with a GPU."""
+    environment = pool.environment(rank, pipe)
+    own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
+    if pool.links.command_prefix(rank) or own_heap or Path("/dev/nvidiactl").exists():
+        return as_ever(pool, rank, pipe)
+    environment["LYNX_PARENT"] = str(address()[1])
+    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
+
+
+as_ever = RankPool.process
+
+
+def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
+    """`files`: open files of this process by the number that they get."""
+    address()
+    with open(os.devnull) as nothing:
+        files = {0: nothing.fileno(), **files}
+        environment = {**environment, ADDRESS: os.environ[ADDRESS]}
+        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()))
+
+
+as_ever = RankPool.process
+
+
+@cache
+def begin() -> subprocess.Popen[bytes]:
+    """The nursery of this session, which ends with it. Where it is reached goes into the environment."""
+    name = f"lynx-nursery-{os.urandom(8).hex()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nursery", str(listener.fileno())],
+            cwd=ROOT,
+            env={**os.environ, "LYNX_PARENT": str(os.getpid())},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    os.environ[ADDRESS] = f"{name}:{process.pid}"
+    return process
+
+
+def address() -> tuple[str, int]:
+    """The name of its socket, which has no file, and its process."""
+    if ADDRESS not in os.environ:
+        begin()
+    name, _, pid = os.environ[ADDRESS].partition(":")
+    return f"\0{name}", int(pid)
