@@ -88,7 +88,7 @@ class Ledger:
 
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that `output` came from, or None when it was not recorded."""
-        self._tell_phase()
+        self.hidden_by_receive()
         self._begun += 1
         self.leave()
         return self._of(output)
@@ -143,8 +143,11 @@ class Ledger:
         return self._living(self._order.hidden_by(self._recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
-        """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next, with its phase set."""
-        return self._tell_phase()
+        """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next. It is told its phase."""
+        micro_batch, backward = self.coming(0), self._order.backward(self._begun)
+        if micro_batch is not None and backward is not None:
+            micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
+        return micro_batch
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
         """Whether nothing comes between its forward and its backward."""
@@ -159,13 +162,6 @@ class Ledger:
     def recording_chunk(self) -> int:
         """The chunk whose forward runs."""
         return self._recording.chunk if self._recording is not None else 0
-
-    def _tell_phase(self) -> MicroBatch | None:
-        """Tell the micro-batch whose backward comes next its phase, and return it."""
-        micro_batch, backward = self.coming(0), self._order.backward(self._begun)
-        if micro_batch is not None and backward is not None:
-            micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
-        return micro_batch
 
     def _living(self, virtual: VirtualMicroBatch | None) -> MicroBatch | None:
         micro_batch = self._in_flight.get(virtual) if virtual is not None else None

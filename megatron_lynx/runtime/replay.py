@@ -21,8 +21,7 @@ the site was called with is started, and the next replay runs the site with what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,14 +44,19 @@ class Replayer:
 
     def __init__(self, frame: Frame, random: RandomSource, until: str | None = None) -> None:
         self.frame = frame
-        self.in_gather_site = False
         self._random = random
         self._until = until
         self._argument: Tensor | None = None
         self._segment = 0
         self._ordinal = 0
-        self._in_site = False
+        self._site: str | None = None
+        """The site that runs now."""
         self._hooks: Any = None
+
+    @property
+    def in_gather_site(self) -> bool:
+        """Whether the site runs whose input is gathered: the hook on that gather finds what was gathered."""
+        return self._site is not None and self._site == self.frame.policy.gather_site
 
     def run(self) -> Tensor | None:
         """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
@@ -105,14 +109,14 @@ class Replayer:
                 self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
+        self._site = call.name
         if not call.owns_parameters:
-            with self._inside_site():
-                outputs = call()
+            outputs = call()
         else:
-            state = self.frame.site_states.get(self._segment)
-            with self._at_gather(call.name), suspended(self._hooks), call.as_recorded(state):
+            with suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment)):
                 outputs = call()
             self._collect_saved(call, outputs)
+        self._site = None
         if self._until is not None:  # [6]
             self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), self._random.capture())
         return outputs
@@ -149,7 +153,7 @@ class Replayer:
             return
         self.frame.keep((self._segment, self._ordinal), tensor)  # [2]
         self._ordinal += 1
-        if not self._in_site:
+        if self._site is None:
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
@@ -159,26 +163,6 @@ class Replayer:
     def _enter(self) -> None:
         self._segment += 1
         self._ordinal = 0
-
-    @contextmanager
-    def _inside_site(self) -> Iterator[None]:
-        self._in_site = True
-        try:
-            yield
-        finally:
-            self._in_site = False
-
-    @contextmanager
-    def _at_gather(self, name: str) -> Iterator[None]:
-        """The gathered input is there, and the hook on the gather finds it, while the site runs."""
-        if name != self.frame.policy.gather_site or self.frame.gathering is None:
-            yield
-            return
-        self.in_gather_site = True
-        try:
-            yield
-        finally:
-            self.in_gather_site = False
 
 
 def _never_unpacked(_: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,11 +71,9 @@ class SiteCall:
         if self.state is not None:
             yield from self.state.lasting()
 
-    @contextmanager
-    def as_recorded(self, captured: Any) -> Iterator[None]:
+    def as_recorded(self, captured: Any) -> AbstractContextManager[None]:
         """Inside, what the site keeps from call to call is as it was when that was captured."""
-        with nullcontext() if self.state is None else self.state.as_captured(captured):
-            yield
+        return nullcontext() if self.state is None else self.state.as_captured(captured)
 
     def without_graph(self) -> SiteCall:
         """The same call on arguments that do not lead back."""
