@@ -89,7 +89,7 @@ class _Times:
         return stock.both_s + self._messages_s(stage)
 
     def _messages_s(self, stage: int) -> float:
-        """How long messages hold a stage up: without chunks both sides wait (`cost.stage.step_s`), unless they are posted early."""
+        """How long messages hold a stage up: without chunks both sides wait (`cost.stage.step_s`), unless posted early."""
         if self.job.chunks > 1 or (self.job.schedule == "double_buffered" and self.job.defer_updates):
             return 0.0
         neighbours = (stage > 0) + (stage < self.job.parallel.pipeline - 1)
