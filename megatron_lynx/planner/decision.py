@@ -21,10 +21,10 @@ from megatron_lynx.planner.writing import device_memory, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice
+from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice
 from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import layers_budget_bytes
-from megatron_lynx.solver.stages import NOTHING_FITS, Stages
+from megatron_lynx.solver.stages import Stages
 
 WORTH_READING = 1e-3
 """The part of a step that must be gained for a plan with layers that differ, which is harder to read."""

@@ -5,7 +5,7 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Literal
@@ -104,11 +104,12 @@ def stage_of(
 ) -> Stage:
     """One entry of a plan, with the ahead depth that its windows need. `where`: stage and chunk."""
     layers, (stage, chunk) = job.layers_of(*where), where
+    windows = (rule.windows.of(half, phase) for rule in rules for half in HALVES for phase in BACKWARD_PHASES)
     entry = Stage(
         stage=stage,
         chunk=chunk,
         layers=LayerRange(first=layers[0], last=layers[-1]),
-        ahead_depth=int(any(_windows(rules))),
+        ahead_depth=int(any(window != ON_DEMAND for window in windows)),
         rules=joined(rules),
         offload=offload,
         predicted=predicted,
@@ -170,8 +171,3 @@ def _rule(layer: int, choice: LayerChoice) -> Rule:
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
     return rule_of(layer, replay, windows, gathers)
-
-
-def _windows(rules: Sequence[Rule]) -> Iterator[bool]:
-    """Whether a half is replayed in a window, for all halves and phases."""
-    return (rule.windows.of(half, phase) != ON_DEMAND for rule in rules for half in HALVES for phase in BACKWARD_PHASES)

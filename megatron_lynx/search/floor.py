@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, PASSES
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.cost.step import replaying_stage_s
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -97,9 +96,6 @@ def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
 
 def _whole_model_s(job: Job, profile: Profile, shape: LayerShape, policy: Policy) -> float:
     """Seconds of one micro-batch with all layers on one stage."""
-    flat = job.model_copy(update={"parallel": _flat(job.parallel), "policy": policy})
+    parallel = job.parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})
+    flat = job.model_copy(update={"parallel": parallel, "policy": policy})
     return replaying_stage_s(flat, profile, 0, shape.gathered_bytes).both_s
-
-
-def _flat(parallel: Parallel) -> Parallel:
-    return parallel.model_copy(update={"pipeline": 1, "layers_per_chunk": None})

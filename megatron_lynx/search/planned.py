@@ -106,12 +106,10 @@ def _shorter(plan: Plan, microbatches: int) -> Plan:
 
 def _to_be_planned(job: Job, offload: bool) -> Job:
     """The job with the policy `planned`, and with a budget: without one the planner assumes the device's memory only on a GPU."""
-    budget = job.budget if job.budget.memory_gib is not None else job.budget.model_copy(update={"memory_gib": _device_gib(job)})
+    budget = job.budget
+    if budget.memory_gib is None:
+        budget = budget.model_copy(update={"memory_gib": job.memory_budget_bytes / GIB})
     return job.model_copy(update={"policy": "planned", "offload_ratio": "auto" if offload else 0.0, "budget": budget})
-
-
-def _device_gib(job: Job) -> float:
-    return job.memory_budget_bytes / GIB
 
 
 def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:

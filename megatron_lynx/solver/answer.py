@@ -5,7 +5,7 @@ Where nothing fits there is no answer: `Infeasible` is raised, and says what bin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,8 @@ from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.solver.problem import Option, StageProblem
 from megatron_lynx.units import format_bytes
+
+NOTHING_FITS = "no plan fits the budget"
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,13 @@ class Solved:
         return 1.0 if self.whole is None else self.whole.replaying_share
 
 
+Solver = Callable[[StageProblem], Solved]
+
+
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:
     """`least` is the answer that needs the least memory; the budget is below it."""
     budget = problem.budget_bytes or 0
     held = f"{format_bytes(least.peak_bytes)} with everything replayable replayed ({problem.in_flight} in flight)"
     short = f"raise it by {format_bytes(least.peak_bytes - budget)}, or lower batch.micro, or raise parallel.tensor"
     place = f"budget.activation_mib, stage {problem.stage}"
-    return Infeasible("no plan fits the budget", [Problem(place, format_bytes(budget), f"at least {held}", short)])
+    return Infeasible(NOTHING_FITS, [Problem(place, format_bytes(budget), f"at least {held}", short)])

@@ -13,10 +13,9 @@ again on the way to what is replayed, so `selective` replays the rotary embeddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron_lynx.anatomy import ATTENTION, MLP, Section
+from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
@@ -30,9 +29,8 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     if policy == "full":
         return on_demand(replay_all(problem))
     items = replayed_items(policy)
-    attention = problem.attention.replaying(*_in(ATTENTION, items))
-    mlp, last_mlp = (choices.replaying(*_in(MLP, items)) for choices in (problem.mlp, problem.last_mlp))
-    return _everywhere(problem, attention, mlp, last_mlp)
+    kinds = (ATTENTION, problem.attention), (MLP, problem.mlp), (MLP, problem.last_mlp)
+    return _everywhere(problem, *(choices.replaying(set(items) & set(section.names)) for section, choices in kinds))
 
 
 def block(problem: StageProblem, count: int) -> Solved:
@@ -81,11 +79,6 @@ def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp:
         for experts, last in zip(mixed.layers, [False] * (problem.layers - 1) + [True], strict=True)
     ]
     return Solved(tuple(layers), problem.in_flight)
-
-
-def _in(section: Section, items: Iterable[str]) -> Iterator[str]:
-    """Those items that are the section's."""
-    return (item for item in items if item in section.names)
 
 
 def _most_replayed(options: Choices) -> list[Option]:

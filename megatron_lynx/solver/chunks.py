@@ -13,19 +13,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.interleaved import goes_back_at_once
-from megatron_lynx.solver.answer import Solved
+from megatron_lynx.solver.answer import Solved, Solver
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.solver.stage_answer import SolvedChunks
-
-Solver = Callable[[StageProblem], Solved]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
         return mixed.solve(problem)
     deadline = time.monotonic() + time_limit_s
     if problem.budget_bytes is None:
-        seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
+        seated = problem.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
     search = _Search(problem, "time", _by_heuristic(problem))
     search.go(deadline)

@@ -20,7 +20,7 @@ costs time. An on-demand replay is exposed whole, so a window never makes an ans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,7 @@ def solve(problem: StageProblem) -> Solved:
     if problem.mixed is not None:
         return mixed.solve(problem)
     if problem.budget_bytes is None:
-        seated = replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated)
-        return least_memory(seated)
+        return least_memory(problem.best_seated)
     form = Form(problem)
     uniform = _uniform(form)
     budget_bytes = float(min(problem.budget_bytes, MOST_BYTES))

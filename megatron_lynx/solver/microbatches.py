@@ -9,16 +9,14 @@ k whole ones leave a smaller budget for the others, which then replay more: ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver import heuristic
-from megatron_lynx.solver.answer import Solved, WholeMicroBatches
+from megatron_lynx.solver.answer import Solved, Solver, WholeMicroBatches
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.problem import StageProblem
-
-Solver = Callable[[StageProblem], Solved]
 
 
 def with_whole_microbatches(problem: StageProblem, solve: Solver = heuristic.solve) -> Solved:

@@ -35,7 +35,7 @@ Numbers = NDArray[np.intp]
 def solve(problem: StageProblem) -> Solved:
     """The fastest answer of these forms that fits; without a budget the one that holds least. Raises `Infeasible`."""
     if problem.budget_bytes is None:
-        return least_memory(_best_seated(problem))
+        return least_memory(problem.best_seated)
     alike = Combinations(problem)
     fitting = np.flatnonzero(alike.peak_bytes <= problem.budget_bytes)
     if not len(fitting):
@@ -146,10 +146,3 @@ def _fewer(choices: Choices, in_flight: float) -> Choices:
     columns = choices.columns
     held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead
     return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))
-
-
-def _best_seated(problem: StageProblem) -> StageProblem:
-    """As without experts: leaving a window empty saves no memory."""
-    assert problem.mixed is not None, "asked only of stages with experts"
-    mixed = replace(problem.mixed, attention=problem.mixed.attention.best_seated)
-    return replace(problem, attention=problem.attention.best_seated, mlp=problem.mlp.best_seated, mixed=mixed)

@@ -5,7 +5,7 @@ subsets of items ──replay_of──> what runs, stays, is regenerated ──S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +27,9 @@ KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfK
 """The halves of a stage without experts."""
 
 BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
+
+SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement]], Iterable[Seat]]
+"""The seats of a set of replayed items, given the windows of its backward: `Seats.everywhere` or `StageSeats.of`."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ class StageProblems:
         if profile is None or not any(having):
             return None
         subsets = self._below_experts
-        everywhere = self._seated(subsets, self._seats)
-        more = self._priced(subsets, seats) if seats.has_more else ()
+        everywhere = self._priced(subsets, self._seats.everywhere)
+        more = self._priced(subsets, seats.of) if seats.has_more else ()
         experts = Option((), priced(self.profile, EXPERTS, ()).memory, ON_DEMAND_SEAT, 0.0, 0.0, 0)
         return Mixed(having, Choices((*everywhere, *more)), experts)
 
@@ -125,24 +128,20 @@ class StageProblems:
         if not seats.has_more:
             return self._everywhere
         attention, mlp, last_mlp = (
-            Choices((*common, *self._priced(subsets, seats)))
+            Choices((*common, *self._priced(subsets, seats.of)))
             for common, subsets in zip(self._everywhere, self._subsets, strict=True)
         )
         return attention, mlp, last_mlp
 
-    def _priced(self, subsets: Iterable[Subset], seats: StageSeats) -> Iterator[Option]:
-        offered = ((subset, seat) for subset in subsets for seat in seats.of(subset.kind, subset.replay, subset.backward))
+    def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
+        """Every subset in every seat that it is offered."""
+        offered = ((subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward))
         return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, Choices, Choices]:
-        attention, mlp, last_mlp = (Choices(self._seated(subsets, self._seats)) for subsets in self._subsets)
+        attention, mlp, last_mlp = (Choices(self._priced(subsets, self._seats.everywhere)) for subsets in self._subsets)
         return attention, mlp, last_mlp
-
-    def _seated(self, subsets: Iterable[Subset], seats: Seats) -> Iterator[Option]:
-        """The options in the seats that every stage has."""
-        offered = ((subset, seat) for subset in subsets for seat in seats.everywhere(subset.kind, subset.replay, subset.backward))
-        return (subset.option(seat, self.profile.interference) for subset, seat in offered)
 
     @cached_property
     def _seats(self) -> Seats:

@@ -12,7 +12,6 @@ Counts that no better answer can have are never priced: m times what a stage tak
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import inf
 
 from megatron_lynx.units import SECOND_DIGITS
@@ -81,7 +80,7 @@ def exact(layers: int, ranges: Sequence[range], microbatches: int, time: StageTi
 
 def promising(layers: int, stages: int, microbatches: int, bound_s: float, least: StageTime) -> list[range]:
     """For each stage the counts with which a step of less than `bound_s` is not impossible."""
-    most = [_most(layers - stages + 1, partial(_possible, least, stage, bound_s / microbatches)) for stage in range(stages)]
+    most = [_most(layers - stages + 1, least, stage, bound_s / microbatches) for stage in range(stages)]
     return [range(max(1, layers - (sum(most) - most[stage])), most[stage] + 1) for stage in range(stages)]
 
 
@@ -130,10 +129,6 @@ def _slowest(counts: Counts, time: StageTime) -> float:
     return max(time(stage, count) for stage, count in enumerate(counts))
 
 
-def _possible(least: StageTime, stage: int, bound_s: float, count: int) -> bool:
-    return least(stage, count) <= bound_s
-
-
-def _most(limit: int, possible: Callable[[int], bool]) -> int:
-    """The largest count up to `limit` that is possible, at least 1; fewer are possible, too."""
-    return next((count - 1 for count in range(2, limit + 1) if not possible(count)), max(1, limit))
+def _most(limit: int, least: StageTime, stage: int, bound_s: float) -> int:
+    """The largest count up to `limit`, but at least 1, that takes no longer than the bound. So do all smaller ones."""
+    return next((count - 1 for count in range(2, limit + 1) if least(stage, count) > bound_s), max(1, limit))

@@ -13,8 +13,8 @@ windows there hide (`solver.placement`). Seconds and bytes are those of one micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -103,9 +103,9 @@ class Choices(tuple[Option, ...]):
                 subsets[option.replay] = option
         return Choices(subsets.values())
 
-    def replaying(self, *items: str) -> Option:
+    def replaying(self, items: Set[str]) -> Option:
         """The option on demand that replays these items, and as few others as possible."""
-        wanted = [option for option in self if set(items) <= set(option.replay) and option.seat.steady.on_demand]
+        wanted = [option for option in self if items <= set(option.replay) and option.seat.steady.on_demand]
         return min(wanted, key=lambda option: len(option.replay))
 
 
@@ -155,6 +155,12 @@ class StageProblem:
     """None on the last stage."""
     mixed: Mixed | None = None
     """None where no layer has experts."""
+
+    @property
+    def best_seated(self) -> StageProblem:
+        """With every replay in the window of its backward that hides most of it: leaving a window empty saves no memory."""
+        mixed = None if self.mixed is None else replace(self.mixed, attention=self.mixed.attention.best_seated)
+        return replace(self, attention=self.attention.best_seated, mlp=self.mlp.best_seated, mixed=mixed)
 
     @cached_property
     def halves(self) -> tuple[Choices, ...]:

@@ -1,8 +1,4 @@
-"""What was decided for one stage: the layers of each of its chunks, what they hold, and what they expose.
-
-StageAnswer
-  └── SolvedChunks      Solved, Solved, ...     one for each chunk (virtual stage)
-"""
+"""What was decided for one stage: the layers of each of its chunks (virtual stages), what they hold, and what they expose."""
 
 from __future__ import annotations
 

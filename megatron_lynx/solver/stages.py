@@ -27,7 +27,7 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact
-from megatron_lynx.solver.answer import Solved, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Solved, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
@@ -35,9 +35,6 @@ from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
-
-NOTHING_FITS = "no plan fits the budget"
-
 
 STEPS = 20
 """Shares are multiples of a twentieth."""
