@@ -13,7 +13,7 @@ ROWS, COLUMNS = 8, 16
 
 
 def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster) -> list[str]:
-    """In words; none where the job does not ask for FP8. The testbed's cluster has no figures, and plays a Hopper."""
+    """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
     if model.fp8 is None:
         return []
     return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster)]

@@ -22,7 +22,7 @@ Policy = Literal["none", "selective", "balanced", "full", "planned"]
 
 
 MOST_MICROBATCHES = 20_000
-"""Of a pipeline in one step. Each is simulated one by one: a mistyped number must be answered at once."""
+"""The most that a pipeline may have in one step. Each is simulated by itself, and a mistyped number must be answered at once."""
 
 
 Schedule = Literal["flush", "double_buffered"]
