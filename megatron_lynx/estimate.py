@@ -36,12 +36,12 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return None if self.step is None else self.job.batch.global_ * self.job.model.seq / self.step.total_s
 
     @property
     def mfu(self) -> float | None:
-        """Of the peak of the model's type, with FP8, too; causal attention counted half."""
+        """Utilisation of the peak of the model's type, with FP8, too; causal attention is counted half."""
         if self.tokens_per_s is None or self.job.cluster.matmul is None:
             return None
         return mfu(
@@ -70,7 +70,7 @@ class Estimate:
 
 
 def estimate(job: Job, profile: Profile | None = None) -> Estimate:
-    """With a measured `profile` of the job's layers, the cluster's description gives the links alone.
+    """What the job costs. With a measured `profile` of its layers, the cluster's description gives the links alone.
 
     Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
     figures. A job that does not fit is an answer, not an error.
@@ -90,7 +90,7 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
 
 
 def _check_stays(job: Job) -> None:
-    """One share of everything, as Yuan et al. have it, cannot be asked for where a part of it stays."""
+    """Refuses to offload one share of everything, as Yuan et al. do, where a part of it stays on the device."""
     if job.model.experts is not None and job.offload_ratio != 0:
         todo = "policy planned offloads what is not of experts"
         raise ConfigError(

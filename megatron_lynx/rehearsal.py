@@ -35,7 +35,7 @@ from megatron_lynx.simulator.treated import Treated
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
-    """One step under a plan, with the seconds and bytes of a profile; without the optimizer.
+    """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
     Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
@@ -95,7 +95,7 @@ def _passes(
 
 
 def _keeping(stage: Stage) -> Stage:
-    """The same layers with nothing replayed: what becomes of a whole micro-batch."""
+    """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
     rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})
     return stage.model_copy(update={"rules": (rule,)})
 
@@ -110,7 +110,7 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """Of one micro-batch. What was received from the stage before, Megatron holds itself; what experts save stays."""
+    """What of one micro-batch can go to the host: not what Megatron received and holds itself, nor what experts save."""
     halves = [(section, profile.half(section.half), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)

@@ -1,4 +1,4 @@
-"""What is to be trained, and where: the job, its model, its cluster and its layout."""
+"""Says what is to be trained and where: a job, with its model, its cluster and its layout, read from YAML and checked."""
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts

@@ -58,7 +58,7 @@ class Fp8Units(_Part):
     tflop_per_s: float = Field(gt=0)
     """Dense peak with fp32 accumulation."""
     recipes: tuple[Recipe, ...] = Field(min_length=1)
-    """Those that these GPUs take."""
+    """The recipes that these GPUs take."""
     transposes: bool
     """Whether both operands are read by rows alone, so that what is read by columns has a transposed copy (Hopper)."""
 
@@ -67,14 +67,14 @@ class Link(_Part):
     """One direction of one link."""
 
     gb_per_s: float = Field(gt=0)
-    """Peak, in 1e9 bytes."""
+    """Peak rate, in 1e9 bytes a second."""
     efficiency: float = Field(gt=0, le=1)
-    """Achieved share on large messages."""
+    """Share of the peak that large messages achieve."""
     latency_us: float = Field(default=0.0, ge=0)
 
     @property
     def byte_per_s(self) -> float:
-        """Achieved."""
+        """The achieved rate."""
         return 1e9 * self.gb_per_s * self.efficiency
 
     def seconds(self, size_bytes: float) -> float:
@@ -120,11 +120,11 @@ class Cluster(_Part):
     """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
     matmul: Matmul | None = None
     fp8: Fp8Units | None = None
-    """None: these GPUs have no FP8, or nobody said."""
+    """None: these GPUs have no FP8, or the description does not say."""
     hbm: Link | None = None
     """The device's own memory."""
     nvlink: Link | None = None
-    """To all other devices of a node together. None: they talk over PCIe."""
+    """The link to all other devices of a node together. None: they talk over PCIe."""
     pcie: Pcie | None = None
     nic: Nic | None = None
     node: Node | None = None

@@ -82,6 +82,6 @@ def _numbers_of(stated: Literal["all"] | int | tuple[int | str, ...], layers: in
 
 
 def _numbers(span: int | str) -> range:
-    """Empty where it is no range of layers."""
+    """The layer numbers of a range; empty where the text is none."""
     match = SPAN.fullmatch(str(span).strip().replace(" ", ""))
     return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_lynx.config import expert_layout
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.fp8_fit import fp8_problems
+from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
@@ -22,7 +20,7 @@ Policy = Literal["none", "selective", "balanced", "full", "planned"]
 
 
 MOST_MICROBATCHES = 20_000
-"""Of a pipeline in one step. Each is simulated one by one: a mistyped number must be answered at once."""
+"""The most that a pipeline may have in one step. Each is simulated by itself, and a mistyped number must be answered at once."""
 
 
 Schedule = Literal["flush", "double_buffered"]
@@ -81,31 +79,8 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _divisible(self) -> Job:
-        problems = []
-        model, parallel, tensor = self.model, self.parallel, self.parallel.tensor
-        divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
-        for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
-            if value % tensor:
-                problems.append(f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor}), {divide}")
-        if parallel.sequence_parallel and model.seq % tensor:
-            problems.append(
-                f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
-            )
-        if parallel.context > 1 and model.seq % (slices := 2 * parallel.context * (tensor if parallel.sequence_parallel else 1)):
-            problems.append(f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank")
-        if isinstance(parallel.partition, tuple):
-            if sum(parallel.partition) != model.layers:
-                found = f"parallel.partition {list(parallel.partition)} has {sum(parallel.partition)} layers"
-                problems.append(f"{found}, but model.layers is {model.layers}")
-        elif parallel.partition == "auto" and parallel.layers_per_chunk is None:
-            if model.layers < parallel.pipeline:
-                problems.append(f"model.layers ({model.layers}) must be at least parallel.pipeline ({parallel.pipeline})")
-        elif model.layers % parallel.pipeline:
-            needed = f"parallel.pipeline ({parallel.pipeline}), such as {_divisors(model.layers)}"
-            problems.append(f"model.layers ({model.layers}) must be a multiple of {needed}")
-        elif (own := model.layers // parallel.pipeline) % (chunk := parallel.layers_per_chunk or own):
-            needed = f"parallel.layers_per_chunk ({chunk}), such as {_divisors(own)}"
-            problems.append(f"layers of a stage ({own}) must be a multiple of {needed}")
+        model, parallel = self.model, self.parallel
+        problems = [*size_problems(model, parallel), *layer_problems(model.layers, parallel)]
         if self.gpus % parallel.ranks:
             sizes = "parallel.tensor x parallel.context x parallel.pipeline"
             problems.append(
@@ -119,7 +94,7 @@ class Job(BaseModel):
             problems.append(f"micro-batches of a pipeline ({self.microbatches}) must be no more than {MOST_MICROBATCHES}: {todo}")
         elif self.chunks > 1:
             problems += self._interleaving_problems()
-        problems += expert_layout.problems(model, parallel, self.gpus)
+        problems += expert_problems(model, parallel, self.gpus)
         if self.optimizer.gradients == "bf16" and model.dtype == "fp32":
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:
@@ -239,23 +214,7 @@ class Job(BaseModel):
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 
-def needs_flushes(model: Model) -> list[str]:
-    """What of a model does not go together with two versions of its weights, and why."""
-    reasons = []
-    if model.fp8 is not None:
-        reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
-    if model.experts is not None:
-        reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
-    return reasons
-
-
 def _nearest(number: int, step: int) -> str:
     """What a size could be instead: the multiples of `step` around it."""
     below = number // step * step
     return f"such as {below} or {below + step}" if below else f"such as {step}"
-
-
-def _divisors(number: int) -> str:
-    """What a size could be instead: the first ten that divide, looked for among no more than a thousand."""
-    found = [str(each) for each in range(1, min(number, 1000) + 1) if number % each == 0]
-    return ", ".join(found[:10])

@@ -1,4 +1,4 @@
-"""Job files.
+"""Reads job files, and the files of models and clusters that they name.
 
 jobs/demo.yaml                                       looked for, in this order
   model: models/tiny-llama                     ─>    beside the job file, then among the bundled configs (.yaml added if need be)
@@ -29,7 +29,7 @@ PARTS: dict[str, type[BaseModel]] = {"model": Model, "cluster": Cluster}
 """The keys of a job that may name a file instead of holding a mapping."""
 
 LIKE = "like"
-"""In such a mapping: the file that has everything which the mapping does not."""
+"""The key that names, in such a mapping, the file that has everything which the mapping does not."""
 
 
 def bundled_configs() -> Path:

@@ -50,9 +50,9 @@ class Model(BaseModel):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
-    """In what the layers' linears compute, if not in `dtype`."""
+    """The format in which the layers' linears compute, if not in `dtype`."""
     experts: Experts | None = None
-    """What some layers, or all, have in place of an MLP; `ffn` is of the others. None: no such layers."""
+    """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +96,7 @@ class Model(BaseModel):
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:
-        """The same as a plan writes them: `("2-27",)`."""
+        """The layers of experts as a plan writes them: `("2-27",)`."""
         return as_spans(self.expert_layers)
 
     @property

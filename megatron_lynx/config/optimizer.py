@@ -1,4 +1,4 @@
-"""In which types gradients and Adam's state are held, beside the weights (their type is the model's)."""
+"""The types in which gradients and Adam's state are held, beside the weights (their type is the model's)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Optimizer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """In what gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
+    """The type in which gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""
     precision_aware: bool = False
     """Transformer Engine's Adam reads gradients as they are, and holds main parameters and moments itself."""
     main_parameters: Literal["fp32", "remainder", "fp16"] = "fp32"

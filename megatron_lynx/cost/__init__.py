@@ -1,1 +1,1 @@
-"""What a job costs: seconds, bytes and FLOPs, each formula in one place."""
+"""Prices a job, a stage, a layer and a replay in seconds, bytes and FLOPs, from a profile; each formula is in one place."""

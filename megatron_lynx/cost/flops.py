@@ -27,5 +27,5 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
 
 
 def mfu(model: Model, tokens_per_s: float, peak_flop_per_s: float, convention: Convention = "causal") -> float:
-    """Share of the peak. `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
+    """The share of the peak that is used; `tokens_per_s` and `peak_flop_per_s` of the same number of devices."""
     return tokens_per_s * flops_per_token(model, convention) / peak_flop_per_s

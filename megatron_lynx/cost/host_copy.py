@@ -11,7 +11,7 @@ from megatron_lynx.config.job import Job
 
 
 def copy_to_compute_ratio(copied_bytes: int, forward_flops: int, compute_flop_per_s: float, copy_byte_per_s: float) -> float:
-    """k of what keeps `copied_bytes` and takes `forward_flops`; `copy_byte_per_s` in one direction at a time."""
+    """The ratio k of what keeps `copied_bytes` and takes `forward_flops`; `copy_byte_per_s` in one direction at a time."""
     return (2 * copied_bytes / copy_byte_per_s) / (3 * forward_flops / compute_flop_per_s)
 
 

@@ -13,12 +13,12 @@ from megatron_lynx.config.job import Job
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:
-    """Of one stage; one chunk and one micro-batch each."""
+    """How many one stage holds; each is one chunk of one micro-batch."""
     return _in_flight(job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group, stage)
 
 
 def chunks_in_flight_by_stage(job: Job) -> list[int]:
-    """Of every stage."""
+    """How many each stage holds."""
     pipeline, chunks, microbatches, group = job.parallel.pipeline, job.chunks, job.microbatches, job.microbatch_group
     return [_in_flight(pipeline, chunks, microbatches, group, stage) for stage in range(pipeline)]
 
@@ -30,6 +30,6 @@ def _in_flight(pipeline: int, chunks: int, microbatches: int, group: int, stage:
 
 
 def microbatches_in_flight(job: Job, stage: int) -> int:
-    """Of a stage's first chunk, whose backward comes last."""
+    """How many micro-batches of a stage's first chunk, whose backward comes last, it holds."""
     pipeline = job.parallel.pipeline
     return min(job.microbatches, pipeline - stage if job.chunks == 1 else job.microbatch_group)

@@ -27,10 +27,10 @@ from megatron_lynx.units import MIB
 
 @dataclass(frozen=True)
 class HalfMemory:
-    """One half of one micro-batch. Bytes."""
+    """What one half holds of one micro-batch, in bytes."""
 
     resident: int
-    """From forward to backward."""
+    """What is held from forward to backward."""
     regenerated: int
     """What its replay adds, a gathered input included: the size of its frame."""
     tail: int
@@ -40,7 +40,7 @@ class HalfMemory:
     early: int = 0
     """What is there before the stage's first backward begins, and then until its own: all that is regenerated, or nothing."""
     movable: int = 0
-    """Of the resident part, what can go to the host."""
+    """The part of the resident bytes that can go to the host."""
 
     @property
     def whole(self) -> int:
@@ -48,7 +48,7 @@ class HalfMemory:
 
     @property
     def held(self) -> int:
-        """While backward is on its way to it."""
+        """What is held while backward is on its way to the half."""
         return self.resident + self.early
 
 

@@ -35,9 +35,9 @@ class BytesEach:
     gradient: int
     main_parameter: int
     moments: int
-    """Both of Adam's."""
+    """Both moments of Adam."""
     gradient_copy: int
-    """In fp32, for the update."""
+    """The copy in fp32 that is made for the update."""
 
     @property
     def optimizer(self) -> int:
@@ -56,7 +56,7 @@ def bytes_each(job: Job) -> BytesEach:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Counts on one rank of one stage."""
+    """How many parameters one rank of one stage holds."""
 
     matrices: int
     """The weights of the layers' linears."""
@@ -71,7 +71,7 @@ class Parameters:
 
     @property
     def others(self) -> int:
-        """All but experts."""
+        """All parameters but those of experts."""
         return self.matrices + self.vectors + self.embedding + self.head
 
     @property
@@ -142,7 +142,7 @@ def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
 
 
 def _mlp_biases(model: Model, tensor: int) -> int:
-    """What a layer has without experts, and not with them."""
+    """The biases that a layer without experts has, and a layer with experts has not."""
     return model.hidden + model.fc1_width // tensor if model.bias else 0
 
 
@@ -153,5 +153,5 @@ def _layer_vectors(model: Model, tensor: int) -> int:
 
 
 def _norm(model: Model, width: int | None = None) -> int:
-    """`width`: of what is normed, else the residual stream."""
+    """Parameters of one norm, of what is `width` wide: the residual stream where nothing is given."""
     return (width or model.hidden) * (2 if model.norm == "layernorm" else 1)

@@ -22,7 +22,7 @@ class PricedSection:
     """One micro-batch in one section whose items are replayed as chosen."""
 
     memory: HalfMemory
-    """When it is replayed on demand."""
+    """What it holds when it is replayed on demand."""
     replay_s: float = 0.0
     """Forward seconds of everything that the replay runs, code on the way included."""
     flops: int = 0
@@ -32,7 +32,7 @@ class PricedSection:
 
 
 def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
-    """`replay`: the items of the section that are to be replayed. An opaque section is kept whole, whatever they are."""
+    """What it costs to replay these items of the section. An opaque section is kept whole, whatever they are."""
     if section.opaque:
         assert profile.experts is not None, "a profile with such a section has its figures"
         return PricedSection(expert_memory(profile.experts))

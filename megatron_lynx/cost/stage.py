@@ -44,7 +44,7 @@ class Phases:
 
 
 def phases_of(job: Job, stage: int) -> Phases:
-    """Of one chunk a stage. Without flushes there is no cool-down but at the end of training."""
+    """The phases of a stage that has one chunk. Without flushes there is no cool-down but at the end of training."""
     if job.schedule == "double_buffered":
         return Phases(steady=job.microbatches, cooldown=0)
     warmup = min(job.parallel.pipeline - 1 - stage, job.microbatches)
@@ -60,7 +60,7 @@ class LayerSeconds:
     replay_s: float = 0.0
     """What runs again before the backward."""
     experts: ExpertSeconds | None = None
-    """In place of the second half, and of the replay, in layers of experts."""
+    """What stands in place of the second half, and of the replay, in layers of experts."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
 
 
 def of_every_stage(job: Job, value: Callable[[int], T]) -> list[T]:
-    """`value` of each stage, asked for once where stages are alike: as many layers, as many of them with experts, and the same
+    """A value of each stage, asked for once where stages are alike: as many layers, as many of them with experts, and the same
     end of the model, if any."""
     partition, pipeline = job.partition, job.parallel.pipeline
     known: dict[tuple[int, int, bool, bool], T] = {}

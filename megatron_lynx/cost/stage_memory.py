@@ -35,10 +35,10 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
 
 REST_BYTES = {"cuda": 1_200_000_000, "cpu": 0}
-"""On a GPU, what Yuan et al. measured beside everything else (about 1.2e9). On the CPU testbed it is unknown and not counted."""
+"""What Yuan et al. measured on a GPU beside everything else (about 1.2e9). On the CPU testbed it is unknown and not counted."""
 
 CHUNKS_NOT_OFFLOADED = 4
-"""One being run, one being copied out, two coming back."""
+"""One chunk is run, one is copied out, and two come back: with no more than these, nothing is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StageMemory:
 
     @property
     def always(self) -> int:
-        """Before there is any activation."""
+        """What is held before there is any activation."""
         states = self.parameters + self.gradients + self.optimizer
         return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
 
@@ -81,7 +81,7 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
-    """Every stage, as `stage_memory` has it, in less time."""
+    """The memory of every stage, as `stage_memory` has it, in less time."""
     shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
     in_flight = chunks_in_flight_by_stage(job)
     return tuple(
@@ -90,7 +90,7 @@ def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory,
 
 
 def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int], in_flight: int, ratio: float) -> StageMemory:
-    """`states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
+    """The memory of one stage. `states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
     last, size = stage == job.parallel.pipeline - 1, _largest_chunk(job, stage, shape)
     parameters, gradients, _ = states
     without_flushes = job.schedule == "double_buffered"
@@ -109,7 +109,7 @@ def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int]
 
 
 def _states(job: Job, stage: int) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients, optimizer state."""
+    """Bytes of a stage's parameters, gradients and optimizer state."""
     parameters = stage_parameters(job, stage)
     count = parameters.total
     return parameter_bytes(job, count), gradient_bytes(job, count), optimizer_bytes(job, count, parameters.experts)
@@ -146,7 +146,8 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
 
 
 def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
-    """Of the layer that makes most again; a stage with experts may have none without, whose layers keep less as a rule."""
+    """What the layer that makes most again holds meanwhile; a stage with experts may have none without, whose layers keep less
+    as a rule."""
     if policy not in ("full", "selective"):
         return 0
     return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)

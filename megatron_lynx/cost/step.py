@@ -50,7 +50,7 @@ class StepSeconds:
 
 
 def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> StepSeconds:
-    """`profile` of this job's layers; `job.policy` is not `planned`, of which only a plan knows."""
+    """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
     layer = _replaying_layer(job.policy, profile, shape.gathered_bytes)
     stages = of_every_stage(job, lambda stage: stage_of_layers(job, profile, stage, layer))
@@ -68,7 +68,7 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
 
 
 def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> float:
-    """With several chunks messages overlap with passes, but for one micro-batch's; without, they hold up both sides."""
+    """Messages between stages: with several chunks passes hide all but one micro-batch's; else they hold up both sides."""
     if job.chunks > 1:
         return 2 * (len(stages) - 1) * message_s
     return step_s(stages, job.microbatches, message_s) - step_s(stages, job.microbatches, 0.0)
@@ -114,7 +114,7 @@ def _copies_s(job: Job, stages: Sequence[StageSeconds], ratio: float, message_s:
 
 
 def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, message_s: float) -> float:
-    """Of a whole step; `copy_s`: what one chunk of stage `number` offloads of one micro-batch, one way.
+    """Exposed seconds of a whole step; `copy_s`: of what one chunk of stage `number` offloads of one micro-batch, one way.
 
     Out behind a forward while warming up, back behind a backward at the end, both at once behind a pair in between.
     Copies and messages between stages take turns where they share a link (Yuan et al. serialise them: copies slow messages down),
@@ -131,7 +131,7 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
 
 
 def update_s(job: Job) -> float:
-    """Once in a step, whatever the policy, of the stage with most parameters.
+    """Seconds of the update, once in a step, whatever the policy, on the stage with most parameters.
 
     Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
     Experts do that in groups of their own, after the others.
@@ -145,7 +145,7 @@ def update_s(job: Job) -> float:
 
 
 def _updated_s(job: Job, count: int, sharers: int, stride: int) -> float:
-    """Of parameters that so many ranks share, `stride` ranks apart."""
+    """Seconds of updating `count` parameters that so many ranks share, `stride` ranks apart."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient

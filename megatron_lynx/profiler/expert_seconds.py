@@ -28,7 +28,7 @@ from megatron_lynx.profiler.tensors import FP32_BYTES
 
 
 def expert_half(job: Job, shape: LayerShape, roof: Roofline, around: Passes) -> ExpertHalf:
-    """`around`: norm, dropout and residual, as in a layer with an MLP."""
+    """The figures of the whole half. `around`: norm, dropout and residual addition, as in a layer with an MLP."""
     exchanged = _exchanges(job, shape)
     passes = (
         around + _router(shape, roof) + _moved_rows(shape, roof) + _experts(shape, roof) + _shared(shape, roof, job) + exchanged
@@ -43,7 +43,7 @@ def expert_half(job: Job, shape: LayerShape, roof: Roofline, around: Passes) -> 
 
 
 def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_bytes: float) -> float:
-    """Of `size_bytes` that each of so many ranks hands out, `stride` ranks apart, in the slowest of the groups on `gpus`."""
+    """Seconds of an all-to-all of so many ranks, `stride` apart, that hand out `size_bytes` each: of the slowest group."""
     assert cluster.node is not None, "checked by Roofline.of"
     assert cluster.nic is not None, "checked by Roofline.of"
     if ranks == 1:

@@ -27,7 +27,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES, half_tensors
 
 INDEX_BYTES = 8
-"""PyTorch's indices."""
+"""The size of an index of PyTorch's."""
 
 
 def routed_rows(shape: LayerShape) -> int:
@@ -60,7 +60,7 @@ def saved_parts(shape: LayerShape) -> dict[str, int]:
 
 
 def saved_bytes(shape: LayerShape) -> int:
-    """All of it."""
+    """Bytes of the whole half."""
     return sum(saved_parts(shape).values())
 
 
@@ -79,7 +79,7 @@ def _expert_rows(shape: LayerShape) -> int:
 
 
 def _shared(shape: LayerShape) -> int:
-    """As an MLP of that width."""
+    """Shared experts save what an MLP of their width does."""
     if not _experts(shape).shared_ffn:
         return 0
     model = shape.model.model_copy(update={"ffn": _experts(shape).shared_ffn})

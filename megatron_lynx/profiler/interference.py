@@ -40,7 +40,8 @@ def replay_like(job: Job, device: torch.device) -> Callable[[], Any]:
 def measure_interference(
     compute: Callable[[], Any], message: LinkPoint, group: ProcessGroup, device: torch.device, repetitions: int = 9
 ) -> float:
-    """At least 1. Every rank of the group calls it alike; `message` is a collective of this group and how long it takes."""
+    """How many times longer it takes, at least 1. Every rank of the group calls it alike; `message` is a collective of this
+    group and how long it takes."""
     timed = stream_seconds if device.type == "cuda" else wall_seconds
     alone_s = slowest(median(timed(compute) for _ in range(WARMUP + repetitions)), group, device)
     times = max(1, math.ceil(OUTLASTS * alone_s / message.seconds)) if message.seconds else 1
@@ -62,7 +63,7 @@ def wall_seconds(call: Callable[[], Any]) -> float:
 
 
 def stream_seconds(call: Callable[[], Any]) -> float:
-    """On the current stream alone: other streams, NCCL's for one, are not waited for."""
+    """Seconds on the current stream alone: other streams, such as NCCL's, are not waited for."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()

@@ -18,7 +18,7 @@ def link_among(cluster: Cluster, ranks: int) -> Link:
 
 
 def fewest_in_a_node(first: int, stride: int, members: int, node_gpus: int) -> int:
-    """Of a group of so many ranks: `first`, `first + stride`, ... In whole nodes the counts repeat after `stride` nodes."""
+    """The fewest members of a group in one node: `first`, `first + stride`, ... Counts repeat after `stride` whole nodes."""
     if stride >= node_gpus:
         return 1
     begin, end = (rank // node_gpus for rank in (first, first + stride * (members - 1)))

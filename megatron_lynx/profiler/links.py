@@ -1,4 +1,4 @@
-"""Timing the messages of a job between the ranks that will send them.
+"""Times the messages of a job between the ranks that will send them.
 
     every rank:  n x (barrier, message)     median of each rank; of those the slowest, when the last one has it
 
@@ -98,7 +98,7 @@ def _median_seconds(send: Callable[[], Any], group: ProcessGroup, repetitions: i
 
 
 def slowest(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    """Of all ranks of the group, the most."""
+    """The most that any rank of the group has."""
     most = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return float(most.item())

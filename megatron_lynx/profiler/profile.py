@@ -24,7 +24,7 @@ from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
-"""Between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
+"""Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 
 
 class _Part(BaseModel):
@@ -52,7 +52,7 @@ class ItemProfile(_Part):
     """What it adds to the memory held until backward: blocks that nothing before it had saved, without parameters."""
     output_bytes: int = Field(ge=0)
     flops: int = Field(ge=0)
-    """Of the GEMMs and batched GEMMs of its forward, as torch's FlopCounterMode counts them."""
+    """FLOPs of the GEMMs and batched GEMMs of its forward, as torch's FlopCounterMode counts them."""
     dgrad_s: float = Field(default=0.0, ge=0)
     """Linear layers: the part of backward that makes the gradient of the input (stock hides the input all-gather behind it)."""
     wgrad_s: float = Field(default=0.0, ge=0)
@@ -60,7 +60,7 @@ class ItemProfile(_Part):
 
 
 class HalfProfile(_Part):
-    """One half of one layer."""
+    """One half of one layer, one micro-batch."""
 
     input_bytes: int = Field(ge=0)
     items: dict[str, ItemProfile]
@@ -98,7 +98,7 @@ class ExpertHalf(_Part):
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
     communication_s: float = Field(default=0.0, ge=0)
-    """Of both passes, in which it waits for other ranks."""
+    """Seconds of both passes in which it waits for other ranks."""
 
 
 class LinkPoint(_Part):
@@ -125,7 +125,7 @@ class Shape(_Part):
     implementation: str = "local"
     qk_norm: bool = False
     fp8: str | None = None
-    """The recipe."""
+    """The FP8 recipe of its linears."""
     experts: Experts | None = None
     expert: int = 1
     expert_tensor: int = 1
@@ -149,14 +149,14 @@ class Source(_Part):
     interconnect: str = "as found"
     """What lay between the ranks: a shaped link, loopback, NVLink, emulated."""
     stood_in_for: str | None = None
-    """What was not there, and another thing in its place: seconds are then those of neither."""
+    """What was missing and replaced by a stand-in: the seconds then describe no real device."""
 
     @property
     def caution(self) -> str | None:
         """What whoever uses the seconds is to be told."""
-        if self.stood_in_for is None:
+        if (missing := self.stood_in_for) is None:
             return None
-        return f"seconds were measured with a stand-in for {self.stood_in_for}, and are nobody's: only bytes are right"
+        return f"seconds were measured with a stand-in for {missing}, and describe no real device: only bytes are right"
 
 
 class Profile(_Part):
@@ -168,7 +168,7 @@ class Profile(_Part):
     attention: HalfProfile
     mlp: HalfProfile
     experts: ExpertHalf | None = None
-    """In place of `mlp` in layers of experts; none: there are no such layers."""
+    """What stands in place of `mlp` in layers of experts; none: there are no such layers."""
     links: tuple[LinkPoint, ...] = ()
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()

@@ -29,7 +29,7 @@ def up(number: int, multiple: int) -> int:
 
 
 def saved_bytes(recipe: Recipe, rows: int, columns: int) -> int:
-    """Of one linear's input, with its scales: one byte each, by rows or by columns."""
+    """Bytes that one linear keeps of its input, with its scales: one byte each, by rows or by columns."""
     if recipe in PER_TENSOR:
         scales = SCALE_BYTES
     elif recipe == "mxfp8":
@@ -40,7 +40,7 @@ def saved_bytes(recipe: Recipe, rows: int, columns: int) -> int:
 
 
 def weight_bytes(recipe: Recipe, rows: int, columns: int, *, transposes: bool) -> int:
-    """Of the copies of one weight, which the linear keeps. `transposes`: see `config.cluster.Fp8Units`."""
+    """Bytes of the copies that a linear keeps of its weight. `transposes`: see `config.cluster.Fp8Units`."""
     count = rows * columns
     if recipe in PER_TENSOR:
         return (2 if transposes else 1) * FP8_BYTES * count + SCALE_BYTES
@@ -60,13 +60,13 @@ class Casts:
     transposes: bool
 
     def of(self, count: int, *, both: bool) -> tuple[int, int]:
-        """bf16 numbers to FP8. `both`: by columns as well."""
+        """Casts bf16 numbers to FP8. `both`: by columns as well."""
         searched = BF16_BYTES * count if self.recipe == "tensorwise" else 0  # for the largest, in a kernel of its own
         copies = 2 if both and (self.transposes or self.recipe not in PER_TENSOR) else 1
         return searched + (BF16_BYTES + copies * FP8_BYTES) * count, 2 if searched else 1
 
     def transposed(self, count: int) -> tuple[int, int]:
-        """Bytes in FP8 that were gathered by rows, by columns."""
+        """Copies by columns what was gathered in FP8 by rows."""
         needed = self.transposes and self.recipe in PER_TENSOR
         return (2 * FP8_BYTES * count, 1) if needed else (0, 0)
 

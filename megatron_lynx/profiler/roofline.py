@@ -68,7 +68,7 @@ class Roofline:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype) / self.fp8_speed, moved_bytes)
 
     def cast_s(self, cast: tuple[int, int]) -> float:
-        """`cast`: bytes moved, kernels, as `Casts` has them."""
+        """Seconds of a cast, given as bytes moved and kernels, as `Casts` has them."""
         moved, kernels = cast
         return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
 

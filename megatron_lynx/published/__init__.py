@@ -1,1 +1,1 @@
-"""What others measured or printed, recomputed: the planner is believed as far as it reproduces them."""
+"""Recomputes what papers measured or printed: the planner is believed as far as it reproduces their figures."""

@@ -30,7 +30,7 @@ TECHNIQUES = {
     "seqsel": ("selective", True),
     "full": ("full", False),
 }
-"""Their figure 7: recomputation, and whether with sequence parallelism."""
+"""The settings of their figure 7: recomputation, and whether with sequence parallelism."""
 
 EXPERIMENTS = {
     "baseline_no_recompute": "none",
@@ -39,14 +39,14 @@ EXPERIMENTS = {
     "selective": "sel",
     "selective_plus_sp": "seqsel",
 }
-"""Their table 4."""
+"""The runs of their table 4."""
 
 CALIBRATING = ("baseline_no_recompute", "sequence_parallelism")
 """Experiments of table 4 whose forwards chose `matmul.efficiency` of the A100, and whose backwards `matmul.beside_collective`."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: their part of the file."""
+    """All rows of this paper. `figures`: its part of the file."""
     configs = {config["model"]: config for config in figures["configs"]}
     for published in figures["figure1_memory_gib_per_gpu"]:
         yield from _memory(configs[published["model"]], published)

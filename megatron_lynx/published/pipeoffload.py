@@ -24,11 +24,11 @@ COMPUTE_FLOP_PER_S, COPY_BYTE_PER_S = 230e12, 15e9
 CALIBRATING = ((6144, 16384), (8192, 4096))
 """Figures that a rate of 0.02 more, or less, would round to others."""
 HEAD_SIZE, KEY_VALUE_HEADS = 128, 8
-"""Of all their models (table 2)."""
+"""The sizes that all their models share (table 2)."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: their part of the file."""
+    """All rows of this paper. `figures`: its part of the file."""
     table = figures["k_table"]
     for hidden, printed in table["rows_hidden"].items():
         for seq, published in zip(table["columns_seq"], printed, strict=True):
@@ -46,6 +46,6 @@ def _ratio(shape: LayerShape) -> float:
 
 
 def _gpt(hidden: int, seq: int) -> Model:
-    """Without dropout's masks, which they make again from the seed."""
+    """Their model, without dropout's masks, which they make again from the seed."""
     heads = hidden // HEAD_SIZE
     return Model(layers=1, hidden=hidden, ffn=4 * hidden, heads=heads, kv_groups=KEY_VALUE_HEADS, vocab=51200, seq=seq)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """`bound` is on the error's absolute value, in the error's unit; None: the error is reported, nothing is claimed."""
+    """A published figure and ours. `bound` is on the error's absolute value, in its unit; None: nothing is claimed."""
 
     source: str
     what: str
@@ -29,7 +29,7 @@ class Row:
 
     @property
     def within(self) -> bool | None:
-        """None where there is no bound. Bounds are printed figures, so a hair's breadth of rounding is allowed."""
+        """Whether the error is within its bound, if it has one. Bounds are printed figures, so rounding is allowed for."""
         return None if self.bound is None else abs(self.error) <= self.bound + 1e-9
 
     @property

@@ -1,4 +1,4 @@
-"""Every row there is."""
+"""All rows of all papers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_lynx.published.row import Row
 
 
 def all_rows() -> list[Row]:
-    """In the order of the file."""
+    """Every row, in the order of the file of figures."""
     figures = published_figures()
     parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
     return [row for name, part in parts.items() for row in part.rows(figures[name])]

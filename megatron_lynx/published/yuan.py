@@ -23,14 +23,14 @@ from megatron_lynx.units import GIB
 
 SOURCE = "Yuan et al., ATC '24"
 POLICIES = {"no": "none", "ours": "balanced", "full": "full"}
-"""Their `ckpt`, in our words."""
+"""Our policies by their `ckpt`."""
 CLUSTERS = {"A800": "a800-80g", "H800": "h800-80g"}
 CALIBRATING_GPUS, CALIBRATING_DEMO = (128, 256), ("ours", "A800")
 """Runs of figure 9, and of the demo, whose throughput chose `matmul.efficiency` of their cluster."""
 
 
 def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
-    """`figures`: their part of the file."""
+    """All rows of this paper. `figures`: its part of the file."""
     yield from _memory(figures["figure7_max_memory_allocated_bytes"])
     yield from _offload_ratios(figures["figure9"])
     yield _choices(figures["figure9"])
@@ -100,7 +100,7 @@ def _throughput(runs: list[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _throughput_row(what: str, run: Mapping[str, Any], cluster: str, published: float, calibrating: bool) -> Row:
-    """At the offload ratio they ran with."""
+    """Throughput at the offload ratio they ran with."""
     job = job_of(run, cluster)
     step_s = step_seconds(job, analytic_profile(job), run["alpha"]).total_s
     computed, chose = job.batch.global_ * job.model.seq / step_s, f"{cluster}: matmul.efficiency" if calibrating else None

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_lynx.config.job import Job, Policy, needs_flushes
+from megatron_lynx.config.fit import needs_flushes
+from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch

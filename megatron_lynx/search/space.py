@@ -26,8 +26,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.fp8_fit import fp8_problems
-from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule, needs_flushes
+from megatron_lynx.config.fit import fp8_problems, needs_flushes
+from megatron_lynx.config.job import MOST_MICROBATCHES, Batch, Job, Schedule
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, ScheduleName
 

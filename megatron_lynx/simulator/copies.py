@@ -58,7 +58,7 @@ class HostCopies:
 
     @property
     def free_s(self) -> float:
-        """When nothing that was asked for is under way any more."""
+        """The time at which nothing that was asked for is under way any more."""
         return max(self._out_free_s, self._back_free_s)
 
     def offload_later(self, forward: Action, copy: HostCopy) -> None:
@@ -88,5 +88,5 @@ class HostCopies:
         self.done.append(Copied(backward, start_s, self._back_free_s, copy.bytes))
 
     def back_s(self, backward: Action) -> float:
-        """When the backward has what it needs. 0 for what was not offloaded."""
+        """The time at which the backward has what it needs; 0 for what was not offloaded."""
         return self._back_end_s.pop((backward.micro_batch, backward.chunk), 0.0)

@@ -36,16 +36,16 @@ from megatron_lynx.simulator.timeline import Span, Timeline
 Updates = Literal["deferred", "at once", "no barrier"]
 
 BATCHES = 5
-"""From filling to draining. The one before the last is measured: the stages are in step after one or two."""
+"""How many are simulated, from filling to draining. The last but one is measured: stages are in step after one or two."""
 
 
 class Updated(NamedTuple):
     """One stage's part in an update."""
 
     arrived_s: float
-    """When the stage is there."""
+    """The time at which the stage is there."""
     begin_s: float
-    """When all are."""
+    """The time at which all stages are."""
     end_s: float
 
 
@@ -54,7 +54,7 @@ class Unflushed(Simulation):
     """A run from filling to draining. Figures of a step are those of one batch in its steady state; memory is the whole run's."""
 
     updates: tuple[tuple[Updated, ...], ...]
-    """By stage and batch."""
+    """The updates, by stage and batch."""
 
     @property
     def steady(self) -> int:
@@ -68,7 +68,7 @@ class Unflushed(Simulation):
 
     @property
     def run_s(self) -> float:
-        """All batches, the last update included."""
+        """Seconds of all batches, the last update included."""
         return max(updates[-1].end_s for updates in self.updates)
 
     def counted(self, stage: int) -> Sequence[Executed]:
@@ -103,7 +103,7 @@ def simulate_without_flushes(
     update_s: float = 0.0,
     batches: int = BATCHES,
 ) -> Unflushed:
-    """`chunks` by stage. Raises ConfigError where a batch has fewer micro-batches than there are stages.
+    """Simulates a run. `chunks` by stage. Raises ConfigError where a batch has fewer micro-batches than there are stages.
 
     Args:
         update_s: seconds of an update; they are in the run, and not in its step.
@@ -124,7 +124,7 @@ def simulate_without_flushes(
 
 
 class _UnflushedRun(Run):
-    """`behind`: by stage, the actions that an update follows, and whose."""
+    """A schedule with updates on its way. `behind`: by stage, the actions that an update follows, and the update's batch."""
 
     def __init__(
         self,
@@ -140,11 +140,11 @@ class _UnflushedRun(Run):
         self._updates = updates
         self._update_s = update_s
         self._there: dict[int, list[float]] = {}
-        """By batch: when the stages that have come so far reached its update."""
+        """The times at which stages reached the update of a batch, by batch."""
         self._under_way: list[dict[str, Message]] = [{} for _ in chunks]
-        """By stage: its last message in each direction."""
+        """The last message of each stage in each direction."""
         self._made: list[list[Updated]] = [[] for _ in chunks]
-        """By stage: its updates."""
+        """The updates that each stage has made."""
 
     def unflushed(self) -> Unflushed:
         simulation = self.simulation()
@@ -165,7 +165,7 @@ class _UnflushedRun(Run):
         return free, free if received is None else max(free, (yield received))
 
     def _send(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, float]:
-        """[3] When the stage goes on."""
+        """[3] Sends what the action before made; returns the time at which the stage goes on."""
         sent, under_way = self._sent(stage, before), self._under_way[stage.number]
         if sent is not None:
             if (earlier := under_way.get(sent.kind)) is not None:
@@ -182,7 +182,7 @@ class _UnflushedRun(Run):
         yield from self._updated(stage, before, free)
 
     def _updated(self, stage: RunningStage, before: Action | Update | None, time_s: float) -> Generator[Message, float, float]:
-        """[1] When the stage is through with the update behind an action; at once where there is none."""
+        """[1] The time at which the stage is through with the update behind an action; at once where there is none."""
         batch = None if before is None else self._behind[stage.number].get(before)
         if batch is None:
             return time_s

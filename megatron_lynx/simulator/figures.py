@@ -21,7 +21,7 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def table(simulation: Simulation) -> Table:
-    """A row for each stage."""
+    """The figures as a table with a row for each stage."""
     result = Table(title=headline(simulation), title_justify="left", title_style="bold")
     for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", *_of_copies(simulation), "activations at most"):
         result.add_column(column, justify="right")
@@ -67,7 +67,7 @@ def note(simulation: Simulation, stage: int) -> str:
 
 
 def _of_copies(simulation: Simulation) -> list[str]:
-    """Their column, where there are any."""
+    """The column of copies, where there are any."""
     return ["waits for copies"] if any(simulation.copied) else []
 
 

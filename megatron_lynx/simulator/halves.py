@@ -105,8 +105,7 @@ def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited
 
 
 def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, end: int) -> float:
-    """Of some items. What lies between norm and residual addition is summed up first, so that a sum has the same digits wherever
-    windows cut it."""
+    """Backward seconds of some items. Those between norm and residual addition are summed up as one where no window cuts them."""
     stretches = groupby(section.names[begin:end], key=section.on_own_rows.__contains__)
     return sum(sum(items[name].backward_s for name in names) for _, names in stretches)
 
@@ -114,7 +113,7 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 def _forward(
     treated: Sequence[Treated], served: Served, halves: Parts, interference: float, ends_s: tuple[float, float]
 ) -> TimedPass:
-    """`served`: whose replays its windows hide."""
+    """One forward. `served`: the halves whose replays its windows hide."""
     walk = Walk(interference, ends_s[0])
     for half in treated:
         start_s = walk.clock_s

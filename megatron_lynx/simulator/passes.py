@@ -41,7 +41,7 @@ NOTHING = TimedPass()
 
 @dataclass(frozen=True)
 class ChunkPasses:
-    """All passes of one chunk, and its copies. `received`: replays that run while the gradient of its backward is awaited."""
+    """All passes of one chunk, and its copies. `received`: the replays that run while its gradient is awaited."""
 
     forward: Mapping[Phase, TimedPass]
     backward: Mapping[Phase, TimedPass]
@@ -49,18 +49,18 @@ class ChunkPasses:
     copy: HostCopy | None = None
     """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
     hiding: Mapping[int, TimedPass] = field(default_factory=dict)
-    """Forwards that hide replays of something else than their own like: of another chunk, by that chunk."""
+    """Forwards that hide the replays of another chunk, by that chunk."""
     whole: Container[int] = ()
     """Micro-batches that keep everything."""
     keeping: ChunkPasses | None = None
-    """Their passes."""
+    """The passes of micro-batches that keep everything."""
 
     def of(self, micro_batch: int) -> ChunkPasses:
         """The passes of one micro-batch."""
         return self.keeping if self.keeping is not None and micro_batch in self.whole else self
 
     def forward_before(self, phase: Phase, chunk: int | None) -> TimedPass:
-        """A forward whose collectives hide replays of a backward of `chunk` (none: of nobody)."""
+        """A forward whose collectives hide replays of a backward of `chunk` (None: no replays)."""
         if chunk is None or phase != "steady":
             return self.forward["warmup"]
         return self.hiding.get(chunk, self.forward["steady"])

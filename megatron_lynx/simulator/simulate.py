@@ -40,7 +40,7 @@ class Message(NamedTuple):
 def simulate(
     schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float = 0.0, interference: float = 1.0
 ) -> Simulation:
-    """One step. `chunks` by stage and chunk; `p2p_s` is one message between stages that are neighbours.
+    """Simulates one step. `chunks` by stage and chunk; `p2p_s` is one message between stages that are neighbours.
 
     Raises ValueError where the orders of the stages cannot be run together.
     """
@@ -77,7 +77,7 @@ class RunningStage:
 
 
 class Run:
-    """A schedule on its way. `simulation` once."""
+    """A schedule on its way; `simulation` is called once."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
         self._schedule = schedule
@@ -95,7 +95,7 @@ class Run:
         self._interference = interference
         self._pipeline = schedule.pipeline
         self._last = schedule.pipeline * schedule.chunks - 1
-        """Of the virtual stages."""
+        """The last virtual stage."""
         self._posted: dict[Message, float] = {}
         self._arrivals: dict[Message, float] = {}
         self._links: dict[tuple[int, str], float] = {}
@@ -129,7 +129,7 @@ class Run:
             self._waiting.setdefault(message, []).append(number)
 
     def _walk(self, stage: RunningStage) -> Generator[Message, float, None]:
-        """All actions of one stage, in order."""
+        """Runs all actions of one stage, in order."""
         free = 0.0
         before: Action | None = None
         replay: TimedPass = NOTHING
@@ -164,13 +164,13 @@ class Run:
         return free, arrived
 
     def _end(self, stage: RunningStage, before: Action | None, free: float) -> Generator[Message, float, None]:
-        """Behind the last pass."""
+        """Sends what the last pass made."""
         if (sent := self._sent(stage, before)) is not None:
             self._post(sent, free)
         yield from ()
 
     def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
-        """When an exchange can begin where copies avoid messages (a blocking schedule's; else there is always one under way)."""
+        """When an exchange can begin where copies avoid messages (if blocking; else there is always one under way)."""
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
         return max(free, stage.copies.free_s) if self._schedule.blocking and exchanges else free
 
@@ -265,7 +265,7 @@ def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
 
 
 def _asked_by(order: Sequence[Action]) -> dict[Action, Action]:
-    """One backward ahead; the first one's is asked for by the pass before it."""
+    """Which backward's reload each pass asks for: the next one's; the pass before the first backward asks for that one's."""
     passes = [action for action in order if action.kind != "R"]
     backwards = [action for action in passes if action.kind == "B"]
     before_first = passes[max(0, passes.index(backwards[0]) - 1)]

@@ -24,7 +24,7 @@ class Executed(NamedTuple):
     action: Action
     phase: Phase
     arrived_s: float
-    """When its stage was free and what its neighbour sends was there."""
+    """The time at which its stage was free and what its neighbour sends was there."""
     start_s: float
     end_s: float
     content: TimedPass
@@ -34,7 +34,7 @@ class Executed(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step, by stage."""
+    """One simulated step, by stage."""
 
     executed: tuple[tuple[Executed, ...], ...]
     copied: tuple[tuple[Copied, ...], ...]
@@ -99,7 +99,7 @@ class Simulation:
         )
 
     def _halts(self, stage: int) -> Sequence[float]:
-        """When a stage goes on after something that is no action."""
+        """The times at which a stage goes on after something that is no action."""
         return ()
 
 
@@ -136,7 +136,7 @@ def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:
-    """Whose replays an action runs: its own, or for a forward those of the backward behind it."""
+    """The passes whose replays each action runs: its own, or for a forward those of the backward behind it."""
     following = [*[after.action for after in executed[1:]], None]
     return [
         after if after is not None and each.action.kind == "F" else each.action

@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first beginning to the last end (0 without spans)."""
+        """Seconds from the first beginning to the last end (0 without spans)."""
         return max((span.end_s for spans in self.ranks.values() for span in spans), default=0.0)
 
     def hidden_replays(self, rank: int) -> int:

@@ -19,13 +19,13 @@ class Treated:
     """What fills the half."""
     memory: HalfMemory
     replay_s: float = 0.0
-    """0 for a half that is kept."""
+    """Seconds of its replay; 0 for a half that is kept."""
     steady: Window = "on_demand"
     cooldown: Window = "on_demand"
     gather_s: float = 0.0
     """Seconds by which gathering the replay's input delays it."""
     gathered_bytes: int = 0
-    """Of what is regenerated: the gathered input, which is there first."""
+    """The part of what is regenerated that is the gathered input, which is there first."""
 
     @property
     def half(self) -> Half:

@@ -44,7 +44,7 @@ class Walk:
         self.hold(half.memory.regenerated - there_bytes)
 
     def replay(self, half: Treated, seconds: float, window: str) -> None:
-        """So much of a half's replay, where it is drawn: what no window hides counts as on demand."""
+        """Runs so much of a half's replay; `window` is where it is drawn: what no window hides counts as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("replay", start_s, half, window)

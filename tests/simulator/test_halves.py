@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.anatomy import ATTENTION, MLP
+from megatron_lynx.anatomy import ATTENTION, MLP, PASSES, Collective, Section
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
@@ -59,6 +59,16 @@ def test_compute_lies_around_the_windows_of_sequence_parallelism():
     forward, backward = segments(profile, "fwd", MLP, 100), segments(profile, "bwd", MLP, 100)
     assert (forward.compute_s, forward.windows_s) == ((1.0, 3.0, 1.0), (5.0, 5.0))
     assert (backward.compute_s, backward.windows_s) == ((2.0, 5.0, 1.0, 2.0), (5.0, 4.0, 4.0))
+
+
+def test_a_collective_in_the_middle_of_a_section_is_a_window_there():
+    """Data is all that it takes: here rows are exchanged behind the activation, as experts do."""
+    exchange = (Collective("all_gather", "output", "code"),)
+    section = Section("exchanging", MLP.half, MLP.method, MLP.items, {("fwd", True): exchange, ("bwd", True): exchange})
+    profile = profile_of(tensor=2, sequence_parallel=True)
+    forward, backward = (segments(profile, passing, section, 100) for passing in PASSES)
+    assert (forward.compute_s, forward.windows_s) == ((3.0, 2.0), (5.0,))
+    assert (backward.compute_s, backward.windows_s) == ((6.0, 4.0), (5.0,))
 
 
 @pytest.mark.parametrize(

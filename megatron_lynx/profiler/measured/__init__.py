@@ -1,4 +1,4 @@
-"""Measuring one real layer on this machine: every item forward and backward, and every memory block it saves.
+"""Measures one real layer on this machine: the seconds of every item forward and backward, and every memory block it saves.
 
     TransformerLayer ──HalfRun──> run again and again ──seconds──> of each item, forward and backward
                                                       └─blocks───> what is saved, by whom, made by whom

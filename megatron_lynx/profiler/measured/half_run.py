@@ -22,11 +22,11 @@ class InnerNorm:
     """The norm that a linear makes inside of itself (Transformer Engine's): no door of it can be watched."""
 
     run: Callable[[Tensor], Any]
-    """It alone, without a graph, as the linear runs it."""
+    """Runs the norm alone, without a graph, as the linear runs it."""
     saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
-    """Of the linear's (outputs, arguments): what its node saved of the norm, the last two being statistics."""
+    """What the linear's node saved of the norm, from its (outputs, arguments); the last two are statistics."""
     alone: Callable[[Tensor], Tensor]
-    """The same kernels as a module of its own, for their backward."""
+    """Runs the same kernels as a module of its own, so that their backward can be timed."""
 
 
 @dataclass

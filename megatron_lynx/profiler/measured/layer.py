@@ -34,7 +34,7 @@ class TeLayer:
 
     norms: Mapping[Half, InnerNorm]
     flops: Mapping[str, int]
-    """Of each item: torch does not count those of its extension."""
+    """FLOPs of each item: torch does not count those of Transformer Engine's extension."""
     fp8: bool = False
     """Whether its linears compute in FP8. Both GEMMs of a backward then count as long as the forward's."""
 
@@ -48,7 +48,7 @@ def measure_layer(
     repetitions: int = 9,
     te: TeLayer | None = None,
 ) -> dict[Half, HalfProfile]:
-    """Both halves of a `TransformerLayer`, which is in training mode.
+    """Measures both halves of a `TransformerLayer`, which is in training mode.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
     `sequence_shards` is the tensor-parallel size under sequence parallelism: norms, dropouts and residuals then do that share

@@ -1,0 +1,131 @@
+"""Whether a job's model, layout and GPUs go together: what Megatron and Transformer Engine would stop at, said beforehand.
+
+ranks of one stage     tensor x context x data                   attention, router, shared experts
+the same ranks         expert_tensor x expert x expert data      experts: each group of `expert` ranks holds all of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.model import Model
+from megatron_lynx.config.parallel import Parallel
+
+ROWS, COLUMNS = 8, 16
+"""cuBLAS takes matrices in FP8 whose sizes are multiples of these."""
+
+
+def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
+    """Sizes of the model that the layout cannot divide, in words with both numbers."""
+    tensor, context = parallel.tensor, parallel.context
+    divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
+    for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
+        if value % tensor:
+            yield f"model.{name} ({value}) must be a multiple of parallel.tensor ({tensor}), {divide}"
+    if parallel.sequence_parallel and model.seq % tensor:
+        yield f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
+    if context > 1 and model.seq % (slices := 2 * context * (tensor if parallel.sequence_parallel else 1)):
+        yield f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank"
+
+
+def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:
+    """Layers that do not come out even over stages and chunks, where they must."""
+    partition, pipeline = parallel.partition, parallel.pipeline
+    if isinstance(partition, tuple):
+        if sum(partition) != layers:
+            yield f"parallel.partition {list(partition)} has {sum(partition)} layers, but model.layers is {layers}"
+    elif partition == "auto" and parallel.layers_per_chunk is None:
+        if layers < pipeline:
+            yield f"model.layers ({layers}) must be at least parallel.pipeline ({pipeline})"
+    elif layers % pipeline:
+        yield f"model.layers ({layers}) must be a multiple of parallel.pipeline ({pipeline}), such as {_divisors(layers)}"
+    elif (own := layers // pipeline) % (chunk := parallel.layers_per_chunk or own):
+        needed = f"parallel.layers_per_chunk ({chunk}), such as {_divisors(own)}"
+        yield f"layers of a stage ({own}) must be a multiple of {needed}"
+
+
+def expert_problems(model: Model, parallel: Parallel, gpus: int) -> Iterator[str]:
+    """What Megatron would stop at, in words with both numbers (`parallel_state.initialize_model_parallel`,
+    `TransformerConfig.__post_init__`, `MoELayer.forward`)."""
+    experts = model.experts
+    if experts is None:
+        asked = [name for name in ("expert", "expert_tensor") if getattr(parallel, name) not in (1, None)]
+        yield from (f"parallel.{name} ({getattr(parallel, name)}) needs model.experts, found none" for name in asked)
+        return
+    yield from _undivided(model, experts, parallel)
+    width = parallel.expert_tensor_size * parallel.expert * parallel.pipeline
+    if gpus % width:
+        sizes = "parallel.expert_tensor x parallel.expert x parallel.pipeline"
+        yield f"gpus ({gpus}) must be a multiple of {sizes} ({width})"
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield f"parallel.tensor ({parallel.tensor}) with experts needs parallel.sequence_parallel: true, found false"
+    if model.bias and parallel.expert_tensor_size > 1:
+        yield f"parallel.expert_tensor ({parallel.expert_tensor_size}) must be 1 for experts with biases (model.bias: true)"
+    if model.bias and experts.shared_ffn:
+        yield f"model.experts.shared_ffn ({experts.shared_ffn}) needs model.bias: false, found true"
+
+
+def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[str]:
+    tensor = parallel.expert_tensor_size
+    if experts.count % parallel.expert:
+        yield f"model.experts.count ({experts.count}) must be a multiple of parallel.expert ({parallel.expert})"
+    if experts.ffn % tensor:
+        yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
+    if experts.shared_ffn % parallel.tensor:
+        yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    if (beyond := experts.beyond(model.layers)) is not None:
+        yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
+
+
+def fp8_problems(model: Model, parallel: Parallel, micro: int, cluster: Cluster) -> list[str]:
+    """What does not fit, in words; nothing without FP8. The testbed's cluster has no figures, and plays a Hopper."""
+    if model.fp8 is None:
+        return []
+    return [*_unfit(model, parallel, micro), *_unable(model.fp8.recipe, cluster)]
+
+
+def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
+    if model.experts is not None:
+        yield "model.experts go with no model.fp8 yet: what theirs keep in FP8 is not counted"
+    tensor = parallel.tensor
+    rows = model.seq // parallel.context * micro // (tensor if parallel.sequence_parallel else 1)
+    sizes = {
+        "rows of a micro-batch on a rank": (rows, ROWS),
+        "model.hidden": (model.hidden, COLUMNS),
+        "model.hidden / parallel.tensor": (model.hidden // tensor, COLUMNS),
+        "model.ffn / parallel.tensor": (model.ffn // tensor, COLUMNS),
+        "columns of linear_qkv on a rank": (model.qkv_width // tensor, ROWS),
+    }
+    for what, (found, needed) in sizes.items():
+        if found % needed:
+            yield f"{what} ({found}) must be a multiple of {needed} with model.fp8"
+
+
+def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
+    if cluster.matmul is None:
+        return
+    if cluster.fp8 is None:
+        needed = "GPUs that have it, such as those of h100-80g, h800-80g, h200-141g"
+        yield f"model.fp8 is {recipe}, but the GPUs of cluster {cluster.name} have no FP8 (cluster.fp8): needed {needed}"
+    elif recipe not in cluster.fp8.recipes:
+        known = ", ".join(cluster.fp8.recipes)
+        yield f"model.fp8.recipe is {recipe}, but the GPUs of cluster {cluster.name} take {known}"
+
+
+def needs_flushes(model: Model) -> list[str]:
+    """What of a model does not go together with two versions of its weights, and why."""
+    reasons = []
+    if model.fp8 is not None:
+        reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")
+    if model.experts is not None:
+        reasons.append("model.experts: routers keep state from batch to batch, schedule double_buffered has two in flight")
+    return reasons
+
+
+def _divisors(number: int) -> str:
+    """What a size could be instead: the first ten that divide, looked for among no more than a thousand."""
+    found = [str(each) for each in range(1, min(number, 1000) + 1) if number % each == 0]
+    return ", ".join(found[:10])
