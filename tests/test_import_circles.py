@@ -11,16 +11,10 @@ from collections.abc import Iterator
 
 from tests.test_ranks_of_packages import PACKAGE, modules
 
-STILL_TO_COME: set[frozenset[str]] = {
-    frozenset({"runtime.frame", "runtime.ledger"}),
-    frozenset({"profiler.analytic", "profiler.expert_seconds"}),
-}
-"""TEMPORARY: circles of packages that are being rewritten. To be emptied."""
-
 
 def test_no_module_imports_itself_through_others() -> None:
     graph = {module: set(imported_by(module)) for module in modules()}
-    assert [sorted(circle) for circle in circles(graph) if circle not in STILL_TO_COME] == []
+    assert [sorted(circle) for circle in circles(graph)] == []
 
 
 def test_a_circle_is_found() -> None:

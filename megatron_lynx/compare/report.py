@@ -116,9 +116,8 @@ def _checked(measurement: Measurement) -> str:
     if check.process_bytes is None:
         return f"The counter ({counted}) was not checked against the process's memory: {check.why_not}."
     off = check.process_bytes / check.counted_bytes - 1
-    return (
-        f"The counter was checked: {counted}, the process's peak memory rose by {format_bytes(check.process_bytes)} ({off:+.1%})."
-    )
+    rose = f"the process's peak memory rose by {format_bytes(check.process_bytes)} ({off:+.1%})"
+    return f"The counter was checked: {counted}, {rose}."
 
 
 def _cells(row: Row, reference: bool, bold: str = "") -> tuple[str, ...]:

@@ -106,9 +106,8 @@ class Verdict:
         ours = f"{self.ours.setting} ({format_seconds(self.ours.step_s)}, {format_bytes(getattr(self.ours, self.by))})"
         if self.opponent is None or self.speedup is None:
             return f"No stock setting that was measured needs as few {what} as {ours}."
-        stock = (
-            f"{self.opponent.setting} ({format_seconds(self.opponent.step_s)}, {format_bytes(getattr(self.opponent, self.by))})"
-        )
+        held = format_bytes(getattr(self.opponent, self.by))
+        stock = f"{self.opponent.setting} ({format_seconds(self.opponent.step_s)}, {held})"
         if self.speedup >= 1:
             won = f"is {self.speedup:.2f} times as fast as {stock}"
         else:

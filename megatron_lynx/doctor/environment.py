@@ -14,13 +14,12 @@ def environment(variables: Mapping[str, str], *, tensor: int | None, gpus: list[
     yield _connections(variables.get("CUDA_DEVICE_MAX_CONNECTIONS"), tensor, gpus)
     yield _allocator(variables)
     if variables.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        todo = "unset it"
-        yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", "every kernel is waited for: nothing overlaps", todo)
+        costs = "every kernel is waited for: nothing overlaps"
+        yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", costs, "unset it")
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
         if variables.get(name, "0") not in ("", "0"):
-            yield Finding(
-                name, "defeats", "set", "the host waits in every collective: a window ends before it begins", "unset it"
-            )
+            costs = "the host waits in every collective: a window ends before it begins"
+            yield Finding(name, "defeats", "set", costs, "unset it")
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         costs = "every collective is checked by another one first"
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")

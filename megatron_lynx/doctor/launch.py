@@ -63,8 +63,7 @@ def _messages(reading: Reading) -> Finding:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
     costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"
     if chunked:
-        return Finding(
-            "batch_p2p_sync", "slows", given.origin("overlap_p2p_comm"), costs, "drop it: overlapped messages need no sync"
-        )
+        todo = "drop it: overlapped messages need no sync"
+        return Finding("batch_p2p_sync", "slows", given.origin("overlap_p2p_comm"), costs, todo)
     todo = "set config.batch_p2p_sync to False in the training script (no flag does), or use virtual stages"
     return Finding("batch_p2p_sync", "slows", "on, Megatron's default without virtual stages", costs, todo)

@@ -17,9 +17,8 @@ BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
 def machine(launcher: Sequence[str] = (), root: Path = Path("/")) -> Iterator[Finding]:
     """`launcher`: the words in front of the script, where a launch was given."""
     devices = gpus()
-    yield Finding(
-        "GPUs", "good" if devices else "note", ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
-    )
+    found = ", ".join(sorted(set(devices))) + f" ({len(devices)})" if devices else "none here"
+    yield Finding("GPUs", "good" if devices else "note", found)
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     bound = any(word.startswith(BINDERS) for word in launcher) or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     if nodes > 1 and not bound:

@@ -17,12 +17,8 @@ from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 from megatron_lynx.launch_arguments.model_facts import ffn_of
 
-FREQ, DISPATCHER, EXPERT, EXPERT_TENSOR = (
-    "moe_layer_freq",
-    "moe_token_dispatcher_type",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+FREQ, DISPATCHER = "moe_layer_freq", "moe_token_dispatcher_type"
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
 """Limits of a pattern, so that a mistyped number cannot fill the memory."""
 
@@ -55,10 +51,8 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     tensor = given[EXPERT_TENSOR] or given["tensor_model_parallel_size"] or 1
     if given[DISPATCHER] == "allgather" and (given[EXPERT] or 1) * tensor > 1:
         said = "allgather" if DISPATCHER in given.values else "allgather, Megatron's default"
-        todo = "what every rank gathers is not priced"
-        problems.append(
-            Problem("--moe-token-dispatcher-type", said, "alltoall with experts or parts of them on other ranks", todo)
-        )
+        needed, todo = "alltoall with experts or parts of them on other ranks", "what every rank gathers is not priced"
+        problems.append(Problem("--moe-token-dispatcher-type", said, needed, todo))
 
 
 def _widths(given: Given) -> Iterator[Fact]:

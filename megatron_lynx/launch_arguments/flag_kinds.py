@@ -254,18 +254,22 @@ GROUPS = {
 
 PREFIXES: dict[str, tuple[str, ...]] = {
     "a feature that is not switched on": (
-        *("mtp_", "mup_", "mamba_", "dsa_", "linear_", "fp8_", "fp4_", "tp_comm_", "cuda_graph_", "kitchen_"),
         *(
+            "mtp_",
+            "mup_",
+            "mamba_",
+            "dsa_",
+            "linear_",
+            "fp8_",
+            "fp4_",
+            "tp_comm_",
+            "cuda_graph_",
+            "kitchen_",
             "inference_",
-            "cpu_offloading_",
-            "qk_clip",
             "yarn_",
-            "offload_",
-            "activation_offload",
-            "delta_offload",
-            "delay_offload",
         ),
-        *("fine_grained_offloading_", "ep_overlap_"),
+        *("qk_clip", "offload_", "activation_offload", "delta_offload", "delay_offload", "cpu_offloading_", "ep_overlap_"),
+        "fine_grained_offloading_",
     ),
 }
 

@@ -91,9 +91,8 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
         yield asked or Fact("policy", "none", "no stock recomputation")
         return
     if asked is not None:
-        problems.append(
-            Problem(asked.origin, str(asked.value), "none", "drop --recompute-*: the plan decides what is recomputed")
-        )
+        todo = "drop --recompute-*: the plan decides what is recomputed"
+        problems.append(Problem(asked.origin, str(asked.value), "none", todo))
     if given["context_parallel_size"] not in (None, 1):
         found, todo = str(given["context_parallel_size"]), "plans for it cannot be run yet; megatron-lynx estimate can price it"
         problems.append(Problem(given.origin("context_parallel_size"), found, "1", todo))

@@ -42,10 +42,8 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
     table, values = arguments.table, {name: arguments.values[name] for name in BESIDE if name in arguments.values}
     beside = [value.said for name, value in arguments.values.items() if name not in BESIDE]
     if beside:
-        problems = [
-            *problems,
-            Problem("--yaml-cfg", f"also {', '.join(beside)}", "no flag beside it: Megatron reads only the file"),
-        ]
+        needed = "no flag beside it: Megatron reads only the file"
+        problems = [*problems, Problem("--yaml-cfg", f"also {', '.join(beside)}", needed)]
     found = list(problems)
     for key, name, value in _entries(read_yaml(path)):
         flag = next((flag for flag in table.of_name.get(name, ()) if arguments.release in flag.releases), None)
@@ -82,11 +80,8 @@ def _checked(flag: Flag, where: str, value: Any, problems: list[Problem]) -> Any
         problems.append(Problem(where, repr(value), needed, todo))
         return None
     if isinstance(value, int | float):
-        return (
-            str(value)
-            if flag.type == "text" and flag.takes == 1 and flag.sets in READ
-            else in_range(flag, where, value, problems)
-        )
+        is_text = flag.type == "text" and flag.takes == 1 and flag.sets in READ
+        return str(value) if is_text else in_range(flag, where, value, problems)
     return value
 
 

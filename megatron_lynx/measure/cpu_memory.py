@@ -48,9 +48,8 @@ def remember_blocks() -> None:
     try:
         flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _FLAG)
     except (OSError, ValueError) as error:
-        problem = Problem(
-            f"torch {torch.__version__}", str(error), f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
-        )
+        needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
+        problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
         raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
     with _quiet():  # the allocator warns about the first block whose size it does not know: let that be this one
         unknown = torch.empty(1, device="cpu")

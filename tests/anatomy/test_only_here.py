@@ -25,23 +25,6 @@ EXCEPTIONS = {
 }
 """(file, what is written there): why it is no half, item or window."""
 
-STILL_TO_COME = {
-    *("apply/live_run.py", "apply/refusals.py"),
-    *("cost/communication.py", "cost/layer.py", "cost/step.py", "simulator/halves.py", "rehearsal.py", "search/floor.py"),
-    *("planner/uniform.py", "planner/writing.py"),
-    *("profiler/analytic.py", "profiler/expert_tensors.py", "profiler/profile.py", "profiler/shape.py", "profiler/tensors.py"),
-    *("profiler/measured/half_run.py", "profiler/measured/layer.py", "profiler/measured/seconds.py"),
-    *(
-        "solver/baselines.py",
-        "solver/mixed.py",
-        "solver/options.py",
-        "solver/programme.py",
-        "solver/receive.py",
-        "solver/seats.py",
-    ),
-}
-"""TEMPORARY: files that are being rewritten. To be emptied."""
-
 WINDOW = re.compile(rf"\b(fwd|bwd)\.({'|'.join(HALVES)})")
 NAME_ENDS = {"linear_", "_bda", "layernorm"}
 """Parts of items' names that once told what an item is for."""
@@ -50,8 +33,7 @@ NO_HALVES = ("rank", "micro")
 
 
 def test_nobody_else_names_halves_items_and_windows() -> None:
-    found = set(all_findings())
-    assert sorted((file, what) for file, what in found - EXCEPTIONS.keys() if file not in STILL_TO_COME) == []
+    assert sorted(set(all_findings()) - EXCEPTIONS.keys()) == []
 
 
 def test_exceptions_are_needed_and_few() -> None:

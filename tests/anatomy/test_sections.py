@@ -52,8 +52,9 @@ def test_code_follows_its_site(section: Section, behind: dict[str, str], inner: 
     assert section.code_behind == behind
     assert section.inner == inner
     assert {item.name for item in section.sites} | set(behind.values()) == set(section.names)
-    assert all(section.path_of(item.name) for item in section.sites)
-    assert not any(section.path_of(code) for code in behind.values())
+    assert all(item.path for item in section.sites)
+    assert not any(item.path for item in section.items if item.name in behind.values())
+    assert section.linears == (section.column_parallel, section.row_parallel)
 
 
 def test_a_replay_never_repeats_a_reduction() -> None:

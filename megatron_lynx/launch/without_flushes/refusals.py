@@ -57,8 +57,7 @@ def _layout(args: Any) -> Iterator[Problem]:
         yield Problem("model chunks of each stage", str(chunks), f"1 with {FLAG}", "drop the flags of interleaving, " + ALONE)
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if microbatches < stages:
-        found = (
-            f"{microbatches} (--global-batch-size {args.global_batch_size} / {args.micro_batch_size} / {args.data_parallel_size})"
-        )
+        sizes = f"--global-batch-size {args.global_batch_size} / {args.micro_batch_size} / {args.data_parallel_size}"
+        found = f"{microbatches} ({sizes})"
         needed = f"at least {stages}, one for each stage, with {FLAG}"
         yield Problem("micro-batches per update", found, needed, f"enlarge --global-batch-size, {ALONE}")
