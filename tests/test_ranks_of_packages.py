@@ -1,4 +1,4 @@
-"""The table of DESIGN 2: who may import whom. Imports inside functions count, type checking does not."""
+"""Who may import whom. Imports inside functions count, type checking does not. docs/architecture.md says what each package is for."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron_lynx.plan.part import Part
 
 
 class ByPhase(Part):
-    """Windows of one half where they differ by phase (DESIGN 3.2).
+    """Windows of one half where they differ by phase (docs/architecture.md, "Words").
 
     steady:   the backward follows a forward, whose collectives can hide this half's replay.
     cooldown: the backward follows another backward; only receiving its gradient can.
