@@ -1,4 +1,4 @@
-"""Who may import whom. Imports inside functions count, type checking does not. docs/architecture.md says what each package is for."""
+"""Who may import whom. Imports inside functions count, type checking does not. docs/architecture.md has the map of the packages."""
 
 from __future__ import annotations
 
