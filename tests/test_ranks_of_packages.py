@@ -1,4 +1,4 @@
-"""Who may import whom. Imports inside functions count, type checking does not. docs/architecture.md has the map of the packages."""
+"""Who may import whom. Imports inside functions count, type checking does not. The map is in docs/architecture.md."""
 
 from __future__ import annotations
 
