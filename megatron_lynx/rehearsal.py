@@ -110,7 +110,7 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """What of one micro-batch can go to the host: not what Megatron received and holds itself, nor what experts save."""
+    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, nor what experts save."""
     halves = [(section, profile.half(section.half), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)

@@ -116,7 +116,7 @@ def _unable(recipe: str, cluster: Cluster) -> Iterator[str]:
 
 
 def needs_flushes(model: Model) -> list[str]:
-    """What of a model does not go together with two versions of its weights, and why."""
+    """Names what in a model does not go together with two versions of its weights, and why."""
     reasons = []
     if model.fp8 is not None:
         reasons.append("model.fp8: weights have copies in FP8, of one version, schedule double_buffered has two")

@@ -81,7 +81,7 @@ def smallest_offloaded_bytes(input_bytes: int) -> int:
 
 
 def movable_bytes(profile: HalfProfile, replay: Replay, smallest_bytes: int) -> int:
-    """What of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
+    """How much of a half can go to the host: its input and what stays, but for small blocks and arguments that layers share."""
     blocks = [profile.input_bytes, *(tensor.bytes for tensor in replay.stays if tensor.made_by != "input")]
     return sum(size for size in blocks if size >= smallest_bytes)
 

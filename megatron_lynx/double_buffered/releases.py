@@ -99,7 +99,7 @@ KNOWN = {release.version: release for release in (CORE_0_16, CORE_0_17, CORE_0_1
 
 
 def stale() -> Iterator[Problem]:
-    """What of the megatron-core that is imported does not read as recorded."""
+    """Lists the functions of the imported megatron-core that do not read as recorded."""
     version = installed_version()
     release = KNOWN.get(minor_of(version))
     if release is None:

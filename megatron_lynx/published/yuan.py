@@ -77,7 +77,7 @@ def _choices(runs: list[Mapping[str, Any]]) -> Row:
 
 
 def _fastest_policy(run: Mapping[str, Any]) -> str:
-    """Of those that fit at all."""
+    """The best of those that fit at all."""
     seconds = {}
     for theirs, policy in POLICIES.items():
         job = job_of({**run, "ckpt": theirs})

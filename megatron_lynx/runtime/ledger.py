@@ -137,13 +137,13 @@ class Ledger:
         self.ordinal = 0
 
     def hidden_by_forward(self) -> MicroBatch | None:
-        """Whose replays the collectives of the running forward hide: the micro-batch whose backward comes right behind it."""
+        """The micro-batch whose replays the running forward's collectives hide: the one whose backward comes right behind it."""
         if not self._in_forward or self._recording is None:
             return None
         return self._living(self._order.hidden_by(self._recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
-        """Whose replays hide behind waiting for a gradient: the micro-batch whose backward comes next. It is told its phase."""
+        """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next. It is told its phase."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
             micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"

@@ -48,7 +48,7 @@ class StageOrder:
         }
 
     def hidden_by(self, forward: VirtualMicroBatch) -> VirtualMicroBatch | None:
-        """Whose replays the collectives of a forward hide. None where its own backward is next, or no backward is."""
+        """The micro-batch whose replays a forward's collectives hide. None where its own backward is next, or no backward is."""
         return self._behind.get(forward)
 
     def at_once(self, micro_batch: VirtualMicroBatch) -> bool:

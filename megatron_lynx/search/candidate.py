@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """In [0, 1], causal attention counted half."""
+        """Model FLOPs utilisation, in [0, 1]; causal attention is counted half."""
         matmul = self.job.cluster.matmul
         assert matmul is not None, "an analytic profile was made of it"
         return mfu(self.job.model, self.tokens_per_s, self.job.gpus * matmul.peak_flop_per_s(self.job.model.dtype))

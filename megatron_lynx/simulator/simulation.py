@@ -128,7 +128,7 @@ def _copy(copied: Copied) -> Span:
 
 
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
-    """What of a replay the receive hides, and what it does not."""
+    """Splits a replay into the part that the receive hides and the part that it does not."""
     if replay.start_s < hidden_until_s:
         yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:

@@ -100,7 +100,7 @@ class Solved:
 
     @cached_property
     def movable_bytes(self) -> int:
-        """What of one micro-batch can go to the host, what was received included."""
+        """How much of one micro-batch can go to the host, including what was received."""
         return sum(half.memory.movable for half in self.halves)
 
     @cached_property

@@ -91,7 +91,7 @@ class Combinations:
 
     @cached_property
     def _distinct(self) -> list[Choices]:
-        """By identity: options of kinds that are alike have windows in other places."""
+        """The kinds of halves, told apart by identity: options of kinds that are alike have windows in other places."""
         return list({id(choices): choices for choices in self.problem.halves}.values())
 
     @cached_property

@@ -133,7 +133,7 @@ class Stages:
         return Problem(f"host memory of a node, stage {answer.stage}", found, f"at most {node.host_memory_gib:g} GiB")
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
-        """By how much the device's memory is exceeded, if that is what binds; else what the solver says."""
+        """Says by how much the device's memory is exceeded, if that is what binds; else what the solver says."""
         beside, budget_bytes = beside_layers(self.job, stage), self.job.memory_budget_bytes
         least = self.least(stage)
         missing = beside.total + least.peak_bytes - budget_bytes

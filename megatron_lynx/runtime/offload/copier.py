@@ -41,7 +41,7 @@ MOST_WAITS = 256
 
 
 class Owner(NamedTuple):
-    """Whose bytes a copy moves, for errors and traces."""
+    """Says whose bytes a copy moves, for errors and traces."""
 
     where: str
     """`stage 0, chunk 1`."""

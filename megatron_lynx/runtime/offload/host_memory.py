@@ -195,6 +195,6 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _numbers_in(file: Path) -> dict[str, int]:
-    """By the first word of a line, the second one."""
+    """The second word of each line, by its first one."""
     lines = (line.split() for line in file.read_text().splitlines()) if file.exists() else ()
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
