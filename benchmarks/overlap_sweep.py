@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident_bytes import count
-from megatron_lynx.anatomy import CODE_ITEMS, COLUMN_PARALLEL, ITEMS, ROW_PARALLEL
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, REPLAYABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.measure.process_peak import ENVIRONMENT
@@ -84,7 +84,8 @@ def job_of(layers: int, sequence_parallel: bool, link_mbit_per_s: float | None) 
 
 def plan_of(job: Job, gather: Any) -> Plan:
     """Everything that saves something is replayed, one frame ahead (no dropout here, so the bda items save nothing)."""
-    items = [item for item in ITEMS if item not in ROW_PARALLEL and not (item in CODE_ITEMS and item.endswith("bda"))]
+    residuals = {section.residual for section in DENSE.values()}
+    items = [item for item in REPLAYABLE if item not in residuals]
     if job.parallel.sequence_parallel and gather == "keep":
         items = [item for item in items if item not in COLUMN_PARALLEL]
     return uniform_plan(job, items, gather=gather)

@@ -143,7 +143,7 @@ class Ledger:
         return self._living(self._order.hidden_by(self._recording.virtual))
 
     def hidden_by_receive(self) -> MicroBatch | None:
-        """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next. It is told its phase."""
+        """The micro-batch whose replays hide while a gradient is awaited: the one whose backward is next, told its phase."""
         micro_batch, backward = self.coming(0), self._order.backward(self._begun)
         if micro_batch is not None and backward is not None:
             micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
