@@ -141,6 +141,7 @@ class CounterCheck(_Part):
     """The activation counter against the process's real peak memory, in one step; see `process_peak`."""
 
     counted_bytes: int
+    """Both are above the level at the step's start."""
     process_bytes: int | None = None
     why_not: str | None = None
     """The reason for which the process's peak could not be read."""

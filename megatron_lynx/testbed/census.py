@@ -157,5 +157,4 @@ def _check_of(subject: Subject) -> CounterCheck | None:
         return None
     if why_not := process_peak.why_unavailable():
         return CounterCheck(counted_bytes=subject.counted_step().peak_bytes, why_not=why_not)
-    check = process_peak.check_counter(subject.uncleared_step)
-    return CounterCheck(counted_bytes=check.counted_bytes, process_bytes=check.process_bytes)
+    return process_peak.check_counter(subject.uncleared_step)
