@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from inspect import isclass
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -45,6 +45,12 @@ NEEDED = {
     "less_than_equal": "at most {le:g}",
 }
 """Pydantic's error types, in words for people. An error whose type ends in `_type` may be about another arm of a union."""
+
+
+class Part(BaseModel):
+    """What files are made of: it cannot be changed after reading, and has no unknown keys and no numbers that are not finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

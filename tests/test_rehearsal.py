@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.layer_range import LayerRange
@@ -14,6 +13,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse, stage_passes_of
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages

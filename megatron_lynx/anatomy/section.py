@@ -153,9 +153,6 @@ class Section:
         (item,) = (item for item in self.items if item.role == role)
         return item
 
-    def role_of(self, name: str) -> Role:
-        return self.items[self.index(name)].role
-
     def path_of(self, name: str) -> str:
         """Where the submodule of an item is, as an attribute path of Megatron's layer."""
         return self.items[self.index(name)].path

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.validation import Part
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Matmul(_Part):
+class Matmul(Part):
     """Matrix units. A GEMM of size n, the edge of a cube of its FLOPs, reaches efficiency x n / (n + half_size) of the peak."""
 
     bf16_tflop_per_s: float = Field(gt=0)
@@ -52,7 +49,7 @@ class Matmul(_Part):
         return flops / (self.attention_efficiency * self.peak_flop_per_s(dtype))
 
 
-class Fp8Units(_Part):
+class Fp8Units(Part):
     """Matrix units in FP8. Their achieved share of the peak is taken to be that in bf16."""
 
     tflop_per_s: float = Field(gt=0)
@@ -63,7 +60,7 @@ class Fp8Units(_Part):
     """Whether both operands are read by rows alone, so that what is read by columns has a transposed copy (Hopper)."""
 
 
-class Link(_Part):
+class Link(Part):
     """One direction of one link."""
 
     gb_per_s: float = Field(gt=0)
@@ -100,14 +97,14 @@ class Nic(Link):
     per_node: int = Field(ge=1)
 
 
-class Node(_Part):
+class Node(Part):
     """A server."""
 
     gpus: int = Field(ge=1)
     host_memory_gib: float = Field(gt=0)
 
 
-class Cluster(_Part):
+class Cluster(Part):
     """Devices and the links between them."""
 
     name: str

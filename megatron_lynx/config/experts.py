@@ -12,7 +12,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from megatron_lynx.validation import Part
 
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 
@@ -25,10 +27,8 @@ def _frozen(value: Any) -> Any:
 Layers = Annotated[Literal["all"] | Annotated[int, Field(ge=1)] | tuple[int | str, ...], BeforeValidator(_frozen)]
 
 
-class Experts(BaseModel):
+class Experts(Part):
     """What stands in place of a layer's MLP: a router, and experts of which every token passes some."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     count: int = Field(ge=1)
     """Experts of one layer, over all ranks (E)."""

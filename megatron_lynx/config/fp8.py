@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.validation import Part
 
 
-class Fp8(BaseModel):
+class Fp8(Part):
     """Megatron's `--fp8-format` and `--fp8-recipe`. Weights themselves stay in the model's type."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: E4M3, but gradients in E5M2."""

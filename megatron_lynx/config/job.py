@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
@@ -14,6 +14,7 @@ from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.schedule.groups import groups_needed
 from megatron_lynx.units import GIB
+from megatron_lynx.validation import Part
 
 Policy = Literal["none", "selective", "balanced", "full", "planned"]
 """What is recomputed: nothing; stock's core attention; norms and activation (Yuan et al.); whole layers; as planned."""
@@ -35,10 +36,8 @@ LATER: dict[str, dict[str, Any]] = {
 """Fields that jobs did not always have, by their part, and what they are where they change nothing."""
 
 
-class Batch(BaseModel):
+class Batch(Part):
     """Sizes in sequences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     micro: int = Field(ge=1)
     """Sequences of one micro-batch (b)."""
@@ -46,10 +45,8 @@ class Batch(BaseModel):
     """Sequences of one optimizer step over all replicas (B)."""
 
 
-class Budget(BaseModel):
+class Budget(Part):
     """What a plan may use. Without a figure the planner aims at the least memory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     activation_mib: float | None = Field(default=None, gt=0, le=1e12)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
@@ -57,10 +54,8 @@ class Budget(BaseModel):
     """Everything on one device. None: the cluster's memory, less its reserve."""
 
 
-class Job(BaseModel):
+class Job(Part):
     """The whole job. Digest and derived numbers are properties; nothing is changed after loading."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: Model
     cluster: Cluster

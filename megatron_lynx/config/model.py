@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.config.experts import Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.validation import Part
 
 
-class Model(BaseModel):
+class Model(Part):
     """A decoder-only transformer in Megatron's terms. Sizes count elements, not bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     layers: int = Field(ge=1, le=1_000)
     """Transformer layers in the whole model (L)."""

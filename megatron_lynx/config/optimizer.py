@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
+
+from megatron_lynx.validation import Part
 
 Moment = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
-class Optimizer(BaseModel):
+class Optimizer(Part):
     """Adam, as Megatron holds it. `cost.parameters` says how many bytes follow from it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     gradients: Literal["fp32", "bf16"] = "fp32"
     """The type in which gradients are added up and reduced. bf16 stands for the weights' own type, be it bf16 or fp16."""

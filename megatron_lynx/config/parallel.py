@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from megatron_lynx.validation import Part
 
 
-class Parallel(BaseModel):
+class Parallel(Part):
     """Sizes of Megatron's parallel groups. Data parallelism is what remains of the job's ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tensor: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)

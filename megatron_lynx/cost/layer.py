@@ -19,17 +19,6 @@ from megatron_lynx.profiler.expert_tensors import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 
-__all__ = [
-    "BALANCED",
-    "LayerShape",
-    "half_tensors",
-    "item_flops",
-    "kept_bytes",
-    "layers_bytes",
-    "replayed_flops",
-    "replayed_items",
-]
-
 BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
 CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
 """Made by the core attention, and saved by nothing else."""

@@ -84,9 +84,5 @@ class TwoVersions:
         self.show(self.newest)
         self._first_buffer, self.newest, self._shown = self._buffer(self.newest), 0, 0
 
-    def retired(self) -> list[torch.Tensor]:
-        """The bytes that the next update overwrites."""
-        return self.buffers.memory(self._buffer(self.newest + 1))
-
     def _buffer(self, version: int) -> int:
         return buffer_of(version + self._first_buffer)

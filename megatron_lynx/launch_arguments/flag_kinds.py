@@ -32,7 +32,7 @@ def kind_of(flag: Flag) -> FlagKind | None:
     if name in PRICED_AS:
         return FlagKind("priced as", PRICED_AS[name])
     about = next((about for about, names in NO_MATTER.items() if name in names), GROUPS.get(flag.group))
-    about = about or next((about for about, prefixes in PREFIXES.items() if name.startswith(prefixes)), None)
+    about = about or next((about for about, prefixes in PREFIXES.items() if name.startswith(tuple(prefixes))), None)
     return None if about is None else FlagKind("no matter", about)
 
 
@@ -252,26 +252,15 @@ GROUPS = {
 }
 """Megatron's own headings, whole: what they are about. Not "moe": in a launch with experts that is switched on, flag by flag."""
 
-PREFIXES: dict[str, tuple[str, ...]] = {
-    "a feature that is not switched on": (
-        *(
-            "mtp_",
-            "mup_",
-            "mamba_",
-            "dsa_",
-            "linear_",
-            "fp8_",
-            "fp4_",
-            "tp_comm_",
-            "cuda_graph_",
-            "kitchen_",
-            "inference_",
-            "yarn_",
-        ),
-        *("qk_clip", "offload_", "activation_offload", "delta_offload", "delay_offload", "cpu_offloading_", "ep_overlap_"),
-        "fine_grained_offloading_",
+PREFIXES = {
+    "a feature that is not switched on": names_in(
+        """
+        mtp_ mup_ mamba_ dsa_ linear_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip offload_
+        activation_offload delta_offload delay_offload cpu_offloading_ ep_overlap_ fine_grained_offloading_
+        """
     ),
 }
+"""How the names of flags begin, by what they are about."""
 
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(

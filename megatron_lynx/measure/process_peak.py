@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lynx.measure.measurement import CounterCheck
 from megatron_lynx.measure.memory import activation_meter
-from megatron_lynx.units import KIB, MIB
+from megatron_lynx.units import KIB
 
 _PROCESS = Path("/proc/self")
 
@@ -57,29 +57,13 @@ class ProcessPeak:
         self.bytes = _status("VmHWM") - self._level
 
 
-@dataclass(frozen=True)
-class CounterCheck:
-    """One step counted both ways, in bytes above the level at entry."""
-
-    counted_bytes: int
-    process_bytes: int
-
-    TOLERANCE = 0.05
-    SLACK_BYTES = 4 * MIB
-
-    @property
-    def agrees(self) -> bool:
-        """Within 5 % and 4 MiB (what a step's small blocks and workspaces come to)."""
-        return abs(self.process_bytes - self.counted_bytes) <= self.TOLERANCE * self.counted_bytes + self.SLACK_BYTES
-
-
 def check_counter(step: Callable[[], object]) -> CounterCheck:
     """Runs a CPU step twice: first with the counter, which also warms it up, then without a profiler and with `ProcessPeak`."""
     with activation_meter("cpu") as meter:
         step()
     with ProcessPeak() as peak:
         step()
-    return CounterCheck(meter.use.peak_bytes, peak.bytes)
+    return CounterCheck(counted_bytes=meter.use.peak_bytes, process_bytes=peak.bytes)
 
 
 def _status(key: str) -> int:

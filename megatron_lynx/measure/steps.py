@@ -38,13 +38,6 @@ def summarise(samples_s: Sequence[float]) -> Summary:
     return Summary(median(samples_s), lower, upper, len(samples_s))
 
 
-def ratios_to_first(samples_s: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Median of each setting over the median of the first one."""
-    medians = {setting: median(samples) for setting, samples in samples_s.items()}
-    first = next(iter(medians.values()))
-    return {setting: value / first for setting, value in medians.items()}
-
-
 def time_alternating(
     steps: Mapping[str, Step],
     *,

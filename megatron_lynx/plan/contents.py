@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.part import Part
 from megatron_lynx.plan.stage import Stage
+from megatron_lynx.validation import Part
 
 
 class PlanContents(Part):

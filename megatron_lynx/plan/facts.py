@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
-from megatron_lynx.plan.part import Part
+from megatron_lynx.validation import Part
 
 
 class ModelFacts(Part):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from megatron_lynx.plan.part import Part
+from megatron_lynx.validation import Part
 
 MOST_LAYERS = 1_000
 """The most layers of a model: with a mistyped number, checks would take too long."""

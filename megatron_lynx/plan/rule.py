@@ -15,7 +15,7 @@ from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
 from megatron_lynx.anatomy.address import ON_DEMAND, BackwardPhase
 from megatron_lynx.plan.layer_range import LayerRange, Layers
 from megatron_lynx.plan.names import GatherName, ItemName, WindowName
-from megatron_lynx.plan.part import Part
+from megatron_lynx.validation import Part
 
 
 class ByPhase(Part):

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_lynx.plan.layer_range import Layers
-from megatron_lynx.plan.part import Part
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.units import MIB
+from megatron_lynx.validation import Part
 
 
 class Predicted(Part):

@@ -9,10 +9,11 @@ from megatron_lynx.anatomy import COLUMN_PARALLEL, ITEMS, REPLAYABLE, Half, Sect
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import LayerShape, replayed_flops
+from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
 from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
+from megatron_lynx.profiler.shape import LayerShape
 
 Before = tuple[int, Section] | None
 """The half with windows whose backward comes before another one's: its layer and its section. None at the end of a chunk."""

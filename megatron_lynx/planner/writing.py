@@ -14,7 +14,6 @@ from megatron_lynx.anatomy import HALVES, ITEMS, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
-from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.stage_memory import StageMemory
 from megatron_lynx.plan import order
@@ -32,6 +31,7 @@ from megatron_lynx.plan.plan import (
     Stage,
 )
 from megatron_lynx.plan.rule import joined
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.stage_answer import StageAnswer

@@ -14,12 +14,12 @@ import os
 from collections import Counter
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
-from megatron_lynx.validation import validated
+from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
@@ -27,11 +27,7 @@ LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class SavedTensor(_Part):
+class SavedTensor(Part):
     """One memory block that a layer half's backward, or a replay that passes it, needs. Views share their block."""
 
     bytes: int = Field(ge=0)
@@ -43,7 +39,7 @@ class SavedTensor(_Part):
     """Whether it is what its site returned (a kept site's output is remembered where a replay has to pass it)."""
 
 
-class ItemProfile(_Part):
+class ItemProfile(Part):
     """One item, one micro-batch. A replay takes as long as the forward did."""
 
     forward_s: float = Field(ge=0)
@@ -59,7 +55,7 @@ class ItemProfile(_Part):
     """Linear layers: the part that makes the gradient of the weight (stock hides the gradient's reduction behind it)."""
 
 
-class HalfProfile(_Part):
+class HalfProfile(Part):
     """One half of one layer, one micro-batch."""
 
     input_bytes: int = Field(ge=0)
@@ -80,7 +76,7 @@ class HalfProfile(_Part):
         return self.input_bytes + sum(tensor.bytes for tensor in self.tensors if tensor.saved_by)
 
 
-class BlockProfile(_Part):
+class BlockProfile(Part):
     """An end of the model, one micro-batch: what lies before the first layer, or behind the last."""
 
     forward_s: float = Field(default=0.0, ge=0)
@@ -89,7 +85,7 @@ class BlockProfile(_Part):
     """What it holds from forward to backward, what the last layer hands it included."""
 
 
-class ExpertHalf(_Part):
+class ExpertHalf(Part):
     """The MLP half of a layer of experts, whole: it is never replayed, and has no windows."""
 
     input_bytes: int = Field(ge=0)
@@ -101,7 +97,7 @@ class ExpertHalf(_Part):
     """Seconds of both passes in which it waits for other ranks."""
 
 
-class LinkPoint(_Part):
+class LinkPoint(Part):
     """One measured message. For all-gather and reduce-scatter `bytes` is the size of the whole (gathered) tensor."""
 
     kind: LinkKind
@@ -109,7 +105,7 @@ class LinkPoint(_Part):
     seconds: float = Field(ge=0)
 
 
-class Shape(_Part):
+class Shape(Part):
     """What the figures were measured for; a profile of another shape is refused by the planner."""
 
     hidden: int
@@ -136,7 +132,7 @@ LATER: dict[str, Any] = {"qk_norm": False, "fp8": None, "experts": None, "expert
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
-class Source(_Part):
+class Source(Part):
     """Where the figures came from."""
 
     how: Literal["measured", "analytic"]
@@ -159,7 +155,7 @@ class Source(_Part):
         return f"seconds were measured with a stand-in for {missing}, and describe no real device: only bytes are right"
 
 
-class Profile(_Part):
+class Profile(Part):
     """A whole profile, version 1."""
 
     version: Literal[1] = 1
@@ -186,8 +182,9 @@ class Profile(_Part):
                 problems += _misplaced(tensor, f"{half}.tensors.{index}", items)
         if (self.shape.experts is None) != (self.experts is None):
             problems.append("shape.experts and experts belong together: give both, or none")
-        sizes = [(point.kind, point.bytes) for point in self.links]
-        problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in _repeated(sizes)]
+        given = Counter((point.kind, point.bytes) for point in self.links)
+        twice = [message for message, times in given.items() if times > 1]
+        problems += [f"links: {kind} of {size} bytes is given twice, needed once" for kind, size in twice]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -228,10 +225,6 @@ def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[
     known = ", ".join(items)
     made = [] if tensor.made_by in ("input", *items) else [f"{where}.made_by is {tensor.made_by!r}, needed one of input, {known}"]
     return made + [f"{where}.saved_by has {name!r}, needed some of {known}" for name in tensor.saved_by if name not in items]
-
-
-def _repeated(sizes: list[tuple[LinkKind, int]]) -> list[tuple[LinkKind, int]]:
-    return [size for size, times in Counter(sizes).items() if times > 1]
 
 
 def shape_of(job: Job) -> Shape:

@@ -19,12 +19,12 @@ from math import ceil
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
-from megatron_lynx.cost.layer import LayerShape
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
 from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact
 from megatron_lynx.solver.answer import NOTHING_FITS, Solved, infeasible

@@ -20,6 +20,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
+from megatron_lynx.measure.memory import MemoryUse
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, blocks, module_sets, ours
@@ -34,17 +35,12 @@ class Counted:
     """One setting on one rank."""
 
     candidate: Candidate
-    resident_bytes: int
-    peak_bytes: int
+    use: MemoryUse
     most_resident_bytes: int
     """The most of all ranks, as is `most_peak_bytes`."""
     most_peak_bytes: int
-    hidden_replays: int = 0
-    on_demand_replays: int = 0
-    offloaded_bytes: int = 0
-    host_bytes: int = 0
-    exposed_copy_s: float = 0.0
-    gradients_equal: bool | None = None
+    counts: Counts
+    gradients_equal: bool | None
 
     def holds_no_more_than(self, other: Counted) -> bool:
         """Whether it holds no more than `other` by either count of bytes, and so can be an opponent."""
@@ -95,19 +91,7 @@ def _count(subject: Subject, reference: Bits | None = None) -> Counted:
             counts = installation.engine.take_counts()
         use = subject.counted_step()
     most_resident, most_peak = most_of_all_ranks((use.resident_bytes, use.peak_bytes), subject.device)
-    return Counted(
-        candidate=subject.candidate,
-        resident_bytes=use.resident_bytes,
-        peak_bytes=use.peak_bytes,
-        most_resident_bytes=most_resident,
-        most_peak_bytes=most_peak,
-        hidden_replays=counts.hidden,
-        on_demand_replays=counts.on_demand,
-        offloaded_bytes=counts.offloaded_bytes,
-        host_bytes=counts.host_bytes,
-        exposed_copy_s=counts.exposed_copy_s,
-        gradients_equal=equal,
-    )
+    return Counted(subject.candidate, use, most_resident, most_peak, counts, equal)
 
 
 def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
@@ -157,5 +141,4 @@ def _check_of(subject: Subject) -> CounterCheck | None:
         return None
     if why_not := process_peak.why_unavailable():
         return CounterCheck(counted_bytes=subject.counted_step().peak_bytes, why_not=why_not)
-    check = process_peak.check_counter(subject.uncleared_step)
-    return CounterCheck(counted_bytes=check.counted_bytes, process_bytes=check.process_bytes)
+    return process_peak.check_counter(subject.uncleared_step)

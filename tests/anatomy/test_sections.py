@@ -30,7 +30,7 @@ def test_items_are_named_once_and_roles_that_are_asked_for_are_unique(section: S
     roles = [item.role for item in section.items]
     unique = ("norm", "residual") if section.opaque else ("norm", "column_parallel", "core", "row_parallel", "residual")
     assert [role for role in unique if roles.count(role) > 1] == []
-    assert (section.role_of(section.norm), section.role_of(section.residual)) == ("norm", "residual")
+    assert (section.item("norm").name, section.item("residual").name) == (section.norm, section.residual)
     assert roles[0] == "norm"
     assert roles[-1] == "residual"
 

@@ -7,8 +7,9 @@ import pytest
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.cost.replay import replay_of
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import half_tensors
 
 GPT = Model(
     layers=1, hidden=6144, ffn=4 * 6144, heads=64, kv_groups=64, vocab=51200, seq=2048, hidden_dropout=0.1, attention_dropout=0.1

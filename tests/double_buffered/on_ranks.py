@@ -103,7 +103,7 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
 
 def fused_gradients(how: dict[str, Any]) -> AbstractContextManager[Any]:
     """The stand-in for the extension that adds weight gradients up where they lie, if the model wants it."""
-    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from tests.fused_gradient import stand_in_for_fused_gradient
 
     return stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext()
 
@@ -315,6 +315,11 @@ def hooked(rank: int, job: Job, how: dict[str, Any]) -> tuple[Trained, Trained, 
     return expected, run, refused
 
 
+def retired(versions: Any) -> list[torch.Tensor]:
+    """The bytes that the next update overwrites."""
+    return versions.buffers.memory(versions._buffer(versions.newest + 1))
+
+
 def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = False) -> dict[str, Any]:
     """Three batches; the retired buffer is filled with NaN before it is filled again, or one backward `too_early`.
 
@@ -331,7 +336,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = Fa
     versions, backward_step, backwards, left_behind = pipeline.versions, schedules.backward_step, 0, 0
 
     def spoil() -> None:
-        for memory in versions.retired():
+        for memory in retired(versions):
             memory.view(torch.float32).fill_(float("nan"))
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -344,7 +349,7 @@ def spoilt_memory(rank: int, job: Job, how: dict[str, Any], too_early: bool = Fa
     def update() -> Any:
         nonlocal left_behind
         result = updating()
-        left_behind += looking_into(versions.retired())
+        left_behind += looking_into(retired(versions))
         if pipeline.gradients is not None:
             left_behind += looking_into(pipeline.gradients.hidden())
         return result
@@ -452,7 +457,7 @@ def spoil_retired(versions: Any) -> None:
     refill = versions.refill
 
     def spoiling(*buffers: int) -> None:
-        for memory in versions.retired():
+        for memory in retired(versions):
             memory.view(torch.float32).fill_(float("nan"))
         refill(*buffers)
 

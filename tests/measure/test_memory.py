@@ -12,7 +12,7 @@ import torch
 
 from megatron_lynx.measure.cpu_memory import remember_blocks
 from megatron_lynx.measure.memory import MemoryUse, activation_meter
-from megatron_lynx.measure.process_peak import ENVIRONMENT, CounterCheck, why_unavailable
+from megatron_lynx.measure.process_peak import ENVIRONMENT, why_unavailable
 from megatron_lynx.units import MIB
 
 KIB4 = 4096
@@ -197,7 +197,7 @@ for rows, width, depth in ((16 * 1024, 1024, 3), (1024, 256, 40)):
         weight.grad = None
 
     check = check_counter(step)
-    print(check.counted_bytes > depth * rows * width * 4, check.agrees, check)
+    print(check.counted_bytes > depth * rows * width * 4, check.counted_bytes, check.process_bytes)
 """
 
 
@@ -208,11 +208,7 @@ def test_counter_agrees_with_the_process_peak():
         [sys.executable, "-c", STEPS], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert [line.startswith("True True") for line in run.stdout.splitlines()] == [True, True], run.stdout
-
-
-def test_the_tolerance_of_the_check():
-    assert CounterCheck(100 * MIB, 109 * MIB).agrees
-    assert CounterCheck(100 * MIB, 91 * MIB).agrees
-    assert not CounterCheck(100 * MIB, 110 * MIB).agrees
-    assert not CounterCheck(100 * MIB, 90 * MIB).agrees
+    steps = [line.split() for line in run.stdout.splitlines()]
+    assert [enough for enough, _, _ in steps] == ["True", "True"], run.stdout
+    for _, counted_bytes, process_bytes in steps:  # 4 MiB: what a step's small blocks and workspaces come to
+        assert abs(int(process_bytes) - int(counted_bytes)) <= 0.05 * int(counted_bytes) + 4 * MIB

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.measure.steps import Summary, ratios_to_first, summarise, time_alternating
+from megatron_lynx.measure.steps import Summary, summarise, time_alternating
 
 
 def test_settings_take_turns_and_every_step_begins_at_a_barrier():
@@ -19,7 +19,3 @@ def test_median_and_quartiles():
     assert summarise([2.0]) == Summary(2.0, 2.0, 2.0, 1)
     with pytest.raises(ValueError, match="no samples"):
         summarise([])
-
-
-def test_ratios_are_of_medians():
-    assert ratios_to_first({"none": [1.0, 2.0, 90.0], "full": [3.0, 3.0, 3.0]}) == {"none": 1.0, "full": 1.5}

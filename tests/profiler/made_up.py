@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import half_tensors
 
 FLOPS_PER_S = 1e9
 SMALL_S = 1e-6

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_lynx.anatomy import DENSE, HALVES
-from megatron_lynx.cost.layer import LayerShape, half_tensors, item_flops
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed import te_layer
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule import one_f_one_b
-from megatron_lynx.schedule.action import Action, most_in_flight, write_actions
+from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import Update, batch_order, buffer_of, deferral, order, version_of
+from tests.schedule.orders import most_in_flight, write_actions
 
 Setting = tuple[int, int, int, float]
 

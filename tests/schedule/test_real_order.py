@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_lynx.schedule.action import write_actions
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.schedule.on_ranks import recorded_order
+from tests.schedule.orders import write_actions
 
 Pools = Callable[[int], RankPool]
 

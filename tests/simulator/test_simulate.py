@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lynx.schedule.action import most_in_flight, read_actions, with_replays
+from megatron_lynx.schedule.action import with_replays
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
@@ -18,6 +18,7 @@ from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass, plain
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.timeline import Span
+from tests.schedule.orders import most_in_flight, read_actions
 from tests.schedule.test_orders import schedules
 
 

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import LayerShape, kept_bytes
+from megatron_lynx.cost.layer import kept_bytes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.profile import LinkPoint
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.layer import LayerShape, replayed_flops
+from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, replayable
