@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.measure.samples import load_measurement
+from megatron_lynx.measure.measurement import load_measurement
 
 ROOT = Path(__file__).parents[1]
 

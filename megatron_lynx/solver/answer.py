@@ -41,16 +41,34 @@ def layers_of(halves: Sequence[Option]) -> tuple[LayerChoice, ...]:
 
 
 @dataclass(frozen=True)
+class WholeMicroBatches:
+    """Of every `of_every` micro-batches the first `count` keep everything and replay nothing (Korthikanti et al., appendix C)."""
+
+    count: int
+    of_every: int
+    resident_bytes: int
+    """What one of them holds from forward to backward."""
+    peak_bytes: int
+    """The most that one of them holds at once."""
+
+    @property
+    def replaying_share(self) -> float:
+        return 1 - self.count / self.of_every
+
+
+@dataclass(frozen=True)
 class Solved:
     """The choices for a stage's layers, first to last.
 
-    Seconds and bytes are those of one micro-batch, but for `peak_bytes`, which counts all in flight.
+    Seconds are those of one micro-batch, the mean over all of them where some are whole. Bytes are those of one micro-batch that
+    replays, but for `peak_bytes`, which counts all in flight.
     """
 
     layers: tuple[LayerChoice, ...]
     in_flight: float
     gap: float | None = None
     """The part of its exposed seconds that a faster answer could save at most: 0 where none is faster, None where unknown."""
+    whole: WholeMicroBatches | None = None
     cooldown_peak_bytes: int = 0
     """The most that is held in cool-down, where that is more than the options say (`solver.receive`)."""
 
@@ -70,11 +88,11 @@ class Solved:
 
     @cached_property
     def exposed_s(self) -> float:
-        return sum(half.exposed_s for half in self.halves)
+        return self._replaying_share * sum(half.exposed_s for half in self.halves)
 
     @cached_property
     def hidden_s(self) -> float:
-        return sum(half.hidden_s for half in self.halves)
+        return self._replaying_share * sum(half.hidden_s for half in self.halves)
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -93,13 +111,22 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While one micro-batch runs backward, with all others that are in flight beside it."""
-        return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
+        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it."""
+        if self.whole is None:
+            return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
+        count, others = self.whole.count, self.whole.of_every - self.whole.count
+        replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others)
+        whole = (count - 1) * self.whole.resident_bytes + self.whole.peak_bytes + others * self.resident_bytes
+        return max(replaying, whole)
 
     @cached_property
     def flops(self) -> int:
-        """What one micro-batch computes again."""
+        """What one micro-batch that replays computes again."""
         return sum(half.flops for half in self.halves)
+
+    @property
+    def _replaying_share(self) -> float:
+        return 1.0 if self.whole is None else self.whole.replaying_share
 
 
 Solver = Callable[[StageProblem], Solved]

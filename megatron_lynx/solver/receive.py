@@ -24,9 +24,9 @@ from megatron_lynx.solver.problem import Option, Receive, StageProblem
 
 
 def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
-    """The same answer with more replays hidden in cool-down; itself without a budget."""
+    """The same answer with more replays hidden in cool-down; itself without a budget, or with whole micro-batches."""
     receive, budget_bytes = problem.receive, problem.budget_bytes
-    if receive is None or receive.share == 0 or budget_bytes is None:
+    if receive is None or receive.share == 0 or budget_bytes is None or answer.whole is not None:
         return answer
     backward = [*answer.halves[::-1]]
     left_s = receive.seconds / receive.interference - sum(

@@ -6,8 +6,8 @@ import json
 from rich.console import Console
 
 from megatron_lynx.compare.report import markdown, notes, print_report, write_report
-from megatron_lynx.measure.measurement import CounterCheck
-from tests.measure.samples import MIB, load_measurement, measurement, setting
+from megatron_lynx.measure.measurement import CounterCheck, load_measurement
+from tests.measure.samples import MIB, measurement, setting
 
 GOLDEN = """\
 # tiny-gpt, TP 2, 2 micro-batches

@@ -103,7 +103,7 @@ def trained_twice(rank: int, job: Job, how: dict[str, Any], batches: int = 4) ->
 
 def fused_gradients(how: dict[str, Any]) -> AbstractContextManager[Any]:
     """The stand-in for the extension that adds weight gradients up where they lie, if the model wants it."""
-    from tests.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
 
     return stand_in_for_fused_gradient() if "gradient_accumulation_fusion" in how.get("model", {}) else nullcontext()
 

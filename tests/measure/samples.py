@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from megatron_lynx.measure.machine import Links, Machine
 from megatron_lynx.measure.measurement import CounterCheck, Measurement, RankResult, Setting, Skipped
-from megatron_lynx.validation import validated
 
 MIB = 1024**2
 MACHINE = Machine(
@@ -64,8 +61,3 @@ def measurement(**changes: Any) -> Measurement:
         "counter_check": CounterCheck(counted_bytes=100 * MIB, process_bytes=102 * MIB),
     }
     return Measurement(**values | changes)
-
-
-def load_measurement(path: Path) -> Measurement:
-    """What was saved. Raises ConfigError with every problem and its place in the file."""
-    return validated(Measurement, json.loads(path.read_text()), path)

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.measure.machine import Links, this_machine
-from megatron_lynx.measure.measurement import RankResult, save_measurement
-from tests.measure.samples import MIB, load_measurement, measurement, setting
+from megatron_lynx.measure.measurement import RankResult, load_measurement, save_measurement
+from tests.measure.samples import MIB, measurement, setting
 
 
 def test_round_trip(tmp_path):
@@ -50,6 +50,16 @@ def test_what_cannot_be_compared_is_refused_with_every_reason():
     assert "'ours' is there twice" in text
     assert "must be stock none" in text
     assert "'short' has 2 ranks and 1 rounds, but 'ours' has 2 ranks and 3 rounds" in text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2}', None])
+def test_a_bad_file_is_a_config_error_that_names_it(tmp_path, content):
+    path = tmp_path / "measurement.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_measurement(path)
+    assert all("measurement.json" in problem.where for problem in caught.value.problems)
 
 
 def test_all_problems_of_a_file_at_once(tmp_path):

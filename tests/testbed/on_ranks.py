@@ -46,10 +46,10 @@ def train(rank: int, job: Job, settings: list[dict[str, Any]], **how: Any) -> li
 
 def train_once(job: Job, setting: dict[str, Any], **how: Any) -> Run:
     from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
-    from tests.fused_gradient import stand_in_for_fused_gradient
 
     with stand_in_for_fused_gradient() if setting.get("gradient_accumulation_fusion") else nullcontext():
         training = Training(job, build_model(job, **setting), **how)

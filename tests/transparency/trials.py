@@ -84,10 +84,10 @@ def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> 
 def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     """A training from the same weights and seeds, under a plan or without."""
     from megatron_lynx.apply import install
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
-    from tests.fused_gradient import stand_in_for_fused_gradient
 
     seen = Seen()
     with ExitStack() as stack:
