@@ -37,10 +37,7 @@ ItemName = Literal[
 COLLECTIVES: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = {
     ("fwd", False): (Collective("all_reduce", "output", "row_parallel"),),
     ("bwd", False): (Collective("all_reduce", "input_gradient", "column_parallel", beside="wgrad"),),
-    ("fwd", True): (
-        Collective("all_gather", "input", "norm"),
-        Collective("reduce_scatter", "output", "row_parallel"),
-    ),
+    ("fwd", True): (Collective("all_gather", "input", "norm"), Collective("reduce_scatter", "output", "row_parallel")),
     ("bwd", True): (
         Collective("all_gather", "gradient", "residual"),
         Collective("all_gather", "input", "column_parallel", beside="dgrad"),

@@ -13,11 +13,7 @@ EXPERTS = Section(
     name="experts",
     half=MLP.half,
     method=MLP.method,
-    items=(
-        Item(MLP.norm, "norm"),
-        Item("experts", "opaque", path="mlp"),
-        Item(MLP.residual, "residual"),
-    ),
+    items=(Item(MLP.norm, "norm"), Item("experts", "opaque", path="mlp"), Item(MLP.residual, "residual")),
 )
 
 

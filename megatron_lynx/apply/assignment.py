@@ -50,11 +50,7 @@ def windows(stage: Stage) -> Windows:
             _assign(during[phase], window_of(stage, half, phase), Replay(half))
         _assign(behind, gather_of(stage, half), Gather(half))
     return Windows(
-        during=during,
-        behind=behind,
-        ahead_depth=stage.ahead_depth,
-        whole=stage.whole or (),
-        first_layer=stage.layers.first,
+        during=during, behind=behind, ahead_depth=stage.ahead_depth, whole=stage.whole or (), first_layer=stage.layers.first
     )
 
 

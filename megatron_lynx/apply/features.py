@@ -33,7 +33,7 @@ OFF = {
 """Config fields that must be off, and what to drop."""
 
 NOT = {
-    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU"),
+    "moe_token_dispatcher_type": ("flex", "allgather or alltoall", "--moe-token-dispatcher-type alltoall: no other ran on a CPU")
 }
 """Config fields that must not have a value, which ones they may have, and what to launch with."""
 

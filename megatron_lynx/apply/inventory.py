@@ -15,12 +15,7 @@ from megatron_lynx.errors import HookRefused
 
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
-    "sites": (
-        "transformer.attention",
-        "transformer.mlp",
-        "transformer.dot_product_attention",
-        "fusions.fused_bias_dropout",
-    ),
+    "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
     EXPERTS.name: ("transformer.moe.moe_layer", "transformer.moe.moe_utils", "transformer.moe.router"),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),

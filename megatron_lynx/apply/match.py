@@ -66,10 +66,7 @@ def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Layers that have a mixture of experts where the plan has an MLP, or the other way round."""
     planned = {number for number in run.layers if plan.model.has_experts(number)}
     live = set(run.expert_layers)
-    for numbers, found, needed in (
-        (live - planned, "an MLP", EXPERTS.name),
-        (planned - live, EXPERTS.name, "an MLP"),
-    ):
+    for numbers, found, needed in ((live - planned, "an MLP", EXPERTS.name), (planned - live, EXPERTS.name, "an MLP")):
         if numbers:
             place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
             yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")

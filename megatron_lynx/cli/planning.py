@@ -117,8 +117,7 @@ def simulate(
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
     budget_mib: Annotated[
-        float | None,
-        typer.Option("--budget-mib", callback=finite, metavar="MIB", help="The budget, drawn beside the memory."),
+        float | None, typer.Option("--budget-mib", callback=finite, metavar="MIB", help="The budget, drawn beside the memory.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -81,14 +81,7 @@ def search(
     job, _ = job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
     with counted("layouts ranked") as watch:
         ranking = searched(
-            job,
-            gpus,
-            top=top,
-            policies=asked,
-            offload=offload,
-            across_nodes=across_nodes,
-            schedules=of_schedules,
-            watch=watch,
+            job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, schedules=of_schedules, watch=watch
         )
     if as_json:
         show_json(ranking.as_json)

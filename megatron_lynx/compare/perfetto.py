@@ -30,10 +30,7 @@ def trace_events(
 
 
 def write_trace(
-    timeline: Timeline,
-    path: str | os.PathLike[str],
-    row_name: str = "rank",
-    memory: Mapping[int, MemoryCurve] | None = None,
+    timeline: Timeline, path: str | os.PathLike[str], row_name: str = "rank", memory: Mapping[int, MemoryCurve] | None = None
 ) -> None:
     """Raises ConfigError where the file cannot be written."""
     events = trace_events(timeline, row_name, memory)

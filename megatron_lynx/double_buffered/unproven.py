@@ -47,7 +47,7 @@ DDP: Needed = {
 """Fields of DistributedDataParallel's configuration."""
 
 DDP_WITH_DEFERRAL: Needed = {
-    "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates"),
+    "reduce_scatter_with_fp32_accumulation": (False, "it may be waited for only once; or do not defer updates")
 }
 """Fields of DistributedDataParallel's configuration that matter only where updates are deferred."""
 

@@ -8,11 +8,7 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 
-SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "context": "context_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-}
+SIZES = {"tensor": "tensor_model_parallel_size", "context": "context_parallel_size", "pipeline": "pipeline_model_parallel_size"}
 
 
 def group_facts(given: Given) -> Iterator[Fact]:

@@ -258,7 +258,7 @@ PREFIXES = {
         mtp_ mup_ mamba_ dsa_ linear_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip offload_
         activation_offload delta_offload delay_offload cpu_offloading_ ep_overlap_ fine_grained_offloading_
         """
-    ),
+    )
 }
 """How the names of flags begin, by what they are about."""
 

@@ -31,13 +31,7 @@ def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
 
 
 def _attention(shape: LayerShape) -> list[SavedTensor]:
-    return [
-        *_norm(shape, ATTENTION),
-        *_queries_keys_values(shape),
-        *_core(shape),
-        *_context(shape),
-        _dropout(shape, ATTENTION),
-    ]
+    return [*_norm(shape, ATTENTION), *_queries_keys_values(shape), *_core(shape), *_context(shape), _dropout(shape, ATTENTION)]
 
 
 def _context(shape: LayerShape) -> list[SavedTensor]:

@@ -156,12 +156,7 @@ class Engine:
         return call() if self._progress.scope is None else self._progress.scope.site(call)
 
     def _new_frame(
-        self,
-        policy: HalfPolicy,
-        micro_batch: MicroBatch,
-        code: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, policy: HalfPolicy, micro_batch: MicroBatch, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Frame:
         frame = Frame(policy, micro_batch, code)
         if policy.replay:

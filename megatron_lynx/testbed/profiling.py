@@ -86,12 +86,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     layer = chunk.decoder.layers[0]
     with fp8_context(job, layer):
         halves = measure_layer(
-            layer,
-            hidden,
-            _arguments(alone),
-            sequence_shards=sequence_shards,
-            repetitions=repetitions,
-            te=te_layer(job, layer),
+            layer, hidden, _arguments(alone), sequence_shards=sequence_shards, repetitions=repetitions, te=te_layer(job, layer)
         )
     embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
