@@ -115,8 +115,12 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": "450e85c2b5211399",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "9c02878bfe37cca1",
     },
-    beside_te={"megatron.core.extensions.transformer_engine:TELinear.forward": "974c68745cfa3e7b"},
-    beside_experts={"megatron.core.transformer.moe.moe_layer:MoELayer.forward": "6a2a1313d9e22c44"},
+    beside_te={
+        "megatron.core.extensions.transformer_engine:TELinear.forward": "974c68745cfa3e7b",
+    },
+    beside_experts={
+        "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "6a2a1313d9e22c44",
+    },
 )
 
 CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
@@ -136,7 +140,9 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": "091263d1c27eb438",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "f767752242219807",
     },
-    beside_te={"megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "83470b9732d24e90"},
+    beside_te={
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "83470b9732d24e90",
+    },
 )
 
 KNOWN: dict[str, Release] = {release.version: release for release in (CORE_0_15, CORE_0_16, CORE_0_17, CORE_0_18, CORE_0_19)}

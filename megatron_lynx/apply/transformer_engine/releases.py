@@ -108,7 +108,9 @@ TE_2_12 = TE_2_11.then(  # recorded from 2.12.0
 
 TE_2_13 = TE_2_12.then(  # recorded from 2.13.0
     "2.13",
-    fingerprints={f"{ATTENTION}.dot_product_attention:DotProductAttention.forward": "461be596ba32ee93"},
+    fingerprints={
+        f"{ATTENTION}.dot_product_attention:DotProductAttention.forward": "461be596ba32ee93",
+    },
     in_fp8={
         "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "2deb50831738905b",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "4b911c4a93c86e03",
@@ -272,7 +274,9 @@ TE_2_20 = TE_2_19.then(  # recorded from 2.20.2
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "5588fae7f2939b3a",
         "transformer_engine.pytorch.module.linear:_linear_backward": GONE,
     },
-    in_fp8={"transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "0b82fb81fd37c186"},
+    in_fp8={
+        "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "0b82fb81fd37c186",
+    },
 )
 
 RELEASES = (TE_2_9, TE_2_10, TE_2_11, TE_2_12, TE_2_13, TE_2_14, TE_2_15, TE_2_16, TE_2_17, TE_2_18, TE_2_19, TE_2_20)
