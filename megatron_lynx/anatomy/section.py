@@ -152,7 +152,3 @@ class Section:
         """The only item with this role."""
         (item,) = (item for item in self.items if item.role == role)
         return item
-
-    def path_of(self, name: str) -> str:
-        """Where the submodule of an item is, as an attribute path of Megatron's layer."""
-        return self.items[self.index(name)].path

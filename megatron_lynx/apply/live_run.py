@@ -9,7 +9,6 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS
-from megatron_lynx.anatomy.dense import LINEAR_QKV
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -47,7 +46,7 @@ class LiveRun:
     @property
     def uses_te(self) -> bool:
         """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
-        linear = module_at(next(iter(self.layers.values()), None), ATTENTION.path_of(LINEAR_QKV))
+        linear = module_at(next(iter(self.layers.values()), None), ATTENTION.item("column_parallel").path)
         return name_of(linear).startswith(TE_MODULE)
 
     @property

@@ -65,7 +65,7 @@ def _random_numbers(run: LiveRun) -> Iterator[Problem]:
         todo = "drop --te-rng-tracker and CUDA-graph settings"
         yield Problem("random-number tracker", found, "CudaRNGStatesTracker, not graphable", todo)
     for number, layer in run.layers.items():
-        held = getattr(module_at(layer, ATTENTION.path_of(CORE_ATTENTION)), "rng_states_tracker", None)
+        held = getattr(module_at(layer, ATTENTION.item("core").path), "rng_states_tracker", None)
         if held not in (None, tracker):
             where, found = f"layer {number}.{CORE_ATTENTION}", "a random-number tracker of its own"
             todo = "seed before the model is built, or without force_reset_rng"
