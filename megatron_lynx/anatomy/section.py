@@ -54,6 +54,11 @@ class Item:
     def is_linear(self) -> bool:
         return self.role in ("column_parallel", "row_parallel")
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether it may draw random numbers: what drops out does, and what nobody looks into may."""
+        return self.role in ("core", "residual", "opaque")
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from torch.nn import Module
+
 from megatron_lynx.anatomy import Half, Section, sections_of
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window
+from megatron_lynx.apply.dropout import may_draw_in
 from megatron_lynx.plan.order import frames_of, gather_of, window_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.policy import HalfPolicy
@@ -17,18 +21,22 @@ from megatron_lynx.runtime.windows import Windows
 from megatron_lynx.schedule.one_stage import passes_of
 
 
-def policies(plan: Plan, stage: Stage, gather: Callable[[Any], Any]) -> dict[int, dict[Half, HalfPolicy]]:
-    """The policy of every half, by layer number."""
+def policies(
+    plan: Plan, stage: Stage, gather: Callable[[Any], Any], modules: Mapping[int, Module]
+) -> dict[int, dict[Half, HalfPolicy]]:
+    """The policy of every half of a chunk, by layer number. `modules`: the layers that Megatron built."""
     return {
         layer: {
-            section.half: _policy(plan, stage, layer, section, gather)
+            section.half: _policy(plan, stage, layer, section, gather, may_draw_in(section, modules[layer]))
             for section in sections_of(experts=plan.model.has_experts(layer))
         }
         for layer in stage.layers
     }
 
 
-def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any]) -> HalfPolicy:
+def _policy(
+    plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any], may_draw: Callable[[], bool]
+) -> HalfPolicy:
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
     gathers = plan.parallel.sequence_parallel and not section.opaque and section.column_parallel in replayed
     return HalfPolicy(
@@ -38,7 +46,28 @@ def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Call
         gather_site=section.column_parallel if gathers else None,
         gather=gather if gathers else None,
         chunk=stage.chunk,
+        may_draw=may_draw,
     )
+
+
+def passing_over(
+    of_layer: Mapping[int, Mapping[Half, HalfPolicy]], windows: Sequence[Windows], offloading: Container[int]
+) -> dict[int, dict[Half, HalfPolicy]]:
+    """The same policies of a stage; halves in which nothing ever happens know it, and those behind them.
+
+    `windows`: of all chunks. `offloading`: chunks that send something to the host.
+    """
+    marked: dict[int, dict[Half, HalfPolicy]] = {}
+    below: HalfPolicy | None = None
+    for layer, halves in of_layer.items():
+        marked[layer] = {}
+        for half, policy in halves.items():
+            goes_out = policy.chunk in offloading and not policy.section.opaque
+            busy = goes_out or bool(policy.replay) or any(each.serves((layer, half), windows[policy.chunk]) for each in windows)
+            of_chunk = below is not None and below.chunk == policy.chunk
+            below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
+            marked[layer][half] = below
+    return marked
 
 
 def windows(stage: Stage) -> Windows:

@@ -11,13 +11,13 @@ with install(model, plan) as installation:      # or installation.remove(), betw
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.assignment import order_of, policies, windows
+from megatron_lynx.apply.assignment import order_of, passing_over, policies, windows
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps, te_collectives
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
@@ -35,6 +35,7 @@ from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
+from megatron_lynx.runtime.windows import Windows
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +131,9 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     if without_flushes is not None:
         without_flushes.check_drained("a plan is installed")
         order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
+    of_chunks = [windows(entry) for entry in plan.chunks_of(run.stage)]
     engine = Engine(
-        [windows(entry) for entry in plan.chunks_of(run.stage)],
+        of_chunks,
         order=order,
         random=MegatronRandom(device),
         guard=left_as_they_were,
@@ -139,7 +141,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         offloader=offloader_of(plan, run, order, device),
         **extra,
     )
-    claims = list(_claims(engine, plan, run))
+    claims = list(_claims(engine, plan, run, of_chunks))
     if conflicts := holding.verify(claims):
         raise HookRefused("the plan cannot be installed", conflicts)
     return Installation(engine, _changed(claims), without_flushes)
@@ -150,14 +152,17 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
     return [*release.stale_beside_te(), *te.stale(), *(te.stale_in_fp8() if run.fp8 else ())]
 
 
-def _claims(engine: Engine, plan: Plan, run: LiveRun) -> Iterator[Claim]:
+def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Windows]) -> Iterator[Claim]:
     shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
-    of_layer = {number: of for entry in plan.chunks_of(run.stage) for number, of in policies(plan, entry, gather).items()}
+    chunks = plan.chunks_of(run.stage)
+    of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, gather, run.layers).items()}
+    of_layer = passing_over(of_layer, of_chunks, engine.offloader.chunks)
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
-        yield from sites.claims(engine, layer, number, release, fp8=run.fp8)
+        recorded = [half for half, policy in of_layer[number].items() if policy.replay or policy.chunk in engine.offloader.chunks]
+        yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
     if run.pipeline > 1:
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)

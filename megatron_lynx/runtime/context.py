@@ -9,7 +9,7 @@ Random numbers are a matter of their own (`rng`): they move on with each draw.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ class Context(Protocol):
     def capture(self) -> Any:
         """What it is now, as a value that later calls do not change."""
 
-    def as_captured(self, captured: Any) -> AbstractContextManager[None]:
+    def as_captured(self, captured: Any) -> AbstractContextManager[Any]:
         """Inside it is what it was then; afterwards it is what it was before."""
 
 
@@ -41,14 +41,16 @@ class Autocast:
         cache = torch.is_autocast_cache_enabled()
         return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in ("cuda", "cpu"))
 
-    @contextmanager
-    def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for then, now in zip(captured, self.capture(), strict=True):
-                if then != now:
-                    kind, enabled, dtype, cache = then
-                    stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
-            yield
+    def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
+        now = self.capture()
+        if now == captured:
+            return nullcontext()
+        stack = ExitStack()
+        for one, other in zip(captured, now, strict=True):
+            if one != other:
+                kind, enabled, dtype, cache = one
+                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+        return stack
 
 
 class Surroundings:

@@ -5,12 +5,12 @@
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
         a submodule is called       site()                                     recorder, replayer
-        a collective is issued      collective(): a window, fwd.*              waits; windows say what runs in it
+        a collective is issued      window(): fwd.*                            waits; windows say what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
       backward reaches a half       _enter()                                   ledger
-        a collective is issued      collective(): a window, bwd.*              waits
+        a collective is issued      window(): bwd.*                            waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
 
 An engine belongs to one installation; it keeps nothing on modules (rule R13) and nothing per thread (rule R12).
@@ -31,10 +31,10 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.offload import Offloader, Shipment
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.recipe import Recipes, signature_of
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
@@ -43,7 +43,7 @@ from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
-from megatron_lynx.runtime.windows import Windows
+from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
 class Engine:
@@ -70,6 +70,7 @@ class Engine:
         self._progress = Progress(self._ledger, self.offloader)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
+        self._recipes = Recipes()
         self._waits = Waits(self._progress, self._windows, self._replays)
         self._entered_at: Any = None
 
@@ -77,6 +78,11 @@ class Engine:
     def in_half(self) -> bool:
         """Whether a half runs, or its backward does, and may be looked into."""
         return self._progress.in_half
+
+    @property
+    def in_recorded_half(self) -> bool:
+        """Whether a half runs whose sites are to be reported."""
+        return self._progress.scope is not None
 
     @property
     def busy(self) -> bool:
@@ -128,48 +134,61 @@ class Engine:
     # --- what the hooks on layers report -------------------------------------------------------------------------------
 
     def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of a layer half. In evaluation nothing is recorded."""
+        """One call of a layer half. In evaluation nothing is recorded, and nothing where nothing ever happens."""
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does
+        if policy.passed_over and not self.trace.enabled:
+            return code(*args, **kwargs)
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         whole = micro_batch.index in self._windows[policy.chunk].whole
         policy = policy.keeping if whole else policy
         stays = whole or policy.section.opaque
         shipment = None if stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
-        recorded = policy.replay or shipment is not None
-        if recorded:
-            refuse_foreign_hooks(policy.name)
-        frame = self._new_frame(policy, micro_batch, code, args, kwargs)
-        scope = Recorder(frame, self._random, self._replays.take, shipment) if recorded else Passage(frame)
-        with self._progress.inside(scope), self._progress.span("forward", frame):
-            outputs = scope.run(args, kwargs)
-        self._progress.counts.recorded += frame.lets_go
-        self._progress.counts.let_go_bytes += frame.let_go_bytes
+        frame = Frame(policy, micro_batch, code)
+        self._ledger.keep(frame)
+        begin = self.trace.now()
+        if policy.replay or shipment is not None:
+            outputs = self._record(frame, shipment, args, kwargs)
+        else:
+            outputs = self._progress.run(Passage(frame), args, kwargs)
+        self.trace.add("forward", *frame.key, micro_batch.number, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
-        self._mark_entry(frame, outputs)
+        self._mark(frame, (args, kwargs), outputs)
+        return outputs
+
+    def _record(self, frame: Frame, shipment: Shipment | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        policy = frame.policy
+        refuse_foreign_hooks(policy.name)
+        if policy.replay:
+            frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
+            frame.random = self._random.capture() if policy.may_draw() else None
+            frame.surroundings = self._surroundings.capture()
+        half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
+        recipe = self._recipes.find(half, signature)
+        recorder = Recorder(frame, self._random, self._replays.take, shipment, recipe)
+        outputs = self._progress.run(recorder, args, kwargs)
+        if recorder.recipe is not recipe:
+            self._recipes.put(half, signature, recorder.recipe)
+        if frame.wanted:
+            self._progress.counts.recorded += 1
+            self._progress.counts.let_go_bytes += frame.let_go_bytes
         return outputs
 
     def site(self, call: SiteCall) -> Any:
         """One submodule call; outside of a half it is only passed on."""
         return call() if self._progress.scope is None else self._progress.scope.site(call)
 
-    def _new_frame(
-        self, policy: HalfPolicy, micro_batch: MicroBatch, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Frame:
-        frame = Frame(policy, micro_batch, code)
-        if policy.replay:
-            frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
-            frame.random, frame.surroundings = self._random.capture(), self._surroundings.capture()
-        self._ledger.keep(frame)
-        return frame
-
-    def _mark_entry(self, frame: Frame, outputs: Any) -> None:
-        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it."""
+    def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
+        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it. It has left
+        the half when the gradient of its input exists, which is where it reaches the half before, if anything happens there."""
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             frame.mark = output.register_hook(lambda _: self._enter(frame))
+        hidden = next(tensors_in(arguments), None)
+        if frame.policy.below_passed_over and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(self._left)
 
     # --- backward ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +199,10 @@ class Engine:
         self._ledger.enter(frame)
         self._entered_at = self.trace.now()
 
+    def _left(self, _: Tensor) -> None:
+        self._close_backward_span()
+        self._ledger.leave()
+
     def _close_backward_span(self) -> None:
         frame = self._ledger.entered
         if frame is not None:
@@ -188,10 +211,9 @@ class Engine:
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
-    def collective(self, start: Callable[[], Any]) -> Any:
-        """Issue a collective of the tensor-parallel group, which `start` does asynchronously. Its `Work` runs a window if it was
-        issued inside a half."""
-        return self._waits.collective(start)
+    def window(self) -> Callable[[Any], WindowedWork] | None:
+        """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it."""
+        return self._waits.window()
 
     def exchange_begins(self) -> None:
         """Messages between stages are about to be issued."""

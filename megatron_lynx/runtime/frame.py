@@ -23,30 +23,8 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.recipe import Key, SiteRecipe, View
 from megatron_lynx.runtime.refusals import asked_twice
-
-Key = tuple[int, int]
-"""(segment, ordinal within the segment)."""
-
-
-@dataclass(frozen=True)
-class View:
-    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument."""
-
-    argument: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, saved: Tensor, argument: int) -> View:
-        return cls(argument, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
-
-    def in_(self, argument: Tensor) -> Tensor:
-        same = (tuple(argument.size()), tuple(argument.stride()), argument.storage_offset())
-        if same == (self.size, self.stride, self.offset):
-            return argument.detach()
-        return argument.detach().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
@@ -92,6 +70,8 @@ class Frame:
     """What sites that a replay may run keep from call to call, by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
+    sites: dict[int, SiteRecipe] = field(default_factory=dict)
+    """Where the sites' tensors were let go, by segment."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
@@ -121,9 +101,9 @@ class Frame:
             self.wanted.discard(key)
             self.found[key] = tensor.detach()
 
-    def want(self, key: Key, size_bytes: int) -> Handle:
+    def want(self, key: Key, tensor: Tensor) -> Handle:
         """The handle that autograd gets instead of a tensor that is let go."""
-        self.let_go_bytes += size_bytes
+        self.let_go_bytes += tensor.nbytes
         self.wanted.add(key)
         return Handle(self, key)
 
@@ -140,14 +120,17 @@ class Frame:
         self.memos.clear()
         self.site_states.clear()
         self.views.clear()
+        self.sites.clear()
 
 
-@dataclass(frozen=True, eq=False)
 class Handle:
     """What autograd holds instead of a tensor that was let go."""
 
-    frame: Frame
-    key: Key
+    __slots__ = ("frame", "key")
+
+    def __init__(self, frame: Frame, key: Key) -> None:
+        self.frame = frame
+        self.key = key
 
     def take(self) -> Tensor:
         """The regenerated tensor, for the one backward that asks for it.

@@ -29,6 +29,12 @@ class HalfPolicy:
     gather: Gather | None = None
     chunk: int = 0
     """Which of the stage's chunks the layer is in."""
+    may_draw: Callable[[], bool] = lambda: True
+    """Whether the half may draw random numbers in the call that begins now."""
+    passed_over: bool = False
+    """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
+    below_passed_over: bool = False
+    """Whether that holds of the half before it, whose backward comes next."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.frame import Frame
@@ -62,12 +63,11 @@ class Progress:
         counts.host_bytes, counts.exposed_copy_s = self.offloader.host_bytes, self.offloader.take_waited_s(exact=exact)
         return counts
 
-    @contextmanager
-    def inside(self, scope: Recorder | Replayer | Passage) -> Iterator[None]:
-        """Inside, this call runs: sites and collectives that are met belong to it."""
+    def run(self, scope: Recorder | Replayer | Passage, *given: Any) -> Any:
+        """Run this call. Sites and collectives that are met inside belong to it."""
         outer, self.scope = self.scope, scope
         try:
-            yield
+            return scope.run(*given)
         finally:
             self.scope = outer
 

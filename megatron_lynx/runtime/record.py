@@ -5,6 +5,7 @@
 [3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
       replayed site   all but parameters
       kept site       only those that share memory with an argument which the replay regenerates anyway
+    Which these are is learnt in the half's first call (`lesson`), and is in its recipe for later ones (`recipe`)
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
@@ -22,30 +23,46 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo, View
+from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
+from megatron_lynx.runtime.lesson import Lesson
 from megatron_lynx.runtime.offload import Hosted, Shipment
+from megatron_lynx.runtime.recipe import HalfRecipe, Pick, SiteRecipe
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.saved import detached, saved_between, storage_of, suspended, tensors_in
+from megatron_lynx.runtime.saved import detached, is_parameter, nodes_between, storage_of, tensors_in
 from megatron_lynx.runtime.site_call import SiteCall
 
 
 class Recorder:
-    """Records one call of one half. `take(handle)` is how backward gets a tensor back."""
+    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `recipe` the call teaches."""
 
     def __init__(
-        self, frame: Frame, random: RandomSource, take: Callable[[Handle], Tensor], shipment: Shipment | None = None
+        self,
+        frame: Frame,
+        random: RandomSource,
+        take: Callable[[Handle], Tensor],
+        shipment: Shipment | None = None,
+        recipe: HalfRecipe | None = None,
     ) -> None:
         self.frame = frame
-        self._shipment = shipment
         self.collectives = 0
+        self._shipment = shipment
+        self._replay = frame.policy.replay
         self._random = random
         self._take = take
         self._item: str | None = None
         self._segment = 0
         self._ordinal = 0
         self._row_segment = -1
-        self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)}
         self._hooks: Any = None
+        self._teaches = recipe is None
+        self._recipe = HalfRecipe() if recipe is None else recipe
+        self._fits = True
+        self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
+
+    @property
+    def recipe(self) -> HalfRecipe | None:
+        """What later calls may follow; None where this call did not go as the recipe says."""
+        return self._recipe if self._fits else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -54,124 +71,134 @@ class Recorder:
                 outputs = self.frame.code(*args, **kwargs)
         finally:
             self._hooks = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
-        self._settle_memos()
+        if self._teaches:
+            self._settle_memos()
         if self._shipment is not None and self.frame.lets_go:
             self._stow_what_replay_needs(self._shipment)
         return outputs
 
     def site(self, call: SiteCall) -> Any:
-        arguments = call.arguments
-        if not self._replays(self._item):
-            self._resident.update(map(storage_of, arguments))  # [5]
-        if call.first is not None:
-            self._enter(call.first.item)
-        self._enter(call.name)
-        outputs = self._called(call, arguments)
-        if call.state is not None and self.frame.policy.replay:
-            self.frame.site_states[self._segment] = call.state.capture()  # [8]
-        self._enter(self.frame.policy.section.code_behind.get(call.name, call.name))
+        site = call.site
+        if self._teaches and self._item not in self._replay:
+            self._resident.update(map(storage_of, call.arguments))  # [5]
+        if site.first is not None:
+            self._enter(site.first.item)
+        self._enter(site.name)
+        outputs = self._called(call)
+        if site.state is not None and self._replay:
+            self.frame.site_states[self._segment] = site.state.capture()  # [8]
+        self._enter(self.frame.policy.section.code_behind.get(site.name, site.name))
         return outputs
 
-    def _called(self, call: SiteCall, arguments: list[Tensor]) -> Any:
-        if not self._replays(call.name):
-            return self._keep(call, arguments)
-        if not call.owns_parameters:
+    def _called(self, call: SiteCall) -> Any:
+        site, kept = call.site, call.site.name not in self._replay
+        if not kept and not site.owns_parameters:
             return call()  # [2]
-        with suspended(self._hooks):
+        draws = kept and site.may_draw and self.frame.random is not None
+        before = self._random.capture() if draws else None
+        self._hooks.__exit__()
+        try:
             outputs = call()
-        self._let_go(call, outputs, arguments, arguments)  # [3]
+        finally:
+            self._hooks.__enter__()
+        behind = self._random.capture() if draws else None
+        self._let_go(call, outputs)  # [3]
+        if kept and self._replay:
+            self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
         return outputs
 
-    def _keep(self, call: SiteCall, arguments: list[Tensor]) -> Any:
-        if not self.frame.policy.replay:
-            with suspended(self._hooks):
-                outputs = call()
-            self._let_go(call, outputs, arguments, [])
-            return outputs
-        before = self._random.capture()
-        with suspended(self._hooks):
-            outputs = call()
-        behind = self._random.capture()
-        regenerated = [tensor for tensor in arguments if storage_of(tensor) not in self._resident]
-        self._let_go(call, outputs, arguments, regenerated)  # [3]
-        if call.name == self.frame.policy.section.row_parallel:
-            self._row_segment = self._segment
-            remembered = map_nest(Tensor, _absent, outputs)
-        else:
-            remembered = map_nest(Tensor, detached, outputs)
-            self._resident.update(map(storage_of, tensors_in(outputs)))
-        self.frame.memos[self._segment] = Memo(remembered, None if self._random.same(before, behind) else behind)  # [4]
-        return outputs
+    def _let_go(self, call: SiteCall, outputs: Any) -> None:
+        """Turn saved tensors of the site's nodes into handles."""
+        nodes = nodes_between(outputs, call.arguments)
+        kinds = tuple([type(node) for node in nodes])
+        site = self._recipe.sites.get(self._segment)
+        if self._teaches:
+            site = self._recipe.sites[self._segment] = self._lesson(call).recipe(nodes, kinds)
+        elif site is None or site.kinds != kinds:
+            self._fits, site = False, SiteRecipe(kinds)
+        self.frame.sites[self._segment] = site
+        for pick in site.picks:
+            pack, unpack = self._hooks_for(pick, call.arguments)
+            pick.slot.raw(nodes[pick.node]).register_hooks(pack, unpack)
 
-    def _let_go(self, call: SiteCall, outputs: Any, arguments: list[Tensor], regenerated: list[Tensor]) -> None:
-        """Turn saved tensors of the site's nodes into handles: views of regenerated arguments; where the site is replayed,
-        everything else but parameters; what is kept, where it may go to the host."""
-        lasting = {storage_of(tensor) for tensor in call.lasting}
-        argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
-        may_go = {storage_of(tensor) for tensor in regenerated}
-        first = self._of_first_part(call, outputs, arguments)
-        for raw, tensor in saved_between(outputs, arguments):
-            storage = storage_of(tensor)
-            if storage in lasting:
-                continue
-            if storage in first:
-                raw.register_hooks(partial(self._pack_first, first[storage]), self._unpack)  # [6]
-            elif storage in may_go:
-                raw.register_hooks(partial(self._pack_view, argument_at[storage]), self._unpack)
-            elif self._replays(self._item) and storage not in argument_at:
-                raw.register_hooks(self._pack, self._unpack)
-            elif self._shipment is not None and self._shipment.may_go(tensor):
-                raw.register_hooks(self._shipment.stow, self._unpack)  # [7]
+    def _lesson(self, call: SiteCall) -> Lesson:
+        return Lesson(
+            call,
+            self._segment,
+            replayed=call.name in self._replay,
+            first_replayed=call.first is not None and call.first.item in self._replay,
+            resident=self._resident if self._replay else None,
+            may_go=None if self._shipment is None else self._shipment.may_go,
+            views=len(self.frame.views),
+        )
 
-    def _of_first_part(self, call: SiteCall, outputs: Any, arguments: list[Tensor]) -> dict[int, int]:
-        """From the storages of what a replayed first part made to the place of each among its tensors."""
-        if call.first is None or not self._replays(call.first.item):
-            return {}
-        saved = enumerate(call.first.saved(outputs, arguments))
-        return {storage_of(tensor): index for index, tensor in saved if tensor is not None}
+    def _hooks_for(self, pick: Pick, arguments: list[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        if pick.key is None:
+            assert self._shipment is not None, "a recipe for a half that is offloaded"
+            return self._shipment.stow, _on_device  # [7]
+        if pick.view is not None:
+            return partial(self._pack_view, pick, pick.view.address(arguments[pick.view.argument])), self._unpack
+        return partial(self.frame.want, pick.key), self._take
 
-    def _pack_first(self, index: int, tensor: Tensor) -> Handle:
-        return self.frame.want((self._segment - 1, index), tensor.nbytes)
+    def _pack_view(self, pick: Pick, address: int, tensor: Tensor) -> Any:
+        assert pick.key is not None
+        assert pick.view is not None
+        if not pick.view.shows(tensor, address):
+            self._fits = False
+            return tensor.detach()
+        self.frame.views[pick.key] = pick.view
+        return self.frame.want(pick.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, torch.nn.Parameter):
+        if is_parameter(tensor):
             return tensor
         key = (self._segment, self._ordinal)
         self._ordinal += 1
-        if self._replays(self._item):
-            return self.frame.want(key, tensor.nbytes)  # [1]
+        if self._item in self._replay and self._may_let_go():
+            return self.frame.want(key, tensor)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
         return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [7]
 
-    def _pack_view(self, argument: int, tensor: Tensor) -> Handle:
-        key = (self._segment, -1 - len(self.frame.views))
-        self.frame.views[key] = View.of(tensor, argument)
-        return self.frame.want(key, tensor.nbytes)
+    def _may_let_go(self) -> bool:
+        """Whether a replay can reach where the code is: the recipe remembers no more memos than its call needed."""
+        if self._teaches or self._segment in self._recipe.lets_go:
+            return True
+        self._fits = False
+        return False
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Handle):
-            return self._take(packed)
-        return packed.tensor() if isinstance(packed, Hosted) else packed
+        return self._take(packed) if type(packed) is Handle else _on_device(packed)
+
+    def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
+        row_parallel = call.name == self.frame.policy.section.row_parallel
+        if self._teaches:
+            if row_parallel:
+                self._row_segment = self._segment
+            else:
+                self._resident.update(map(storage_of, tensors_in(outputs)))
+        elif self._segment not in self._recipe.memos:
+            return
+        with_values = not row_parallel if self._teaches else self._recipe.memos[self._segment]
+        self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _settle_memos(self) -> None:
         """Drop what no replay will pass, and the values of what it passes only to reach the code behind the row-parallel site."""
-        wanted, memos = self.frame.wanted, self.frame.memos
-        last = max((segment for segment, _ in wanted), default=-1)
-        last_with_values = max((segment for segment, _ in wanted if segment <= self._row_segment), default=-1)
+        memos, lets_go = self.frame.memos, frozenset(segment for segment, _ in self.frame.wanted)
+        last = max(lets_go, default=-1)
+        last_with_values = max((segment for segment in lets_go if segment <= self._row_segment), default=-1)
         for segment in list(memos):
             if segment >= last:
                 del memos[segment]
             elif segment >= last_with_values:
-                memos[segment] = Memo(map_nest(Tensor, _absent, memos[segment].outputs), memos[segment].random)
+                memos[segment] = Memo(map_nest(Tensor, absent, memos[segment].outputs), memos[segment].random)
+        self._recipe.lets_go = lets_go
+        self._recipe.memos = {segment: segment < last_with_values for segment in memos}
 
     def _stow_what_replay_needs(self, shipment: Shipment) -> None:
         """Hand the half's inputs and the memos of kept sites to the shipment."""
         self.frame.inputs = shipment.stow_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
             self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)
-
-    def _replays(self, item: str | None) -> bool:
-        return item in self.frame.policy.replay
 
     def _enter(self, item: str) -> None:
         self._segment += 1
@@ -193,5 +220,9 @@ class Passage:
         return call()
 
 
-def _absent(tensor: Tensor) -> Any:
-    return tensor if isinstance(tensor, torch.nn.Parameter) else Absent.of(tensor)
+def absent(tensor: Tensor) -> Any:
+    return tensor if is_parameter(tensor) else Absent.of(tensor)
+
+
+def _on_device(packed: Any) -> Tensor:
+    return packed.tensor() if type(packed) is Hosted else packed

@@ -52,6 +52,16 @@ def collective_in_replay(half: str) -> ReplayError:
     )
 
 
+def other_nodes(half: str, site: str) -> ReplayError:
+    return _refusal(
+        "a replay went another way than its forward",
+        where=f"replay of {half}: {site}",
+        found="other operations in its graph",
+        needed="those of the forward: what they save is what backward needs",
+        todo="keep the site in the plan, and tell us what it does",
+    )
+
+
 def asked_twice(half: str) -> ReplayError:
     return _refusal(
         "a replayed activation was asked for twice",

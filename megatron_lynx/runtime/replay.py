@@ -4,7 +4,8 @@
                                                                   └ a replay ends at a site: nothing is wanted any more [5],
                                                                     or this is the site that it was to run up to [6]
 
-[1] random state and surroundings are what they were; gradients are on, because only then does code save tensors
+[1] random state (where the half may draw) and surroundings are what they were; gradients are on, because only then does code save
+    tensors
 [2] code between sites runs; what it saves and is wanted is collected
 [3] at a site, wanted arguments are collected first, then
           with a memo     it is returned, and the random state moves to where the site left it: the record made the memo of a
@@ -21,7 +22,7 @@ the site was called with is started, and the next replay runs the site with what
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from torch import Tensor
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Memo
 from megatron_lynx.runtime.offload import on_device
-from megatron_lynx.runtime.rng import RandomSource, forked
-from megatron_lynx.runtime.saved import detached, saved_between, storage_of, suspended
+from megatron_lynx.runtime.refusals import other_nodes
+from megatron_lynx.runtime.rng import RandomSource, drawing_from
+from megatron_lynx.runtime.saved import detached, is_parameter, nodes_between, suspended
 from megatron_lynx.runtime.site_call import FirstPart, SiteCall
 
 
@@ -64,11 +66,10 @@ class Replayer:
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
+        random = nullcontext() if self.frame.random is None else drawing_from(self._random, self.frame.random)
         try:
-            with forked(self._random), torch.enable_grad(), self._hooks:  # [1]
-                self._random.restore(self.frame.random)
-                with suppress(_Enough):
-                    self.frame.code(*args, **kwargs)
+            with random, torch.enable_grad(), self._hooks, suppress(_Enough):  # [1]
+                self.frame.code(*args, **kwargs)
         finally:
             self._hooks = None  # it refers back to here
         return self._argument
@@ -110,7 +111,7 @@ class Replayer:
 
     def _run(self, call: SiteCall) -> Any:
         self._site = call.name
-        if not call.owns_parameters:
+        if not call.site.owns_parameters:
             outputs = call()
         else:
             with suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment)):
@@ -118,7 +119,8 @@ class Replayer:
             self._collect_saved(call, outputs)
         self._site = None
         if self._until is not None:  # [6]
-            self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), self._random.capture())
+            random = None if self.frame.random is None else self._random.capture()
+            self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached, outputs), random)
         return outputs
 
     def _recall(self, memo: Memo) -> Any:
@@ -132,24 +134,21 @@ class Replayer:
                 self.frame.keep(key, view.in_(arguments[view.argument]))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
-        """The saved tensors that the recorder turned into handles one by one, in the same order."""
-        first = self._segment - (call.first is not None)
-        if not any(first <= segment <= self._segment for segment, _ in self.frame.wanted):
+        """The saved tensors that the record let go one by one, from the same slots."""
+        site = self.frame.sites.get(self._segment)
+        picks = [pick for pick in site.picks if pick.key in self.frame.wanted] if site is not None else []
+        if not picks:
             return
-        arguments = call.arguments
-        skipped = {storage_of(tensor) for tensor in (*call.lasting, *arguments)}
-        if call.first is not None:
-            made = call.first.saved(outputs, arguments)
-            self._keep_first(made, first)
-            skipped.update(storage_of(tensor) for tensor in made if tensor is not None)
-        for _, tensor in saved_between(outputs, arguments):
-            if storage_of(tensor) not in skipped:
-                self.frame.keep((self._segment, self._ordinal), tensor)
-                self._ordinal += 1
+        nodes = nodes_between(outputs, call.arguments)
+        if [type(node).__name__ for node in nodes] != [kind.__name__ for kind in site.kinds]:  # type: ignore[union-attr]
+            raise other_nodes(self.frame.policy.name, call.name)
+        for pick in picks:
+            assert pick.key is not None
+            self.frame.keep(pick.key, pick.slot.tensor(nodes[pick.node]))
 
     def _collect(self, tensor: Tensor) -> None:
         """Stands in for autograd's saving: the replay's own graph holds nothing."""
-        if isinstance(tensor, torch.nn.Parameter):
+        if is_parameter(tensor):
             return
         self.frame.keep((self._segment, self._ordinal), tensor)  # [2]
         self._ordinal += 1

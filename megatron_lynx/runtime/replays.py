@@ -71,5 +71,5 @@ class Replays:
     def _run(self, frame: Frame, until: str | None) -> Tensor | None:
         replayer = Replayer(frame, self._random, until)
         weights = self._as_recorded(frame.micro_batch.index)
-        with self._progress.inside(replayer), self._guard(), weights, self._surroundings.as_captured(frame.surroundings):
-            return replayer.run()
+        with self._guard(), weights, self._surroundings.as_captured(frame.surroundings):
+            return self._progress.run(replayer)  # type: ignore[no-any-return]

@@ -4,6 +4,8 @@
                  │                               │
     replay    restore(S0)    …    the kept site is skipped: restore(S2)    …    restore what was before the replay
 
+A half that cannot draw, because nothing in it drops out, has none of this (`HalfPolicy.may_draw`).
+
 What a state consists of depends on who trains: `TorchRandom` knows torch's default generators; Megatron's tracker is added
 by `apply` (rule R13: a copy of its dict, and the name of the state in use).
 """
@@ -50,10 +52,11 @@ class TorchRandom:
 
 
 @contextmanager
-def forked(source: RandomSource) -> Iterator[None]:
-    """What is drawn inside is undone at the end."""
+def drawing_from(source: RandomSource, state: Any) -> Iterator[None]:
+    """Inside, numbers are drawn from `state` on; what is drawn is undone at the end."""
     before = source.capture()
     try:
+        source.restore(state)
         yield
     finally:
         source.restore(before)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return all_in(Tensor, value)
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """As `isinstance` says, which is slow for the many tensors that are plain ones."""
+    return type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
+
+
 def detached(tensor: Tensor) -> Tensor:
     """The same data without the graph behind it; asks for a gradient where the original did. Parameters stay themselves."""
-    if isinstance(tensor, torch.nn.Parameter):
+    if is_parameter(tensor):
         return tensor
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    alias = tensor.detach()
+    return alias.requires_grad_() if tensor.requires_grad else alias
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -59,44 +65,67 @@ def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]
         hooks.__enter__()
 
 
-def saved_between(outputs: Any, arguments: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Saved tensors of the nodes that lead from `arguments` to `outputs`: (the raw slot to register hooks on, the tensor).
-
-    Not those without memory of their own: a wrapper around the bytes of a weight in FP8.
-    """
-    for node in nodes_between(outputs, arguments):
-        yield from (pair for pair in _saved_of(node) if has_memory(pair[1]))
-
-
-def nodes_between(outputs: Any, arguments: Any) -> Iterator[Any]:
-    """The nodes of autograd that lead from `arguments` to `outputs`.
+def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
+    """The nodes of autograd that lead from `arguments` to `outputs`, without those that only add to a leaf's gradient.
 
     The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
     """
-    boundary = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None]
-    seen = set(boundary)
+    seen = {tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None}
     waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    found = []
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in seen or type(node) is _ACCUMULATE:
             continue
         seen.add(node)
-        yield node
-        waiting.extend(behind for behind, _ in reversed(node.next_functions) if behind is not None)
+        found.append(node)
+        waiting.extend([behind for behind, _ in reversed(node.next_functions) if behind is not None])
+    return found
 
 
-def _saved_of(node: Any) -> Iterable[tuple[Any, Tensor]]:
+_ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The class of the nodes at the leaves."""
+
+
+class Slot(NamedTuple):
+    """Where a node has a saved tensor. The same for all nodes of a kind that the same code made."""
+
+    name: str
+    at: int | None
+    """Where it has several under one name."""
+
+    def raw(self, node: Any) -> Any:
+        """What hooks are registered on."""
+        raw = getattr(node, f"_raw_saved_{self.name}")
+        return raw if self.at is None else raw[self.at]
+
+    def tensor(self, node: Any) -> Tensor:
+        """What was saved there."""
+        saved = node.saved_tensors if self.name == _OF_PYTHON else getattr(node, f"_saved_{self.name}")
+        return saved if self.at is None else saved[self.at]  # type: ignore[no-any-return]
+
+
+_OF_PYTHON = "tensors"
+"""The only name in nodes of a Python `autograd.Function`."""
+
+
+def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
+    """The saved tensors of a node. Not those without memory of their own: a wrapper around the bytes of a weight in FP8."""
+    yield from (pair for pair in _slots(node) if has_memory(pair[1]))
+
+
+def _slots(node: Any) -> Iterable[tuple[Slot, Tensor]]:
     if hasattr(node, "_raw_saved_tensors"):  # a Python autograd.Function
-        yield from (pair for pair in zip(node._raw_saved_tensors, node.saved_tensors, strict=True) if pair[1] is not None)
+        yield from ((Slot(_OF_PYTHON, at), tensor) for at, tensor in enumerate(node.saved_tensors) if tensor is not None)
         return
-    for name in _slots_of(type(node)):  # type: ignore[arg-type]
-        raw, tensor = getattr(node, f"_raw_saved_{name}"), getattr(node, f"_saved_{name}")
-        slots, tensors = (raw, tensor) if isinstance(raw, (tuple, list)) else ((raw,), (tensor,))
-        yield from (pair for pair in zip(slots, tensors, strict=True) if isinstance(pair[1], Tensor))
+    for name in _names_of(type(node)):  # type: ignore[arg-type]
+        saved = getattr(node, f"_saved_{name}")
+        slots = enumerate(saved) if isinstance(saved, (tuple, list)) else ((None, saved),)
+        yield from ((Slot(name, at), tensor) for at, tensor in slots if isinstance(tensor, Tensor))
 
 
 @cache
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _names_of(kind: type) -> tuple[str, ...]:
     """The names by which a node of autograd's own knows its saved tensors. They are the same for all nodes of a kind, and slow to
     list."""
     prefix = "_raw_saved_"

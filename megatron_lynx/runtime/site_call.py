@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.context import SiteState
-from megatron_lynx.runtime.saved import detached, nodes_between, tensors_in
+from megatron_lynx.runtime.saved import detached, tensors_in
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class FirstPart:
     slots: Callable[[Any], tuple[int, ...]]
     """Where among what such a node saves the tensors of `run` are."""
 
-    def saved(self, outputs: Any, arguments: Any) -> tuple[Tensor | None, ...]:
-        """The same tensors as `run` makes, from a call of the whole site that ran."""
-        for node in nodes_between(outputs, arguments):
+    def saved(self, nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The same tensors as `run` makes, from the nodes of a call of the whole site."""
+        for node in nodes:
             if type(node).__name__ == self.node:
                 saved = node.saved_tensors
                 return tuple(saved[slot] for slot in self.slots(node))
@@ -41,40 +42,60 @@ class FirstPart:
 
 
 @dataclass(frozen=True, eq=False)
-class SiteCall:
-    """One submodule call of a half, about to be made."""
+class Site:
+    """One submodule that is a site of the plan; the same for all its calls."""
 
     name: str
     module: torch.nn.Module
     forward: Callable[..., Any]
     """The module's own forward, without hooks."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     first: FirstPart | None = None
     state: SiteState | None = None
+    may_draw: bool = True
+    """Whether it may draw random numbers at all. Norms and linears never do."""
 
-    def __call__(self) -> Any:
-        return self.forward(*self.args, **self.kwargs)
-
-    @property
-    def arguments(self) -> list[Tensor]:
-        return list(tensors_in((self.args, self.kwargs)))
-
-    @property
+    @cached_property
     def owns_parameters(self) -> bool:
         return next(self.module.parameters(), None) is not None
+
+
+class SiteCall:
+    """One submodule call of a half, about to be made."""
+
+    __slots__ = ("args", "arguments", "kwargs", "site")
+
+    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.site = site
+        self.args = args
+        self.kwargs = kwargs
+        self.arguments: list[Tensor] = list(tensors_in((args, kwargs) if kwargs else args))
+
+    def __call__(self) -> Any:
+        return self.site.forward(*self.args, **self.kwargs)
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    @property
+    def first(self) -> FirstPart | None:
+        return self.site.first
+
+    @property
+    def state(self) -> SiteState | None:
+        return self.site.state
 
     @property
     def lasting(self) -> Iterator[Tensor]:
         """Tensors that its nodes may save and that are nobody's activations."""
-        yield from self.module.parameters()
-        if self.state is not None:
-            yield from self.state.lasting()
+        yield from self.site.module.parameters()
+        if self.site.state is not None:
+            yield from self.site.state.lasting()
 
     def as_recorded(self, captured: Any) -> AbstractContextManager[None]:
         """Inside, what the site keeps from call to call is as it was when that was captured."""
-        return nullcontext() if self.state is None else self.state.as_captured(captured)
+        return nullcontext() if self.site.state is None else self.site.state.as_captured(captured)
 
     def without_graph(self) -> SiteCall:
         """The same call on arguments that do not lead back."""
-        return replace(self, args=map_nest(Tensor, detached, self.args), kwargs=map_nest(Tensor, detached, self.kwargs))
+        return SiteCall(self.site, map_nest(Tensor, detached, self.args), map_nest(Tensor, detached, self.kwargs))

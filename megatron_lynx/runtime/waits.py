@@ -32,20 +32,34 @@ class Waits:
         self._ledger = progress.ledger
         self._windows = windows
         self._replays = replays
+        self._in_forwards = any(chunk.in_forwards for chunk in windows)
 
-    def collective(self, start: Callable[[], Any]) -> Any:
-        """Issue a collective of the tensor-parallel group. Its `Work` runs a window if it was issued inside a half.
+    def window(self) -> Callable[[Any], WindowedWork] | None:
+        """A collective of the tensor-parallel group is about to be issued: what makes a window of its `Work`.
 
-        `start` issues it asynchronously. A replay must not communicate (rule R2).
+        None where it is issued outside of a half, or where nothing happens in its window: then it may be issued as it comes. A
+        replay must not communicate (rule R2).
         """
         scope = self._progress.scope
         if isinstance(scope, Replayer):
             raise collective_in_replay(scope.frame.policy.name)
         address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
-        work = start()
-        if address is None:
-            return work
-        return WindowedWork(work, lambda wait: self._window(address, micro_batch, phase, wait))
+        if address is None or not self._happens(address, micro_batch, phase):
+            return None
+        return lambda work: WindowedWork(work, lambda wait: self._window(address, micro_batch, phase, wait))
+
+    def _happens(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase) -> bool:
+        """Whether a window is more than a wait: tasks run there, or somebody wants to see it."""
+        if self._progress.trace.enabled:
+            return True
+        return micro_batch is not None and bool(self._during(window, micro_batch, phase) or self._behind(window, micro_batch))
+
+    def _during(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> tuple[Task, ...]:
+        running = self._windows[self._ledger.recording_chunk]
+        return self._windows[micro_batch.chunk].tasks_during(window, phase, running)
+
+    def _behind(self, window: Window, micro_batch: MicroBatch) -> tuple[Task, ...]:
+        return self._windows[micro_batch.chunk].tasks_behind(window)
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -95,7 +109,8 @@ class Waits:
         """Address of the collective that a forward issues now, and for which micro-batch and phase its window runs tasks."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1
-        return address, self._ledger.hidden_by_forward(), "steady"
+        served = self._in_forwards or self._progress.trace.enabled
+        return address, self._ledger.hidden_by_forward() if served else None, "steady"
 
     def _in_backward(self) -> tuple[WindowAddress | None, MicroBatch | None, BackwardPhase]:
         """The same for a collective of a half's backward. Outside of one there is no address."""
@@ -110,11 +125,10 @@ class Waits:
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
             if micro_batch is not None:
-                running = self._windows[self._ledger.recording_chunk]
-                self._run(self._windows[micro_batch.chunk].tasks_during(window, phase, running), window, micro_batch)
+                self._run(self._during(window, micro_batch, phase), window, micro_batch)
             waited = wait()
         if micro_batch is not None:
-            self._run(self._windows[micro_batch.chunk].tasks_behind(window), window, micro_batch)
+            self._run(self._behind(window, micro_batch), window, micro_batch)
         return waited
 
     def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch) -> None:

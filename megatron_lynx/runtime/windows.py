@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from megatron_lynx.anatomy.address import BackwardPhase, Window, WindowAddress
+from megatron_lynx.anatomy.address import BackwardPhase, FrameKey, Window, WindowAddress
 from megatron_lynx.runtime.task import Task
 
 Tasks = Mapping[Window, tuple[Task, ...]]
@@ -38,13 +39,34 @@ class Windows:
 
     def tasks_during(self, window: Window, phase: BackwardPhase, running: Windows) -> tuple[Task, ...]:
         """`running`: the windows of the chunk whose pass waits, which may be another one where that pass is a forward."""
-        tasks = self.during.get(phase, {})
-        if isinstance(window, WindowAddress) and window.passing == "fwd":
-            window = window._replace(layer=window.layer - running.first_layer + self.first_layer)
-        return tasks.get(window, ())
+        tasks = self.during.get(phase)
+        return tasks.get(self._own(window, running), ()) if tasks else ()
 
     def tasks_behind(self, window: Window) -> tuple[Task, ...]:
         return self.behind.get(window, ())
+
+    def serves(self, half: FrameKey, running: Windows) -> bool:
+        """Whether a task of this chunk runs in a collective of `half`, which is one of the chunk `running`."""
+        layer, name = half
+        at_the_same_place = layer - running.first_layer + self.first_layer
+        return ("bwd", layer, name) in self._busy or ("fwd", at_the_same_place, name) in self._busy
+
+    @cached_property
+    def in_forwards(self) -> bool:
+        """Whether any task runs in a collective of a forward."""
+        return any(passing == "fwd" for passing, *_ in self._busy)
+
+    @cached_property
+    def _busy(self) -> frozenset[tuple[str, int, str]]:
+        """Pass, layer and half of the collectives in which anything runs."""
+        windows = {window for tasks in (*self.during.values(), self.behind) for window in tasks}
+        return frozenset((one.passing, *one.frame) for one in windows if isinstance(one, WindowAddress))
+
+    def _own(self, window: Window, running: Windows) -> Window:
+        """The window by which this chunk's plan names one of the running chunk's."""
+        if isinstance(window, WindowAddress) and window.passing == "fwd" and running is not self:
+            return window._replace(layer=window.layer - running.first_layer + self.first_layer)
+        return window
 
 
 class WindowedWork:

@@ -12,6 +12,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.measured import InnerNorm, TeLayer
 from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compiled_extension
 
 
@@ -62,4 +63,4 @@ def _inner_norm(layer: Any, section: Section) -> InnerNorm:
     config, linear = layer.config, attrgetter(section.item("column_parallel").path)(layer)
     inside = norm_inside(linear, section.norm, present_te())
     alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-    return InnerNorm(inside.run, inside.saved, alone)
+    return InnerNorm(inside.run, lambda outputs, arguments: inside.saved(nodes_between(outputs, arguments)), alone)

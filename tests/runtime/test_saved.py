@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.saved import detached, has_memory, nodes_between, saved_between, storage_of, suspended
+from megatron_lynx.runtime.saved import detached, has_memory, nodes_between, saved_in, storage_of, suspended
 
 
 def names(outputs: Any, arguments: Any) -> list[str]:
@@ -74,8 +74,10 @@ def test_slots(call: Any, count: int) -> None:
     that holds nothing is none."""
     argument = given()
     output = call(argument)
-    pairs = list(saved_between(output, [argument]))
+    found = [(node, *pair) for node in nodes_between(output, [argument]) for pair in saved_in(node)]
+    pairs = [(slot.raw(node), tensor) for node, slot, tensor in found]
     assert len(pairs) == count
+    assert all(torch.equal(slot.tensor(node), tensor) for node, slot, tensor in found)
     unpacked: list[Tensor] = []
 
     def unpack(index: int) -> Tensor:

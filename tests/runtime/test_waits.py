@@ -47,6 +47,12 @@ class Work:
         return True
 
 
+def issued(engine: Engine, work: Work) -> Any:
+    """As the hooks on collectives do it."""
+    window = engine.window()
+    return work if window is None else window(work)
+
+
 class _Collective(torch.autograd.Function):
     """Waits for the group in forward (`after`) and in backward (`before`)."""
 
@@ -83,7 +89,7 @@ class Stage:
 
     def _code(self, layer: int) -> Callable[[Tensor], Tensor]:
         def issue(name: str) -> Callable[[], None]:
-            return lambda: self.engine.collective(lambda: Work(self.log, name)).wait()
+            return lambda: issued(self.engine, Work(self.log, name)).wait()
 
         def code(hidden: Tensor) -> Tensor:
             made = self.layers[layer](hidden)
@@ -274,7 +280,7 @@ def test_a_replay_that_communicates_is_refused() -> None:
     stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)])
     layer = stage.layers[2]
     usual = layer.fc1.forward
-    layer.fc1.forward = lambda given: (stage.engine.collective(lambda: Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
+    layer.fc1.forward = lambda given: (issued(stage.engine, Work(stage.log, "inner")).wait(), usual(given))[1]  # type: ignore
     with pytest.raises(ReplayError, match="a replay would communicate"):
         stage.run()
     assert not stage.engine.busy

@@ -20,7 +20,7 @@ from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.rng import TorchRandom
 from megatron_lynx.runtime.saved import detached
-from megatron_lynx.runtime.site_call import SiteCall
+from megatron_lynx.runtime.site_call import Site, SiteCall
 
 NORM, FC1, ACTIVATION, FC2, RESIDUAL = MLP.names
 ROWS, WIDTH = 3, 4
@@ -78,7 +78,7 @@ class TinyHalf(torch.nn.Module):
             made = module(given)
             return torch.nn.functional.dropout(made, self.kept_dropout) if name == FC2 and self.kept_dropout else made
 
-        return self.report(SiteCall(name, module, run, (given,), {}))  # type: ignore[no-any-return]
+        return self.report(SiteCall(Site(name, module, run), (given,), {}))  # type: ignore[no-any-return]
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]

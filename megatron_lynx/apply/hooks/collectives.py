@@ -3,11 +3,11 @@
 Replaces              `dist_all_gather_func` and `dist_reduce_scatter_func` in `megatron.core.tensor_parallel.mappings` and
                       `.layers` (bound there at import), and `torch.distributed.all_reduce`.
 Why                   each of them is a stretch in which compute waits for the tensor-parallel group.
-Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
+Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
-Passes through when   the group is another one, or the call is made outside a half and its backward (LM head, loss, data
-                      parallel), or is for the largest of all: FP8's amaxes. A gather that a frame has started already is not
-                      started again, only waited for.
+Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
+                      backward (LM head, loss, data parallel), or is for the largest of all: FP8's amaxes. A gather that a frame
+                      has started already is not started again, only waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is not group or not engine.in_half or _takes_largest(*args, **kwargs):
                 return original(*args, **kwargs)
-            work = engine.collective(lambda: original(*args, **{**kwargs, "async_op": True}))
+            window = engine.window()
+            if window is None:
+                return original(*args, **kwargs)
+            work = window(original(*args, **{**kwargs, "async_op": True}))
             return work if kwargs.get("async_op") else _waited(work)
 
         return collective

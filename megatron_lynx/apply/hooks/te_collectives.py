@@ -7,11 +7,11 @@ Why                   each of them is a stretch in which compute waits for the t
                         forward    the gather of a norm's output, the scatter or reduction behind a row-parallel GEMM
                         backward   the gather of a row-parallel GEMM's gradient (`base`); what the gather of the input and the
                                    scatter or reduction of its gradient take beyond the GEMMs that stock hides them behind
-Calls the original    once per call; always asynchronously, and waited for here where the caller wanted to wait.
+Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
-Passes through when   the group is another one, or the call is made outside a half and its backward. A gather of a norm's output
-                      that a frame has started already is not started again, only waited for; the caller gets an alias, which it
-                      empties when it has used it.
+Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
+                      backward. A gather of a norm's output that a frame has started already is not started again, only waited
+                      for; the caller gets an alias, which it empties when it has used it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def collective(tensor: Tensor, tp_group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
             if tp_group is not group or not engine.in_half:
                 return original(tensor, tp_group, async_op, **kwargs)
-            outputs: list[Any] = []
-
-            def start() -> Any:
-                output, work = original(tensor, tp_group, True, **kwargs)
-                outputs.append(output)
-                return work or _Waited()
-
-            return _answered(lambda: outputs[0], engine.collective(start), async_op)
+            window = engine.window()
+            if window is None:
+                return original(tensor, tp_group, async_op, **kwargs)
+            output, work = original(tensor, tp_group, True, **kwargs)
+            return _answered(output, window(work or _Waited()), async_op)
 
         return collective
 
@@ -54,7 +51,7 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
             gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
                 return windowed(tensor, process_group, async_op, **kwargs)
-            return _answered(lambda: _of_kind(tensor, gathered), engine.served(gathered), async_op)
+            return _answered(_of_kind(tensor, gathered), engine.served(gathered), async_op)
 
         return gather
 
@@ -79,6 +76,6 @@ def _of_kind(tensor: Any, gathered: Tensor) -> Any:
 
 def _answered(output: Any, work: Any, async_op: bool) -> tuple[Any, Any]:
     if async_op:
-        return output(), work
+        return output, work
     work.wait()
-    return output(), None
+    return output, None

@@ -15,7 +15,7 @@ hold: when the graph goes they go, and their host blocks with them (rule R8).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,6 +71,11 @@ class Offloader:
         self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
         self._leaving: list[weakref.ref[Parcel]] = []
         self._ready: list[_Departure] = []
+
+    @property
+    def chunks(self) -> Container[int]:
+        """Those of which anything goes to the host."""
+        return self._policies
 
     # --- what the engine reports ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,151 @@
+"""Host time of a plan: what Python takes for one layer and one micro-batch, where there is next to nothing to compute.
+
+    python -m benchmarks.host_time [--json] [--layers 16] [--rounds 9] [--te FOLDER] [--profile]       idle machine, minutes
+
+On a GPU the host has to stay ahead of the device, so what matters is how long it takes to issue a layer's kernels. Here tensors
+are tiny (width 32, 16 tokens), so that a step is nearly all Python: Megatron's, PyTorch's, gloo's and ours. Every setting trains
+the same weights; settings take turns; figures are medians over steps of the thread's own processor time (`host_seconds`), of the
+rank that needs most. Embedding, head and loss are a part of every setting's step. `--te`: the folder of a Transformer Engine
+whose layers run as well, by its own Python; its kernels are the testbed's, in Python too: look at differences there, not ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.host_seconds import HostSeconds, host_seconds, profiled
+from megatron_lynx.anatomy import DENSE
+from megatron_lynx.anatomy.dense import ACTIVATION
+from megatron_lynx.config.job import Job
+from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.plan.plan import Offload, Plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.hosts import Hosts, hosts_for
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+MICROBATCHES = 4
+STEPS = 3
+"""Of each setting in each of its turns."""
+NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting in one layout: host milliseconds of one layer and one micro-batch."""
+
+    layers: str
+    layout: str
+    setting: str
+    forward_ms: float
+    backward_ms: float
+    of_none: float
+    of_full: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout, and the settings that need it."""
+
+    name: str
+    job: Job
+    plans: list[Candidate]
+
+
+def layouts(layers: int, **model: Any) -> Iterator[Layout]:
+    def job(**parallel: Any) -> Job:
+        return tiny_job("llama", layers=layers, microbatches=MICROBATCHES, **parallel, **model)
+
+    one, two, gathered, stages = job(), job(tensor=2), job(tensor=2, sequence_parallel=True), job(pipeline=2)
+    yield Layout(
+        "one rank",
+        one,
+        [
+            Candidate("keeps everything", plan=uniform_plan(one, "none")),
+            Candidate("replays norms and activation", plan=uniform_plan(one, NORMS_AND_ACTIVATION, windows=False)),
+            Candidate("replays everything on demand", plan=uniform_plan(one, windows=False)),
+        ],
+    )
+    yield Layout("TP2", two, [Candidate("replays everything in windows", plan=uniform_plan(two))])
+    yield Layout("TP2+SP", gathered, [Candidate("gathers once", plan=uniform_plan(gathered, gather="once"))])
+    kept = uniform_plan(stages, "none")
+    yield Layout(
+        "PP2", stages, [Candidate("keeps everything", plan=kept), Candidate("offloads everything", plan=offloading(kept))]
+    )
+
+
+def offloading(plan: Plan) -> Plan:
+    """The same plan; every micro-batch that waits for its backward sends all that can go to the host."""
+    offload = Offload(bytes=2**30, smallest_tensor_bytes=0)
+    stages = tuple(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
+    return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
+
+
+def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
+    candidates = [NONE, FULL, *layout.plans]
+    ranks: list[dict[str, list[HostSeconds]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
+    per_layer = layout.job.model.layers * MICROBATCHES / layout.job.parallel.pipeline
+    found = {each.name: _slowest([rank[each.name] for rank in ranks], per_layer) for each in candidates}
+    for name, (forward_ms, backward_ms) in found.items():
+        none, full = ((forward_ms + backward_ms) / sum(found[stock.name]) for stock in (NONE, FULL))
+        yield Row(kind, layout.name, name, round(forward_ms, 3), round(backward_ms, 3), round(none, 3), round(full, 3))
+
+
+def _slowest(ranks: list[list[HostSeconds]], per_layer: float) -> tuple[float, float]:
+    """Median milliseconds (forward, backward) of one layer and micro-batch, of the rank that needs most for both."""
+    medians = [
+        (statistics.median(step.forward_s for step in steps), statistics.median(step.backward_s for step in steps))
+        for steps in ranks
+    ]
+    forward_s, backward_s = max(medians, key=sum)
+    return 1e3 * forward_s / per_layer, 1e3 * backward_s / per_layer
+
+
+def measure(layers: int, rounds: int, te: str | None, show_profile: bool) -> Iterator[Row]:
+    kinds: dict[str, dict[str, Any]] = {"local": {}}
+    if te is not None:
+        sys.path.insert(0, te)
+        kinds["transformer_engine"] = {"implementation": "transformer_engine"}
+    for kind, model in kinds.items():
+        for layout in layouts(layers, **model):
+            with hosts_for(layout.job) as hosts:
+                yield from rows(kind, layout, hosts, rounds)
+                for plan in layout.plans if show_profile else ():
+                    print(f"{kind}, {layout.name}: {plan.name}", file=sys.stderr)
+                    print(hosts.run(profiled, layout.job, plan, STEPS, 40)[0], file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--te", metavar="FOLDER", help="a Transformer Engine, whose layers run as well")
+    parser.add_argument("--profile", action="store_true", help="where the time of every plan goes, on stderr")
+    options = parser.parse_args()
+    found = list(measure(options.layers, options.rounds, options.te, options.profile))
+    if options.json:
+        facts = {"date": date.today().isoformat(), "machine": asdict(this_machine()), "layers": options.layers}
+        print(json.dumps({**facts, "rounds": options.rounds, "rows": [asdict(row) for row in found]}, indent=2))
+        return
+    table = Table(title="host milliseconds of one layer and one micro-batch")
+    for column in ("layers", "layout", "setting", "forward", "backward", "of stock none", "of stock full"):
+        table.add_column(column)
+    for row in found:
+        figures = (f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", f"{row.of_none:.2f}", f"{row.of_full:.2f}")
+        table.add_row(row.layers, row.layout, row.setting, *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Whether a half may draw random numbers: whether anything in it drops out, now.
+
+Norms, linears and activations draw nothing. The core attention does where its dropout is not 0, and so does the addition at the
+end of a half. Both are read when a half is called, because training code may change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Dropout, Module
+
+from megatron_lynx.anatomy import Section
+from megatron_lynx.apply.site import modules_of
+
+
+def may_draw_in(section: Section, layer: Module) -> Callable[[], bool]:
+    """For calls of this half of this layer."""
+    if section.opaque:
+        return lambda: True
+    inside = [module for site in modules_of(section, layer).values() for module in site.modules()]
+    dropping = [module for module in inside if isinstance(module, Dropout)]
+    attending = [module for module in inside if hasattr(module, "attention_dropout")]
+
+    def may_draw() -> bool:
+        if getattr(layer, "hidden_dropout", 1.0):
+            return True
+        return any(each.p for each in dropping) or any(_drops(each.attention_dropout) for each in attending)
+
+    return may_draw
+
+
+def _drops(dropout: Any) -> bool:
+    """Megatron has a module there, and Transformer Engine a module or a probability."""
+    return bool(getattr(dropout, "p", dropout))

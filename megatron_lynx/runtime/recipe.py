@@ -1,0 +1,117 @@
+"""What the first call of a half has taught, so that later calls need not look for it again.
+
+    first call     each site's nodes are walked, every saved tensor is read and compared with what the site was called with
+                   ──> a recipe: which slots of which nodes become handles, which memos remain, where anything is let go at all
+    later calls    each site's nodes are walked and their kinds compared; hooks go on the slots that the recipe names
+                   other kinds: that site keeps what it saved, nothing new is let go, and the half's next call teaches anew
+
+There is a recipe for each half and for each signature of its arguments. A recipe never decides about values: the replay takes
+each tensor from the slot where the record let it go. One that is out of date costs memory for one call, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_lynx.runtime.saved import Slot, tensors_in
+
+Key = tuple[int, int]
+"""(segment, ordinal within the segment): the same tensor in a record and in its replay."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument."""
+
+    argument: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, saved: Tensor, argument: int) -> View:
+        return cls(argument, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+
+    def in_(self, argument: Tensor) -> Tensor:
+        if self._is_whole(argument):
+            return argument.detach()
+        return argument.detach().as_strided(self.size, self.stride, self.offset)
+
+    def address(self, argument: Tensor) -> int:
+        """Where it begins in memory."""
+        return argument.untyped_storage().data_ptr() + self.offset * argument.element_size()
+
+    def shows(self, saved: Tensor, address: int) -> bool:
+        """Whether that is what was saved, where the view begins at this address."""
+        return saved.data_ptr() == address and saved.size() == self.size and saved.stride() == self.stride
+
+    def _is_whole(self, argument: Tensor) -> bool:
+        same = argument.size() == self.size and argument.stride() == self.stride
+        return same and argument.storage_offset() == self.offset
+
+
+class Pick(NamedTuple):
+    """A saved tensor of one of a site's nodes that is not left where it is."""
+
+    node: int
+    """The node's place among the site's."""
+    slot: Slot
+    key: Key | None
+    """Of what is let go. None: it is kept, on the device or on the host."""
+    view: View | None = None
+
+
+@dataclass(frozen=True)
+class SiteRecipe:
+    """One site's."""
+
+    kinds: tuple[type, ...]
+    """Of its nodes, in the order in which they are walked."""
+    picks: tuple[Pick, ...] = ()
+
+
+@dataclass
+class HalfRecipe:
+    """What one call of a half has taught. By segment."""
+
+    sites: dict[int, SiteRecipe] = field(default_factory=dict)
+    memos: dict[int, bool] = field(default_factory=dict)
+    """Of the kept sites that a replay passes: whether with values."""
+    lets_go: frozenset[int] = frozenset()
+    """Where anything is let go. A replay needs the memos before the last of these, so elsewhere nothing may be."""
+
+
+Signature = tuple[Any, ...]
+
+
+def signature_of(arguments: Any) -> Signature:
+    """Of the tensors that a half is called with: shapes, strides, types, and whether they ask for gradients."""
+    return tuple([(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors_in(arguments)])
+
+
+MOST_SIGNATURES = 16
+"""Of one half. Sequences of ever new lengths must not pile up."""
+
+
+class Recipes:
+    """All recipes of one engine, by what distinguishes halves and the way in which they are recorded."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, dict[Signature, HalfRecipe]] = {}
+
+    def find(self, half: Any, signature: Signature) -> HalfRecipe | None:
+        known = self._known.get(half)
+        return known.get(signature) if known is not None else None
+
+    def put(self, half: Any, signature: Signature, recipe: HalfRecipe | None) -> None:
+        """None: it is out of date."""
+        known = self._known.setdefault(half, {})
+        if recipe is None:
+            known.pop(signature, None)
+            return
+        if len(known) >= MOST_SIGNATURES and signature not in known:
+            known.clear()
+        known[signature] = recipe
