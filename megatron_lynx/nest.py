@@ -10,14 +10,20 @@ T = TypeVar("T")
 
 def all_in(kind: type[T], value: Any) -> Iterator[T]:
     """Every object of a `kind` in a nest, in order."""
+    found: list[T] = []
+    _add(kind, value, found)
+    return iter(found)
+
+
+def _add(kind: type[T], value: Any, found: list[T]) -> None:
     if isinstance(value, kind):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from all_in(kind, part)
+            _add(kind, part, found)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from all_in(kind, part)
+            _add(kind, part, found)
 
 
 def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.runtime.recipe import Pick, SiteRecipe, View
-from megatron_lynx.runtime.saved import saved_in, storage_of
+from megatron_lynx.runtime.saved import nodes_between, saved_in, storage_of
 from megatron_lynx.runtime.site_call import SiteCall
 
 
@@ -37,8 +37,10 @@ class Lesson:
     views: int
     """How many the half has already."""
 
-    def recipe(self, nodes: Sequence[Any], kinds: tuple[type, ...]) -> SiteRecipe:
-        return SiteRecipe(kinds, tuple(self._picks(nodes)))
+    def recipe(self, outputs: Any) -> SiteRecipe:
+        """`outputs`: what the call returned."""
+        nodes = nodes_between(outputs, self.call.arguments)
+        return SiteRecipe.of(nodes, self._picks(nodes))
 
     def _picks(self, nodes: Sequence[Any]) -> Iterator[Pick]:
         arguments = self.call.arguments

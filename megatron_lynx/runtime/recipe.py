@@ -11,12 +11,13 @@ each tensor from the slot where the record let it go. One that is out of date co
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_lynx.runtime.saved import Slot, tensors_in
+from megatron_lynx.runtime.saved import Slot, nodes_between, tensors_in
 
 Key = tuple[int, int]
 """(segment, ordinal within the segment): the same tensor in a record and in its replay."""
@@ -68,9 +69,26 @@ class Pick(NamedTuple):
 class SiteRecipe:
     """One site's."""
 
-    kinds: tuple[type, ...]
-    """Of its nodes, in the order in which they are walked."""
+    kinds: list[type]
+    """Of its nodes, in the order in which they are walked, up to the last one that has a pick."""
     picks: tuple[Pick, ...] = ()
+
+    @classmethod
+    def of(cls, nodes: Sequence[Any], picks: Iterable[Pick]) -> SiteRecipe:
+        found = tuple(picks)
+        reach = max((pick.node + 1 for pick in found), default=0)
+        return cls([type(node) for node in nodes[:reach]], found)
+
+    def nodes(self, outputs: Any, arguments: Any) -> list[Any] | None:
+        """Those of a call of the site, as far as they are needed; None where they are of other kinds."""
+        if not self.picks:
+            return []
+        nodes = nodes_between(outputs, arguments, len(self.kinds))
+        return nodes if [type(node) for node in nodes] == self.kinds else None
+
+
+NOTHING = SiteRecipe([])
+"""Of a site that was not called when the recipe was made."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Recording a half: run it once, and let go of every saved tensor that its replay will regenerate.
 
-[1] code between sites runs under default hooks: what a replayed item saves becomes a handle
+[1] code of a replayed item between sites runs under default hooks: what it saves becomes a handle
 [2] a replayed site without parameters runs the same way
 [3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
       replayed site   all but parameters
@@ -19,16 +19,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
 from megatron_lynx.runtime.lesson import Lesson
 from megatron_lynx.runtime.offload import Hosted, Shipment
-from megatron_lynx.runtime.recipe import HalfRecipe, Pick, SiteRecipe
+from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick
 from megatron_lynx.runtime.rng import RandomSource
-from megatron_lynx.runtime.saved import detached, is_parameter, nodes_between, storage_of, tensors_in
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site_call import SiteCall
 
 
@@ -53,7 +52,7 @@ class Recorder:
         self._segment = 0
         self._ordinal = 0
         self._row_segment = -1
-        self._hooks: Any = None
+        self._packing: Packing | None = None
         self._teaches = recipe is None
         self._recipe = HalfRecipe() if recipe is None else recipe
         self._fits = True
@@ -65,12 +64,13 @@ class Recorder:
         return self._recipe if self._fits else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._packing = Packing(self._pack, self._unpack)
         try:
-            with self._hooks:
-                outputs = self.frame.code(*args, **kwargs)
+            self._packing.turn(self._shipment is not None)
+            outputs = self.frame.code(*args, **kwargs)
         finally:
-            self._hooks = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
+            self._packing.turn(False)
+            self._packing = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
         if self._teaches:
             self._settle_memos()
         if self._shipment is not None and self.frame.lets_go:
@@ -87,39 +87,42 @@ class Recorder:
         outputs = self._called(call)
         if site.state is not None and self._replay:
             self.frame.site_states[self._segment] = site.state.capture()  # [8]
-        self._enter(self.frame.policy.section.code_behind.get(site.name, site.name))
+        code = self.frame.policy.section.code_behind.get(site.name, site.name)
+        self._enter(code)
+        self._packs(code in self._replay or self._shipment is not None)  # [1]
         return outputs
 
     def _called(self, call: SiteCall) -> Any:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
+            self._packs(True)
             return call()  # [2]
+        self._packs(False)
         draws = kept and site.may_draw and self.frame.random is not None
         before = self._random.capture() if draws else None
-        self._hooks.__exit__()
-        try:
-            outputs = call()
-        finally:
-            self._hooks.__enter__()
+        outputs = call()
         behind = self._random.capture() if draws else None
         self._let_go(call, outputs)  # [3]
         if kept and self._replay:
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
         return outputs
 
+    def _packs(self, needed: bool) -> None:
+        if self._packing is not None:
+            self._packing.turn(needed)
+
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
         """Turn saved tensors of the site's nodes into handles."""
-        nodes = nodes_between(outputs, call.arguments)
-        kinds = tuple([type(node) for node in nodes])
-        site = self._recipe.sites.get(self._segment)
         if self._teaches:
-            site = self._recipe.sites[self._segment] = self._lesson(call).recipe(nodes, kinds)
-        elif site is None or site.kinds != kinds:
-            self._fits, site = False, SiteRecipe(kinds)
+            self._recipe.sites[self._segment] = self._lesson(call).recipe(outputs)
+        site = self._recipe.sites.get(self._segment, NOTHING)
+        nodes = site.nodes(outputs, call.arguments)
+        if nodes is None:
+            self._fits = False
+            return
         self.frame.sites[self._segment] = site
         for pick in site.picks:
-            pack, unpack = self._hooks_for(pick, call.arguments)
-            pick.slot.raw(nodes[pick.node]).register_hooks(pack, unpack)
+            pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, call.arguments))
 
     def _lesson(self, call: SiteCall) -> Lesson:
         return Lesson(

@@ -6,7 +6,7 @@
 
 [1] random state (where the half may draw) and surroundings are what they were; gradients are on, because only then does code save
     tensors
-[2] code between sites runs; what it saves and is wanted is collected
+[2] code between sites runs; where anything of what it saves is wanted, that is collected
 [3] at a site, wanted arguments are collected first, then
           with a memo     it is returned, and the random state moves to where the site left it: the record made the memo of a
                           site that is kept, an earlier replay that of a site which it ran
@@ -31,9 +31,10 @@ from torch import Tensor
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Memo
 from megatron_lynx.runtime.offload import on_device
+from megatron_lynx.runtime.recipe import NOTHING
 from megatron_lynx.runtime.refusals import other_nodes
 from megatron_lynx.runtime.rng import RandomSource, drawing_from
-from megatron_lynx.runtime.saved import detached, is_parameter, nodes_between, suspended
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter
 from megatron_lynx.runtime.site_call import FirstPart, SiteCall
 
 
@@ -53,7 +54,8 @@ class Replayer:
         self._ordinal = 0
         self._site: str | None = None
         """The site that runs now."""
-        self._hooks: Any = None
+        self._packing: Packing | None = None
+        self._wanted_in = {segment for segment, _ in frame.wanted}
 
     @property
     def in_gather_site(self) -> bool:
@@ -65,17 +67,19 @@ class Replayer:
         wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._collect, _never_unpacked)
+        self._packing = Packing(self._collect, _never_unpacked)
         random = nullcontext() if self.frame.random is None else drawing_from(self._random, self.frame.random)
         try:
-            with random, torch.enable_grad(), self._hooks, suppress(_Enough):  # [1]
+            with random, torch.enable_grad(), suppress(_Enough):  # [1]
                 self.frame.code(*args, **kwargs)
         finally:
-            self._hooks = None  # it refers back to here
+            self._packs(False)
+            self._packing = None  # it refers back to here
         return self._argument
 
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments
+        self._packs(False)
         self._enter()
         if call.first is not None:
             self._run_first(call.first, call, arguments)
@@ -89,6 +93,7 @@ class Replayer:
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
         self._stop_if_done()
+        self._packs(self._segment in self._wanted_in)  # [2]
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
@@ -97,7 +102,7 @@ class Replayer:
         ends_here = call.name == self._until
         if not ends_here and (not own or not (passed or own == self.frame.wanted)):
             return  # not needed, or the whole site runs
-        with torch.no_grad(), suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
+        with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
             made = first.run(arguments[0])  # [4]
         self._keep_first(made, self._segment)
         if ends_here:
@@ -112,9 +117,11 @@ class Replayer:
     def _run(self, call: SiteCall) -> Any:
         self._site = call.name
         if not call.site.owns_parameters:
+            self._packs(self._segment in self._wanted_in)
             outputs = call()
+            self._packs(False)
         else:
-            with suspended(self._hooks), call.as_recorded(self.frame.site_states.get(self._segment)):
+            with call.as_recorded(self.frame.site_states.get(self._segment)):
                 outputs = call()
             self._collect_saved(call, outputs)
         self._site = None
@@ -135,12 +142,12 @@ class Replayer:
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the record let go one by one, from the same slots."""
-        site = self.frame.sites.get(self._segment)
-        picks = [pick for pick in site.picks if pick.key in self.frame.wanted] if site is not None else []
+        site = self.frame.sites.get(self._segment, NOTHING)
+        picks = [pick for pick in site.picks if pick.key in self.frame.wanted]
         if not picks:
             return
-        nodes = nodes_between(outputs, call.arguments)
-        if [type(node).__name__ for node in nodes] != [kind.__name__ for kind in site.kinds]:  # type: ignore[union-attr]
+        nodes = site.nodes(outputs, call.arguments)
+        if nodes is None:
             raise other_nodes(self.frame.policy.name, call.name)
         for pick in picks:
             assert pick.key is not None
@@ -154,6 +161,10 @@ class Replayer:
         self._ordinal += 1
         if self._site is None:
             self._stop_if_done()
+
+    def _packs(self, needed: bool) -> None:
+        if self._packing is not None:
+            self._packing.turn(needed)
 
     def _stop_if_done(self) -> None:
         if not self.frame.wanted:

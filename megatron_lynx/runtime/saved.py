@@ -10,8 +10,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -55,25 +54,33 @@ def has_memory(tensor: Tensor) -> bool:
     return True
 
 
-@contextmanager
-def suspended(hooks: torch.autograd.graph.saved_tensors_hooks) -> Iterator[None]:
-    """Calls inside save tensors as if these hooks, the innermost ones, were not there."""
-    hooks.__exit__()
-    try:
-        yield
-    finally:
-        hooks.__enter__()
+class Packing:
+    """Default hooks on what autograd saves, which are only on where somebody wants to see that. They are the innermost ones."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self._on = False
+
+    def turn(self, on: bool) -> None:
+        """On, or off."""
+        if on is not self._on:
+            self._on = on
+            if on:
+                self._hooks.__enter__()
+            else:
+                self._hooks.__exit__()
 
 
-def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
+def nodes_between(outputs: Any, arguments: Any, most: int | None = None) -> list[Any]:
     """The nodes of autograd that lead from `arguments` to `outputs`, without those that only add to a leaf's gradient.
 
-    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
+    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it. `most`: how
+    many are asked for.
     """
     seen = {tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None}
     waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    found = []
-    while waiting:
+    found: list[Any] = []
+    while waiting and len(found) != most:
         node = waiting.pop()
         if node in seen or type(node) is _ACCUMULATE:
             continue
@@ -90,23 +97,20 @@ _ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_func
 class Slot(NamedTuple):
     """Where a node has a saved tensor. The same for all nodes of a kind that the same code made."""
 
-    name: str
+    raws: str
+    """The node's attribute for what hooks are registered on."""
+    tensors: str
+    """The node's attribute for what was saved."""
     at: int | None
-    """Where it has several under one name."""
+    """Where it has several there."""
 
     def raw(self, node: Any) -> Any:
-        """What hooks are registered on."""
-        raw = getattr(node, f"_raw_saved_{self.name}")
+        raw = getattr(node, self.raws)
         return raw if self.at is None else raw[self.at]
 
     def tensor(self, node: Any) -> Tensor:
-        """What was saved there."""
-        saved = node.saved_tensors if self.name == _OF_PYTHON else getattr(node, f"_saved_{self.name}")
+        saved = getattr(node, self.tensors)
         return saved if self.at is None else saved[self.at]  # type: ignore[no-any-return]
-
-
-_OF_PYTHON = "tensors"
-"""The only name in nodes of a Python `autograd.Function`."""
 
 
 def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
@@ -115,13 +119,17 @@ def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def _slots(node: Any) -> Iterable[tuple[Slot, Tensor]]:
-    if hasattr(node, "_raw_saved_tensors"):  # a Python autograd.Function
-        yield from ((Slot(_OF_PYTHON, at), tensor) for at, tensor in enumerate(node.saved_tensors) if tensor is not None)
+    if hasattr(node, _OF_PYTHON[0]):  # a Python autograd.Function
+        yield from ((Slot(*_OF_PYTHON, at), tensor) for at, tensor in enumerate(node.saved_tensors) if tensor is not None)
         return
     for name in _names_of(type(node)):  # type: ignore[arg-type]
-        saved = getattr(node, f"_saved_{name}")
+        attributes = f"_raw_saved_{name}", f"_saved_{name}"
+        saved = getattr(node, attributes[1])
         slots = enumerate(saved) if isinstance(saved, (tuple, list)) else ((None, saved),)
-        yield from ((Slot(name, at), tensor) for at, tensor in slots if isinstance(tensor, Tensor))
+        yield from ((Slot(*attributes, at), tensor) for at, tensor in slots if isinstance(tensor, Tensor))
+
+
+_OF_PYTHON = "_raw_saved_tensors", "saved_tensors"
 
 
 @cache

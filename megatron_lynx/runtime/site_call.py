@@ -62,16 +62,23 @@ class Site:
 class SiteCall:
     """One submodule call of a half, about to be made."""
 
-    __slots__ = ("args", "arguments", "kwargs", "site")
+    __slots__ = ("_arguments", "args", "kwargs", "site")
 
     def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.site = site
         self.args = args
         self.kwargs = kwargs
-        self.arguments: list[Tensor] = list(tensors_in((args, kwargs) if kwargs else args))
+        self._arguments: list[Tensor] | None = None
 
     def __call__(self) -> Any:
         return self.site.forward(*self.args, **self.kwargs)
+
+    @property
+    def arguments(self) -> list[Tensor]:
+        """The tensors among them."""
+        if self._arguments is None:
+            self._arguments = list(tensors_in((self.args, self.kwargs)))
+        return self._arguments
 
     @property
     def name(self) -> str:

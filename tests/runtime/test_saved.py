@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lynx.runtime.saved import detached, has_memory, nodes_between, saved_in, storage_of, suspended
+from megatron_lynx.runtime.saved import Packing, detached, has_memory, nodes_between, saved_in, storage_of
 
 
 def names(outputs: Any, arguments: Any) -> list[str]:
@@ -124,18 +124,20 @@ def test_detached_keeps_parameters() -> None:
     assert storage_of(detached(tensor)) == storage_of(tensor)
 
 
-def test_hooks_are_suspended_for_a_while() -> None:
+def test_packing_is_on_for_a_while() -> None:
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor)
         return tensor
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    packing = Packing(pack, lambda tensor: tensor)
     argument = given()
-    with hooks:
-        argument.exp()
-        with suspended(hooks):
-            argument.exp()
-        argument.exp()
-    assert len(packed) == 2
+    argument.exp()
+    packing.turn(True)
+    packing.turn(True)
+    argument.exp()
+    packing.turn(False)
+    argument.exp()
+    assert len(packed) == 1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

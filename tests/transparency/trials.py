@@ -192,25 +192,21 @@ def _canaries(seen: Seen) -> Iterator[None]:
     """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward."""
     from megatron.core.pipeline_parallel import schedules
 
+    from megatron_lynx.runtime.frame import Frame, Handle
     from megatron_lynx.runtime.record import Recorder
 
     let_go: list[torch.Tensor] = []
-    pack, backward_step = Recorder._pack, schedules.backward_step
-    pack_view, pack_first = Recorder._pack_view, Recorder._pack_first
+    want, pack, backward_step = Frame.want, Recorder._pack, schedules.backward_step
+
+    def wanting(self: Any, key: Any, tensor: torch.Tensor) -> Handle:
+        let_go.append(tensor.detach())
+        return want(self, key, tensor)
 
     def packing(self: Any, tensor: torch.Tensor) -> Any:
         packed = pack(self, tensor)
-        if not isinstance(packed, torch.Tensor):
+        if not isinstance(packed, (torch.Tensor, Handle)):
             let_go.append(tensor.detach())
         return packed
-
-    def packing_view(self: Any, argument: int, tensor: torch.Tensor) -> Any:
-        let_go.append(tensor.detach())
-        return pack_view(self, argument, tensor)
-
-    def packing_first(self: Any, index: int, tensor: torch.Tensor) -> Any:
-        let_go.append(tensor.detach())
-        return pack_first(self, index, tensor)
 
     def overwriting(*args: Any, **kwargs: Any) -> Any:
         seen.overwritten += _overwrite_unheld(let_go)
@@ -218,13 +214,13 @@ def _canaries(seen: Seen) -> Iterator[None]:
         return backward_step(*args, **kwargs)
 
     def put(*functions: Any) -> None:
-        Recorder._pack, Recorder._pack_view, Recorder._pack_first, schedules.backward_step = functions  # type: ignore[method-assign]
+        Frame.want, Recorder._pack, schedules.backward_step = functions  # type: ignore[method-assign]
 
-    put(packing, packing_view, packing_first, overwriting)
+    put(wanting, packing, overwriting)
     try:
         yield
     finally:
-        put(pack, pack_view, pack_first, backward_step)
+        put(want, pack, backward_step)
 
 
 NANS = {torch.float32: float("nan"), torch.bfloat16: float("nan"), torch.uint8: 0x7F}
