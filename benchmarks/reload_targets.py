@@ -82,7 +82,7 @@ def come_and_go(target: Target, sizes: Sequence[int], device: torch.device, micr
     def reload(micro_batch: int) -> list[tuple[Copy, Tensor]]:
         numbers = reversed(range(len(sizes)))
         targets = ((number, target(micro_batch, number)) for number in numbers)
-        return [(back.start(tensor, host[number], OWNER), tensor) for number, tensor in targets]
+        return [(back.start([(tensor, host[number])], OWNER), tensor) for number, tensor in targets]
 
     seconds, coming = [], reload(0)
     for micro_batch in range(microbatches):

@@ -49,9 +49,9 @@ class Copies:
     def start(self, *, out: bool = True, back: bool = True) -> None:
         for tensor, block in zip(self._here, self._there, strict=True):
             if out:
-                self._out.start(block.tensor[: tensor.nbytes], tensor, OWNER)
+                self._out.start([(block.tensor[: tensor.nbytes], tensor)], OWNER)
             if back:
-                self._back.start(tensor, block.tensor[: tensor.nbytes], OWNER)
+                self._back.start([(tensor, block.tensor[: tensor.nbytes])], OWNER)
 
     def finish(self) -> None:
         self._out.drain()

@@ -18,9 +18,9 @@ def there_and_back_on_streams(rank: int) -> dict[str, bool]:
     out, back = copiers_for(device, Trace(device))
     source = torch.arange(100, dtype=torch.uint8)
     host, returned, held = torch.zeros_like(source), torch.zeros_like(source), weakref.ref(source)
-    leaving = out.start(host, source, owner)
+    leaving = out.start([(host, source)], owner)
     del source
-    coming = back.start(returned, host, owner, after=(leaving, None))
+    coming = back.start([(returned, host)], owner, after=(leaving, None))
     back.wait(coming)
     for copier in (out, back):
         copier.drain()
@@ -77,8 +77,8 @@ def a_copy_that_fails_on_streams(rank: int) -> dict[str, bool]:
     def asked():  # type: ignore[no-untyped-def]
         mine = Held()
         held.append(weakref.ref(mine))
-        leaving = out.start(host, here, Owner("stage 0", 7))
-        return leaving, back.start(here, host, Owner("stage 0", 8), after=(leaving,))
+        leaving = out.start([(host, here)], Owner("stage 0", 7))
+        return leaving, back.start([(here, host)], Owner("stage 0", 8), after=(leaving,))
 
     def breaking(target: torch.Tensor, source: torch.Tensor) -> None:
         raise MemoryError("no pages left")

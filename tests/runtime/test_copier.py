@@ -64,8 +64,8 @@ def test_a_reload_comes_behind_its_own_way_out(copiers: Both) -> None:
 
     out.move, back.move = slowly, noted
     host, returned = filled(0), filled(0)
-    leaving = out.start(host, filled(3), OWNER)
-    coming = back.start(returned, host, OWNER, after=(leaving, None))
+    leaving = out.start([(host, filled(3))], OWNER)
+    coming = back.start([(returned, host)], OWNER, after=(leaving, None))
     time.sleep(0.02)  # the reload has every chance to begin too early
     assert not coming.done
     may_leave.set()
@@ -84,15 +84,15 @@ def test_an_error_names_stage_micro_batch_and_bytes(copiers_of: Both) -> None:
         raise MemoryError("no pages left")
 
     out.move = breaking
-    leaving = out.start(filled(0), filled(3), OWNER)
-    coming = back.start(filled(0), filled(0), OWNER, after=(leaving,))
+    leaving = out.start([(filled(0), filled(3))], OWNER)
+    coming = back.start([(filled(0), filled(0))], OWNER, after=(leaving,))
     for copier, copy in ((out, leaving), (back, coming)):
         with pytest.raises(OffloadError, match="copying activations to the host failed") as raised:
             copier.wait(copy)
         assert raised.value.problems[0].where == "stage 1, chunk 0, micro-batch 7 of this run, 4096 bytes"
         assert "MemoryError: no pages left" in raised.value.problems[0].found
     out.move = Tensor.copy_
-    out.wait(out.start(filled(0), filled(3), OWNER))
+    out.wait(out.start([(filled(0), filled(3))], OWNER))
 
 
 @on_every_device
@@ -109,9 +109,9 @@ def test_there_and_back_behind_what_was_asked_before(device: Device, copiers_of:
     sources = [torch.full((4096,), number, dtype=torch.uint8, device=device.where) for number in range(3)]
     reader, returned = None, []
     for _ in range(3):
-        leaving = out.start(host, sources.pop(0), OWNER, after=(reader,))
+        leaving = out.start([(host, sources.pop(0))], OWNER, after=(reader,))
         returned.append(torch.empty(4096, dtype=torch.uint8, device=device.where))
-        reader = back.start(returned[-1], host, OWNER, after=(leaving,))
+        reader = back.start([(returned[-1], host)], OWNER, after=(leaving,))
         torch.full((1 << 16,), 255, dtype=torch.uint8, device=device.where)  # into memory that was let go too early
     assert not reader.done
     back.wait(reader)
@@ -132,7 +132,7 @@ def test_a_copy_holds_its_tensors_until_compute_waits_or_it_is_over(device: Devi
     host = torch.zeros(4096, dtype=torch.uint8, pin_memory=device.where.type == "cuda")
     sources = [torch.zeros(4096, dtype=torch.uint8, device=device.where) for _ in range(2)]
     held = [weakref.ref(source) for source in sources]
-    first, _ = (out.start(host, sources.pop(0), OWNER) for _ in range(2))
+    first, _ = (out.start([(host, sources.pop(0))], OWNER) for _ in range(2))
     out.settle()
     assert all(one() is not None for one in held)
     out.wait(first)
@@ -147,9 +147,9 @@ def test_waits_are_added_up_although_nobody_asks(device: Device, copiers_of: Bot
     out, _ = copiers_of
     host, here = filled(0), torch.zeros(4096, dtype=torch.uint8, device=device.where)
     for _ in range(2 * MOST_WAITS):
-        out.wait(out.start(host, here, OWNER))
+        out.wait(out.start([(host, here)], OWNER))
     device.synchronize()
-    out.wait(out.start(host, here, OWNER))
+    out.wait(out.start([(host, here)], OWNER))
     assert len(out._waits) <= MOST_WAITS
     assert out.take_waited_s() >= 0
 
@@ -167,7 +167,7 @@ def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: Bo
 
     out.move = held_up
     hosts = [filled(0), filled(0)]
-    first, second = (out.start(host, filled(3), OWNER) for host in hosts)
+    first, second = (out.start([(host, filled(3))], OWNER) for host in hosts)
     begun.wait(10)
     threading.Timer(0.02, may_go.set).start()
     out.cancel()
@@ -186,7 +186,7 @@ def test_no_thread_outlives_its_copier() -> None:
     before = threads()
     closed, forgotten = Copier("offload", CPU, Trace()), Copier("offload", CPU, Trace())
     for copier in (closed, forgotten):
-        copier.wait(copier.start(filled(0), filled(1), OWNER))
+        copier.wait(copier.start([(filled(0), filled(1))], OWNER))
     assert threads() == before + 2
     closed.close()
     assert threads() == before + 1
@@ -220,7 +220,7 @@ def test_a_wait_for_a_copy_is_in_the_trace() -> None:
     may_leave = threading.Event()
     out.move = lambda target, source: (may_leave.wait(10), target.copy_(source))
     trace.start()
-    leaving = out.start(filled(0), filled(3), OWNER)
+    leaving = out.start([(filled(0), filled(3))], OWNER)
     threading.Timer(0.02, may_leave.set).start()
     out.wait(leaving)
     out.wait(leaving)

@@ -51,7 +51,7 @@ def test_what_is_given_back_is_lent_again() -> None:
 def test_a_block_comes_with_the_copy_that_may_still_read_it() -> None:
     lender, copier = pool(), Copier("reload", CPU, Trace())
     (block,) = lender.lend([64])
-    copy = block.last = copier.start(torch.empty(64, dtype=torch.uint8), block.tensor, Owner("stage 1", 0))
+    copy = block.last = copier.start([(torch.empty(64, dtype=torch.uint8), block.tensor)], Owner("stage 1", 0))
     del block
     assert lender.lend([64])[0].last is copy
     copier.close()

@@ -156,7 +156,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
 
     if where in ("offload", "reload"):
         copier.move = breaking
-        with pytest.raises(OffloadError, match=r"stage 0, chunk [01], micro-batch [23] of this run, 256 bytes"):
+        with pytest.raises(OffloadError, match=r"stage 0, chunk [01], micro-batch [23] of this run, (256|512|768) bytes"):
             passes_of_a_step(engine)
     else:
         with pytest.raises(ValueError, match="in the middle"):

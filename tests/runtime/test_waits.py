@@ -7,7 +7,7 @@ reaches it: before anything that it saved is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -284,3 +284,54 @@ def test_a_replay_that_communicates_is_refused() -> None:
     with pytest.raises(ReplayError, match="a replay would communicate"):
         stage.run()
     assert not stage.engine.busy
+
+
+def test_a_collective_without_a_task_is_no_window() -> None:
+    """It is issued as Megatron issues it; only its number counts, so that the next one keeps its name."""
+    stage = Stage([Windows(during={"steady": {WindowAddress("bwd", 3, "mlp", 1): (Replay(half(2)),)}}, ahead_depth=1)])
+    stage.forward(0, 0)
+    seen = []
+
+    def look(gradient: Tensor) -> None:
+        seen.extend(stage.engine.window() is None for _ in range(3))
+
+    stage._outputs[0, 0].register_hook(lambda gradient: None)
+    output = stage._outputs[0, 0]
+    assert output.grad_fn is not None
+    output.grad_fn.register_prehook(look)  # behind the hook by which backward reaches the half
+    stage.backward(0, 0)
+    assert seen == [True, False, True]
+
+
+def test_a_trace_shows_every_window() -> None:
+    stage = Stage([Windows()])
+    stage.engine.trace.start()
+    stage.forward(0, 0)
+    stage.backward(0, 0)
+    assert [span.kind for span in stage.engine.trace.stop()].count("window") == 6
+
+
+def test_a_half_in_which_nothing_happens_is_passed_over() -> None:
+    """No frame, no hook on its output; backward has left the half above it when it gets there."""
+    engine, entered = Engine(), []
+    lower, upper = (policy(layer=1, passed_over=True), policy(REPLAYED, layer=2, below_passed_over=True))
+    layers = {1: TinyHalf(engine.site), 2: TinyHalf(engine.site)}
+    hidden = torch.randn(3, WIDTH, requires_grad=True)
+    between = engine.half(lower, layers[1].forward, (hidden,), {})
+    assert between._backward_hooks is None
+    output = engine.half(upper, layers[2].forward, (between,), {})
+    layers[2].fc1.weight.register_hook(lambda gradient: entered.append(engine.in_half))
+    layers[1].fc2.weight.register_hook(lambda gradient: entered.append(engine.in_half))
+    output.sum().backward()
+    assert entered == [True, False]
+    assert engine.take_counts().recorded == 1
+
+
+@pytest.mark.parametrize(("passing", "layer", "busy"), [("bwd", 3, (3,)), ("fwd", 5, (1, 5)), ("fwd", 2, (2, 6))])
+def test_halves_that_a_chunk_is_served_in(passing: str, layer: int, busy: tuple[int, ...]) -> None:
+    """In a backward its own, in a forward those at the same place in each chunk."""
+    first, second = Windows(first_layer=1), Windows(first_layer=5)
+    window = WindowAddress(passing, layer, "mlp", 0)  # type: ignore[arg-type]
+    serving = replace(first if layer < 5 else second, during={"steady": {window: (Replay(half(layer)),)}})
+    running = [(number, first if number < 5 else second) for number in range(1, 9)]
+    assert tuple(number for number, chunk in running if serving.serves(half(number), chunk)) == busy

@@ -75,10 +75,10 @@ def _break_last(offloader: Any, direction: str, micro_batch: int) -> None:
     def breaking(target: Tensor, source: Tensor) -> None:
         raise OSError("the link is down")
 
-    def starting(target: Tensor, source: Tensor, owner: Any, after: Any = ()) -> Any:
+    def starting(pairs: Any, owner: Any, after: Any = ()) -> Any:
         if owner.micro_batch == micro_batch:
             copier.move = breaking
-        return start(target, source, owner, after)
+        return start(pairs, owner, after)
 
     copier.start = starting
 

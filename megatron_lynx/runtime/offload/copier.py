@@ -33,6 +33,8 @@ from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.units import format_bytes
 
 Direction = Literal["offload", "reload"]
+Pair = tuple[Tensor, Tensor]
+"""Target and source, of the same size."""
 Move = Callable[[Tensor, Tensor], object]
 """Copies the second tensor's bytes into the first."""
 
@@ -52,13 +54,13 @@ class Owner(NamedTuple):
 @final
 @dataclass(eq=False)
 class Copy:
-    """One copy that was asked for."""
+    """What was asked for at once, and is waited for at once: the tensors of one half, say."""
 
     direction: Direction
     owner: Owner
     bytes: int
-    tensors: tuple[Tensor, Tensor] | None
-    """Target and source, until they may be used again."""
+    pairs: Sequence[Pair] | None
+    """Until they may be used again."""
     after: Sequence[Copy]
     """What it comes behind, until it runs."""
     event: Event = field(init=False)
@@ -70,15 +72,21 @@ class Copy:
 
     @property
     def done(self) -> bool:
-        """Whether it is over by now, well or not. Never decides what runs (rule R1), only when memory is given back."""
-        over = self.event.done
-        if over:
-            self.let_go()
-        return over
+        """Whether it is over by now, well or not, or waited for. Never decides what runs (rule R1), only when memory is given
+        back."""
+        if self.behind or not self.event.done:
+            return self.behind
+        self.let_go()
+        return True
+
+    @property
+    def behind(self) -> bool:
+        """Whether compute comes behind it already, or it is over: nobody has to wait for it again."""
+        return self.pairs is None
 
     def let_go(self) -> None:
         """Compute comes behind it, or it is over."""
-        self.tensors = None  # [3]
+        self.pairs = None  # [3]
 
     def check(self) -> None:
         """Raises `OffloadError` for a copy that is known to have failed."""
@@ -97,9 +105,10 @@ class Copy:
             self.error = RuntimeError("the step had failed before")
         else:
             try:
-                assert self.tensors is not None
+                assert self.pairs is not None
                 with trace.span(self.direction, micro_batch=self.owner.micro_batch):
-                    move(*self.tensors)
+                    for target, source in self.pairs:
+                        move(target, source)
             except Exception as error:  # noqa: BLE001 (handed to whoever waits)
                 self.error = error.with_traceback(None)  # which would keep the callers, and all that they hold
 
@@ -121,11 +130,11 @@ class Copier:
         self._waits: list[tuple[Event, Event]] = []
         self._waited_s = 0.0
 
-    def start(self, target: Tensor, source: Tensor, owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
+    def start(self, pairs: Sequence[Pair], owner: Owner, after: Iterable[Copy | None] = ()) -> Copy:
         """Copy behind what the compute stream was given so far, and behind `after`. The caller need not hold the tensors."""
         self.settle()
-        others = [before for before in after if before is not None]
-        copy = Copy(self.direction, owner, target.nbytes, (target, source), others)
+        others = list(dict.fromkeys(before for before in after if before is not None))
+        copy = Copy(self.direction, owner, sum(target.nbytes for target, _ in pairs), pairs, others)
         self._stream.wait(self._device.current.record())  # [1]
         for before in others:
             self._stream.wait(before.event)  # [2]
@@ -157,7 +166,7 @@ class Copier:
 
     def settle(self) -> None:
         """Let go of the tensors of copies that are over."""
-        while self._holding and (self._holding[0].tensors is None or self._holding[0].done):
+        while self._holding and self._holding[0].done:
             self._holding.popleft()
 
     def drain(self) -> None:

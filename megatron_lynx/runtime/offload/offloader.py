@@ -1,7 +1,8 @@
 """When what a stage keeps goes to the host and comes back: fixed by the order of passes, which the engine reports (rule R1).
 
     forward of k      [1] saved tensors become handles; a parcel per storage, however many handles look into it
-    end of forward    [2] parcels in the order in which they were made, until the plan's bytes are reached: copied out.
+    end of forward    [2] parcels in the order in which they were made, until the plan's bytes are reached: copied out, those
+                          of one half at once.
                           Their originals are let go when they are copied: at the end of the next forward at the latest
     backward of k-d   [3] begins (d: the prefetch distance), or the gradient for it is awaited, or the forward right before it
                           begins: parcels of k are copied back, last one first
@@ -15,7 +16,9 @@ hold: when the graph goes they go, and their host blocks with them (rule R8).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,9 +27,9 @@ from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.offload.copier import Owner, copiers_for, failed
+from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for, failed
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool, too_little
-from megatron_lynx.runtime.offload.parcel import Parcel
+from megatron_lynx.runtime.offload.parcel import Parcel, fetch, send
 from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
 from megatron_lynx.runtime.saved import storage_of, tensors_in
 from megatron_lynx.runtime.trace import Trace
@@ -69,7 +72,8 @@ class Offloader:
         self._device = device
         self._lasting = lasting
         self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
-        self._leaving: list[weakref.ref[Parcel]] = []
+        self._leaving: deque[tuple[Copy, list[weakref.ref[Parcel]]]] = deque()
+        """Copies whose originals may still be here."""
         self._ready: list[_Departure] = []
 
     @property
@@ -114,6 +118,7 @@ class Offloader:
         if micro_batch not in self._shipments:
             self._shipments[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
         shipment = self._shipments[micro_batch]
+        shipment.half += 1
         for index, tensor in enumerate(tensors_in(arguments)):
             if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
                 shipment.leave([tensor])
@@ -136,20 +141,28 @@ class Offloader:
         return Shipment(owner, self._policies[chunk], self._pools[chunk], self._device.where, self.back, lasting)
 
     def settle(self) -> None:
-        """Let go of what was copied, where the copies are over."""
-        for parcel in self._still_leaving():
-            parcel.settle()
+        """Let go of what was copied, where the copies are over. One that failed stays, for `depart` to wait for: when it failed
+        must not decide where the error shows (rule R1)."""
+        while self._leaving and self._leaving[0][0].done and self._leaving[0][0].error is None:
+            for parcel in self._leave():
+                parcel.settle()
         self.out.settle()
         self.back.settle()
 
     def depart(self, shipment: Shipment, outputs: Any) -> None:
         """Its forward is over. Originals of the shipment before are let go now at the latest: there are never those of three."""
-        for parcel in self._still_leaving():
-            parcel.release(self.out)
+        while self._leaving:
+            for parcel in self._leave():
+                parcel.release(self.out)
         chosen = [(weakref.ref(parcel), size) for parcel, size in shipment.chosen(outputs)]
         self._ready.append(_Departure(shipment, chosen))
         if not shipment.policy.avoids_messages:
             self.pass_begins()
+
+    def _leave(self) -> Iterator[Parcel]:
+        """The parcels of the copy that was started first, which is over or is waited for."""
+        _, parcels = self._leaving.popleft()
+        yield from (parcel for known in parcels if (parcel := known()) is not None)
 
     def pass_begins(self) -> None:
         """The exchange behind a forward is over: what waited for that leaves now."""
@@ -160,24 +173,21 @@ class Offloader:
     def _send(self, shipment: Shipment, chosen: list[tuple[Parcel, int]]) -> None:
         try:
             blocks = shipment.pool.lend([size for _, size in chosen])
-            for (parcel, size), block in zip(chosen, blocks, strict=True):
-                parcel.send(block, size, self.out)  # [2]
+            departing = [(parcel, size, block) for (parcel, size), block in zip(chosen, blocks, strict=True)]
+            for _, of_half in groupby(departing, key=lambda one: one[0].half):
+                together = list(of_half)
+                self._leaving.append((send(together, self.out), [weakref.ref(parcel) for parcel, *_ in together]))  # [2]
         except OffloadError:
             raise
         except Exception as error:
             raise failed("offload", shipment.owner, sum(size for _, size in chosen), error) from error
-        self._leaving += [weakref.ref(parcel) for parcel, _ in chosen]
 
     def fetch(self, shipment: Shipment | None) -> None:
         """Its backward comes soon, or now. A second call does nothing."""
         if shipment is not None:
-            for parcel in reversed(list(shipment.parcels())):
-                parcel.fetch()  # [3]
-
-    def _still_leaving(self) -> list[Parcel]:
-        parcels = [parcel for known in self._leaving if (parcel := known()) is not None and parcel.leaving]
-        self._leaving = [weakref.ref(parcel) for parcel in parcels]
-        return parcels
+            on_host = [parcel for parcel in reversed(list(shipment.parcels())) if parcel.on_host]
+            for _, of_half in groupby(on_host, key=lambda parcel: parcel.half):
+                fetch(list(of_half))  # [3]
 
     # --- what it did, and its end --------------------------------------------------------------------------------------
 

@@ -3,12 +3,15 @@
     original ──send──> block on the host ──fetch──> fresh tensor          a part of it, if the plan's bytes end inside it:
         └── let go when that copy is over             └── waited for      the rest stays in a tensor of its own
 
+Parcels of one half go together and come back together: one copy, one wait.
+
 Reloads go into fresh tensors of exactly the parcel's size: each is freed as soon as backward has passed its node. Two buffers
 that are filled in turns would hold two micro-batches' bytes all the time (`benchmarks/reload_targets.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +19,17 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, failed
+from megatron_lynx.runtime.offload.copier import Copier, Copy, Owner, Pair, failed
 from megatron_lynx.runtime.offload.host_memory import Block
 
 
 class Parcel:
     """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device."""
 
-    def __init__(self, original: Tensor, owner: Owner, back: Copier) -> None:
+    def __init__(self, original: Tensor, owner: Owner, back: Copier, half: int) -> None:
         self.size_bytes = original.nbytes
+        self.half = half
+        """The how-manieth half of its micro-batch's forward made it."""
         self._device = original.device
         self._original: Tensor | None = original
         self._owner = owner
@@ -35,13 +40,10 @@ class Parcel:
         self._copier = back
         self._returned: Tensor | None = None
 
-    def send(self, block: Block, size_bytes: int, out: Copier) -> None:
-        """The first `size_bytes` go to the host; the rest, if any, stays in a tensor of its own."""
-        assert self._original is not None
-        here, rest = self._original[:size_bytes], self._original[size_bytes:]
-        self._rest = rest.clone() if rest.nbytes else None
-        self._block = block
-        self._out = block.last = out.start(block.tensor[:size_bytes], here, self._owner, (block.last,))
+    @property
+    def on_host(self) -> bool:
+        """Whether nobody has asked for it back yet."""
+        return self._block is not None
 
     @property
     def leaving(self) -> bool:
@@ -60,26 +62,13 @@ class Parcel:
             out.wait(self._out)
             self._let_go()
 
-    def fetch(self) -> None:
-        """Start the copy back, if there is one to start."""
-        if self._out is None or self._block is None:
-            return
-        block, self._block = self._block, None
-        sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
-        fresh = self._fresh(sent)
-        if self._rest is not None:
-            fresh[sent:].copy_(self._rest)
-            self._rest = None
-        self._back = block.last = self._copier.start(fresh[:sent], block.tensor[:sent], self._owner, (self._out,))
-        self._returned = fresh
-
     def bytes_here(self) -> Tensor:
         """The storage on the device, as bytes; what comes behind this comes behind its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
-        if self._block is not None:
-            self.fetch()
+        if self.on_host:
+            fetch([self])
         if self._back is not None:
             self._copier.wait(self._back)
             self._back = None
@@ -93,6 +82,23 @@ class Parcel:
             self._out.let_go()
         self._original = None
 
+    def _going(self, block: Block, size_bytes: int) -> Pair:
+        """The first `size_bytes` are to go to the host; the rest, if any, stays in a tensor of its own."""
+        assert self._original is not None
+        here, rest = self._original[:size_bytes], self._original[size_bytes:]
+        self._rest = rest.clone() if rest.nbytes else None
+        self._block = block
+        return block.tensor[:size_bytes], here
+
+    def _coming(self) -> Pair:
+        assert self._block is not None
+        sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
+        fresh = self._returned = self._fresh(sent)
+        if self._rest is not None:
+            fresh[sent:].copy_(self._rest)
+            self._rest = None
+        return fresh[:sent], self._block.tensor[:sent]
+
     def _fresh(self, sent: int) -> Tensor:
         try:
             return torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
@@ -100,7 +106,26 @@ class Parcel:
             raise failed("reload", self._owner, sent, error) from error
 
 
-@dataclass(frozen=True, eq=False)
+def send(departing: Sequence[tuple[Parcel, int, Block]], out: Copier) -> Copy:
+    """Copy so many bytes of each to its block, all at once. They are of one half."""
+    pairs = [parcel._going(block, size_bytes) for parcel, size_bytes, block in departing]
+    copy = out.start(pairs, departing[0][0]._owner, [block.last for _, _, block in departing])
+    for parcel, _, block in departing:
+        parcel._out = block.last = copy
+    return copy
+
+
+def fetch(parcels: Sequence[Parcel]) -> None:
+    """Copy what is on the host back, all at once."""
+    pairs = [parcel._coming() for parcel in parcels]
+    back = parcels[0]._copier.start(pairs, parcels[0]._owner, [parcel._out for parcel in parcels])
+    for parcel in parcels:
+        assert parcel._block is not None
+        parcel._back = parcel._block.last = back
+        parcel._block = None
+
+
+@dataclass(eq=False, slots=True)
 class Hosted:
     """A tensor, as a view of its parcel: what autograd and frames hold instead of it."""
 

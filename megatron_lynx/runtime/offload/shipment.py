@@ -47,6 +47,8 @@ class Shipment:
     device: torch.device
     back: Copier
     lasting: set[int]
+    half: int = 0
+    """The how-manieth half of the forward runs."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _parcels: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
 
@@ -63,7 +65,7 @@ class Shipment:
         parcel = known() if known is not None else None
         if parcel is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            parcel = Parcel(whole, self.owner, self.back)
+            parcel = Parcel(whole, self.owner, self.back, self.half)
             self._parcels.pop(storage, None)  # one that died had this address before
             self._parcels[storage] = weakref.ref(parcel)
         return Hosted.of(tensor, parcel)
