@@ -54,9 +54,10 @@ def run_ranks(
     pin: bool = True,
     timeout_s: float = 300.0,
     env: Mapping[str, str] | None = None,
+    compiler: str | None = None,
 ) -> list[Any]:
     """`function(rank, *args)` on `ranks` fresh processes; their results in order of rank. See `RankPool`."""
-    with RankPool(ranks, links=links, pin=pin, env=env) as pool:
+    with RankPool(ranks, links=links, pin=pin, env=env, compiler=compiler) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
