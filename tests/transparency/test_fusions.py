@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.te_releases import folder_of, python_path
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
@@ -73,6 +75,38 @@ def test_another_thread_needs_nothing_compiled(compiling: Pools) -> None:
     plan = plan_for(job, lambda layer: replayable(job))
     ((outcome,),) = checked(compiling, job, [plan], Trial(model=FUSED, backward_thread=True))
     assert_nothing_new("gpt", outcome.stock, [outcome.planned])
+
+
+def test_rotary_positions_in_one_kernel() -> None:
+    """It is Transformer Engine's: skipped where no release of it is unpacked. On a CPU its compiled part is stood in for."""
+    folder = folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine")
+    job = tiny_job("llama", implementation="transformer_engine", hidden_dropout=0.1)
+    candidates = [
+        plan_for(job, lambda layer: replayable(job)),
+        offloading(plan_for(job, lambda layer: ["rotary"] if layer % 2 else ()), chunk_bytes(job)),
+    ]
+    trial = Trial(model={**FUSED, "apply_rope_fusion": True})
+    with RankPool(1, compiler="aot_eager", env={"PYTHONPATH": python_path(folder)}) as pool:
+        (outcomes,) = checked(lambda _: pool, job, candidates, trial)
+        assert pool.run(turned_as_megatron_does) == [(True, True)]
+    assert_nothing_new("llama", outcomes[0].stock, [outcome.planned for outcome in outcomes])
+
+
+def turned_as_megatron_does(rank: int) -> tuple[bool, bool]:
+    """Whether the kernel's stand-in makes what Megatron's unfused code makes, forward and backward."""
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    torch.manual_seed(3)
+    heads, angles, gradient = torch.randn(5, 2, 3, 8), torch.randn(7, 1, 1, 6), torch.randn(5, 2, 3, 8)
+    results = []
+    for function in (fused_apply_rotary_pos_emb, _apply_rotary_pos_emb_bshd):
+        start = heads.clone().requires_grad_()
+        turned = function(start, angles[:5])
+        turned.backward(gradient)
+        results.append((turned.detach(), start.grad))
+    (fused, fused_gradient), (plain, plain_gradient) = results
+    return torch.allclose(fused, plain, atol=1e-6), torch.allclose(fused_gradient, plain_gradient, atol=1e-6)
 
 
 def test_masks_that_generated_code_draws() -> None:
