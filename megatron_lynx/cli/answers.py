@@ -62,7 +62,9 @@ def profile_in_words(measured: Profile, path: Path) -> str:
         for name, half in ((half, measured.half(half)) for half in HALVES)
     ]
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
-    return "\n".join([*halves, *links, f"wrote {path}"])
+    on = measured.source.fusions
+    fusions = [] if on is None else [f"fusions    {', '.join(on) or 'none'}"]
+    return "\n".join([*halves, *links, *fusions, f"wrote {path}"])
 
 
 def show_estimate(answer: Estimate) -> None:

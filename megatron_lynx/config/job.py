@@ -204,6 +204,7 @@ class Job(Part):
             part: {name for name, value in names.items() if getattr(getattr(self, part), name) == value}
             for part, names in LATER.items()
         }
+        off["model"].add("fusions")  # what a measured profile knows better
         if self.model.fp8 is None:
             off["cluster"] = {"fp8"}
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()

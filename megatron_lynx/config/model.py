@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.config.experts import Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
+from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.validation import Part
 
@@ -44,6 +45,9 @@ class Model(Part):
     `linear_fc1`, with its own kernels."""
     qk_norm: bool = False
     """Whether queries and keys are normed, head by head (Megatron's `--qk-layernorm`), as `norm` says."""
+    fusions: tuple[Fusion, ...] | None = None
+    """Megatron's fusions that the launch has on, for measuring: profiles and comparisons are made with them. None: what Megatron
+    has on if nothing is said, on GPUs; on CPU ranks none."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"

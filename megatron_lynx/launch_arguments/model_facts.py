@@ -102,6 +102,7 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
     if given["qk_layernorm"]:
         yield Fact("model.qk_norm", True, given.origin("qk_layernorm"))
+    yield from _fusions(given)
     untied = given["untie_embeddings_and_output_weights"]
     yield Fact("model.tied_embeddings", not untied, given.origin("untie_embeddings_and_output_weights"))
     yield _position(given, problems)
@@ -115,6 +116,20 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     half = given["bf16"] or given["fp16"]
     origin = f"{given.origin('fp16')}: the same bytes and peak" if given["fp16"] else given.origin("bf16")
     yield Fact("model.dtype", "bf16" if half else "fp32", origin)
+
+
+def _fusions(given: Given) -> Iterator[Fact]:
+    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled."""
+    flags = {
+        "bias_dropout": "bias_dropout_fusion",
+        "bias_activation": "bias_swiglu_fusion" if given["swiglu"] else "bias_gelu_fusion",
+        "rope": "apply_rope_fusion",
+    }
+    off = {fusion: flag for fusion, flag in flags.items() if not given[flag]}
+    if given["disable_jit_fuser"]:
+        off |= dict.fromkeys(("bias_dropout", "bias_activation"), "disable_jit_fuser")
+    if off:
+        yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
 
 
 def _position(given: Given, problems: list[Problem]) -> Fact:

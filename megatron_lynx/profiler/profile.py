@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.experts import Experts
+from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.job import Job
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
@@ -146,6 +147,9 @@ class Source(Part):
     """What lay between the ranks: a shaped link, loopback, NVLink, emulated."""
     stood_in_for: str | None = None
     """What was missing and replaced by a stand-in: the seconds then describe no real device."""
+    fusions: tuple[Fusion, ...] | None = None
+    """Megatron's fusions that the measured layers had on. None: not known, as in profiles from before it was written down, which
+    were measured without; and in those that were not measured."""
 
     @property
     def caution(self) -> str | None:
@@ -215,8 +219,7 @@ class Profile(Part):
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
         if self.experts is None:
             off["experts"] = True
-        if self.source.stood_in_for is None:
-            off["source"] = {"stood_in_for"}
+        off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
 

@@ -29,21 +29,26 @@ from megatron_lynx.runtime.refusals import asked_twice
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for a tensor whose values no replay needs: expanded from one NaN, so that a use of it would show."""
+    """Stands for a tensor whose values no replay needs. What it makes has the same geometry, and holds whatever its memory held.
+
+    Megatron compiles some of the code between sites (`jit_fuser`). What is compiled looks at strides before it runs: were they
+    others than in the record, it would be compiled again in the middle of a replay, and after eight times not at all, and run as
+    plain code, which draws another dropout mask.
+    """
 
     size: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> Absent:
-        return cls(tuple(tensor.size()), tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def made(self) -> Tensor:
-        fill = float("nan") if self.dtype.is_floating_point else 0
-        one = torch.full((), fill, dtype=self.dtype, device=self.device)
-        return one.expand(self.size).requires_grad_(self.requires_grad)
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)

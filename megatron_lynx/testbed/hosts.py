@@ -11,13 +11,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.measure.machine import Links as LinkFacts
 from megatron_lynx.testbed import links
+from megatron_lynx.testbed.fusions import compiler_for, fusion_problems
 from megatron_lynx.testbed.ranks import RankError, run_ranks
+
+if TYPE_CHECKING:
+    from megatron_lynx.testbed.compiler import Backend
 
 LONGEST_RUN_S = 1800.0
 """Ranks that have not answered by then are given up."""
@@ -31,6 +35,8 @@ class Hosts:
     device: Literal["cpu", "cuda"]
     network: links.Links
     links: LinkFacts
+    compiler: Backend | None = None
+    """What compiles the job's fusions; None: nothing is compiled."""
 
     @property
     def description(self) -> str:
@@ -47,7 +53,15 @@ class Hosts:
         network = links.Loopback() if unshaped else self.network
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         try:
-            return run_ranks(function, self.ranks, *args, links=network, env={**hidden, **(env or {})}, timeout_s=LONGEST_RUN_S)
+            return run_ranks(
+                function,
+                self.ranks,
+                *args,
+                links=network,
+                env={**hidden, **(env or {})},
+                compiler=self.compiler,
+                timeout_s=LONGEST_RUN_S,
+            )
         except RankError as error:
             if isinstance(error.__cause__, LynxError):
                 raise error.__cause__ from None
@@ -64,7 +78,7 @@ def hosts_for(job: Job) -> Iterator[Hosts]:
     rate = job.cluster.link_mbit_per_s
     shape = job.cluster.device == "cpu" and rate is not None and job.gpus > 1
     with links.shaped_hosts(rate) if shape and rate is not None else links.Loopback() as network:
-        yield Hosts(job.gpus, job.cluster.device, network, _facts(job, network))
+        yield Hosts(job.gpus, job.cluster.device, network, _facts(job, network), compiler_for(job))
 
 
 def _facts(job: Job, network: links.Links) -> LinkFacts:
@@ -93,6 +107,7 @@ def _check(job: Job) -> None:
     if job.model.attention == "flash" and not (job.model.uses_te and job.cluster.device == "cuda"):
         todo = "the testbed's local layers keep the scores, and so do all on a CPU"
         problems.append(Problem("job: model.attention", "flash", "unfused", todo))
+    problems += fusion_problems(job)
     if problems:
         raise ConfigError("this job cannot be run on this machine", problems)
 

@@ -20,6 +20,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.runtime.device import device_for, present_device
+from megatron_lynx.testbed.fusions import fusions_of
 from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.version import __version__
 
@@ -58,6 +60,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         repetitions=REPETITIONS,
         interconnect=hosts.description,
         stood_in_for=figures[0].stood_in_for,
+        fusions=fusions_of(job),
     )
     return Profile(
         source=source,
@@ -86,7 +89,13 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     layer = chunk.decoder.layers[0]
     with fp8_context(job, layer):
         halves = measure_layer(
-            layer, hidden, _arguments(alone), sequence_shards=sequence_shards, repetitions=repetitions, te=te_layer(job, layer)
+            layer,
+            hidden,
+            _arguments(alone),
+            device_for(hidden.device),
+            sequence_shards=sequence_shards,
+            repetitions=repetitions,
+            te=te_layer(job, layer),
         )
     embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
@@ -125,7 +134,7 @@ def _end(job: Job, repetitions: int, *, timed: Callable[[], torch.Tensor], count
 
     shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     saved = held_bytes(counted, job.model.hidden, shards)
-    return measure_block(timed, repetitions).model_copy(update={"saved_bytes": saved})
+    return measure_block(timed, present_device(), repetitions).model_copy(update={"saved_bytes": saved})
 
 
 def _embedding(job: Job, chunk: Any) -> Callable[[], torch.Tensor]:

@@ -54,6 +54,10 @@ def prepare(store: list[Any]) -> int:
     # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed|transformer_engine")
     torch.set_num_threads(1)
+    if backend := os.environ.pop("LYNX_COMPILER", ""):
+        from megatron_lynx.testbed.compiler import stand_in_for_compiler
+
+        stand_in_for_compiler(backend)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         stand_in_for_cuda()
         stand_in_for_missing_modules()

@@ -31,8 +31,8 @@ START_S = 120.0
 
 
 MEGATRON_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""No compilation (decided when megatron-core is imported); one thread, so sums are always in one order; the number of
-connections that Megatron's sequence parallelism asks for."""
+"""No compilation, unless a pool of ranks is given a compiler (decided when megatron-core is imported); one thread, so sums are
+always in one order; the number of connections that Megatron's sequence parallelism asks for."""
 
 
 class RankError(RuntimeError):
@@ -54,9 +54,10 @@ def run_ranks(
     pin: bool = True,
     timeout_s: float = 300.0,
     env: Mapping[str, str] | None = None,
+    compiler: str | None = None,
 ) -> list[Any]:
     """`function(rank, *args)` on `ranks` fresh processes; their results in order of rank. See `RankPool`."""
-    with RankPool(ranks, links=links, pin=pin, env=env) as pool:
+    with RankPool(ranks, links=links, pin=pin, env=env, compiler=compiler) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
@@ -71,14 +72,23 @@ class RankPool:
         links: the hosts they run on; none is this machine's loopback.
         pin: give every rank a core of its own, if there are enough.
         env: environment variables of the ranks, besides the parent's and those that torchrun would set.
+        compiler: what `torch.compile` is in these ranks (`compiler.Backend`), so that Megatron's fusions are compiled.
     """
 
-    def __init__(self, ranks: int, *, links: Links | None = None, pin: bool = True, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        links: Links | None = None,
+        pin: bool = True,
+        env: Mapping[str, str] | None = None,
+        compiler: str | None = None,
+    ) -> None:
         self.ranks = ranks
         self.links = Loopback() if links is None else links
         cores = sorted(os.sched_getaffinity(0))
         self._cores = cores[:ranks] if pin and ranks <= len(cores) else []
-        self._env = dict(env or {})
+        self._env = dict(env or {}) | ({"LYNX_COMPILER": compiler} if compiler else {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._port = 0

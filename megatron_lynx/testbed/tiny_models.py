@@ -24,13 +24,14 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.testbed.fusions import fusion_fields
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
-    """Megatron's configuration of a job: no fusion that needs CUDA; `overrides` are fields of TransformerConfig.
+    """Megatron's configuration of a job, with its fusions (`fusions`); `overrides` are fields of TransformerConfig.
 
     Raises:
         ConfigError: the job wants flash attention, which neither a CPU nor Megatron's local layers have.
@@ -67,9 +68,6 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "deallocate_pipeline_outputs": job.chunks == 1,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
     if model.fp8 is not None:
@@ -77,7 +75,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
-    fields |= expert_fields(job)
+    fields |= fusion_fields(job) | expert_fields(job)
     if len(set(job.partition)) > 1:
         fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
     return TransformerConfig(**{**fields, **overrides})

@@ -346,6 +346,21 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "fusions"),
+    [
+        ("--swiglu", None),
+        ("--swiglu --no-bias-dropout-fusion", ["bias_activation", "rope"]),
+        ("--swiglu --no-bias-gelu-fusion", None),
+        ("--no-bias-gelu-fusion --no-rope-fusion", ["bias_dropout"]),
+        ("--disable-jit-fuser", ["rope"]),
+    ],
+)
+def test_fusions_that_are_switched_off(flags: str, fusions: list[str] | None) -> None:
+    """A profile is measured with the others."""
+    assert facts(f"{SMALL} {flags}").get("model.fusions") == fusions
+
+
 def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
     assert "model.qk_norm" not in facts(SMALL)
     assert facts(f"{SMALL} --qk-layernorm")["model.qk_norm"] is True

@@ -15,6 +15,7 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.runtime.device import device_for
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.te_layer import fp8_context, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
@@ -32,7 +33,8 @@ def measure_one(rank: int, job: Job) -> dict[Half, HalfProfile]:
     sequence_shards = shards if job.parallel.sequence_parallel else 1
     with fp8_context(job, layer):
         te = te_layer(job, layer)
-        return measure_layer(layer, hidden, arguments, sequence_shards=sequence_shards, repetitions=2, te=te)
+        device = device_for(hidden.device)
+        return measure_layer(layer, hidden, arguments, device, sequence_shards=sequence_shards, repetitions=2, te=te)
 
 
 def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:
@@ -40,6 +42,7 @@ def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:
     import torch
 
     from megatron_lynx.profiler.measured import held_bytes, measure_block
+    from megatron_lynx.runtime.device import present_device
 
     tensor = torch.ones(8, requires_grad=True)
     held = {
@@ -47,7 +50,7 @@ def measure_squaring(rank: int) -> tuple[BlockProfile, dict[str, int]]:
         "made": held_bytes(lambda: tensor.clone() ** 2, width=4),
         "own rows": held_bytes(lambda: tensor.clone() ** 2, width=8, sequence_shards=2),
     }
-    return measure_block(lambda: tensor * tensor, repetitions=2), held
+    return measure_block(lambda: tensor * tensor, present_device(), repetitions=2), held
 
 
 def measure_messages(rank: int, kinds: Sequence[LinkKind], sizes: Sequence[int]) -> tuple[LinkPoint, ...]:

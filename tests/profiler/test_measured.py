@@ -14,6 +14,7 @@ from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed import te_layer
+from megatron_lynx.testbed.fusions import compiler_for, fusions_of
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -129,6 +130,42 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
     assert "a stand-in for Transformer Engine's kernels" in make_plan(job, profile).provenance.note
     local = profile.model_copy(update={"source": profile.source.model_copy(update={"stood_in_for": None})})
     assert make_plan(job, local).provenance.note is None
+
+
+def test_fusions_of_the_job_are_measured_and_stated(monkeypatch):
+    """Bias-gelu saves what the GEMM made and the bias; without fusion their sum is saved instead, and what is made of it."""
+    monkeypatch.setenv("CXX", "a compiler of nobody's")  # so that torch's generates no C++, which takes long
+    profiles = {}
+    for fusions in (None, ("bias_activation", "bias_dropout")):
+        job = tiny_job("gpt", fusions=fusions)
+        with hosts_for(job) as hosts:
+            assert hosts.compiler == (None if fusions is None else "aot_eager")
+            profiles[fusions] = measure_profile(job, hosts, lambda text: nullcontext())
+    plain, fused = profiles.values()
+    assert plain.source.fusions == ()
+    assert fused.source.fusions == ("bias_dropout", "bias_activation")
+    made = {name: {tensor.made_by for tensor in profile.mlp.tensors} for name, profile in (("plain", plain), ("fused", fused))}
+    assert made["fused"] >= {"linear_fc1", "activation", "mlp_bda"}
+    assert [tensor.made_by for tensor in fused.mlp.tensors if tensor.saved_by == ("activation",)] == ["linear_fc1"]
+
+
+@pytest.mark.parametrize(("fusion", "needed"), [("rope", "Transformer Engine, whose kernel"), ("bias_activation", "biases")])
+def test_fusions_that_layers_cannot_have_are_refused(fusion, needed):
+    job = tiny_job("gpt", bias=False, fusions=(fusion,))
+    with pytest.raises(ConfigError, match=needed), hosts_for(job):
+        pass
+
+
+def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
+    def on_gpus(**model):
+        job = tiny_job("llama", **model)
+        return job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cuda"})})
+
+    assert fusions_of(tiny_job("llama")) == ()
+    assert set(fusions_of(on_gpus())) - {"rope"} == {"bias_dropout", "bias_activation"}
+    assert compiler_for(on_gpus()) == "inductor"
+    assert fusions_of(on_gpus(fusions=("bias_dropout",))) == ("bias_dropout",)
+    assert compiler_for(on_gpus(fusions=())) is None
 
 
 def test_transformer_engine_that_is_not_there_is_asked_for(monkeypatch):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,6 +40,8 @@ class Trial:
     """Whether backward runs in a second thread, as it does on CUDA."""
     tampered: bool = False
     """Whether every copy is late by a random time, and everything that nobody may read any more is overwritten."""
+    recompile_limit: int | None = None
+    """How many times one function is compiled until the compiler gives up and runs it as plain code; none: torch's own number."""
     compared: str = "everything"
     """Or `weights`: with the distributed optimizer a rank's own shard of gradients is reduced, the rest is not."""
 
@@ -52,6 +55,8 @@ class Seen:
     events: list[dict[str, Any]] = field(default_factory=list)
     flops: int = 0
     collectives: list[str] = field(default_factory=list)
+    compiled: list[list[str]] = field(default_factory=list)
+    """The functions that were compiled in each step; of a backward's compilation the function that it is the backward of."""
     overwritten: int = 0
     copies: list[tuple[str, int]] = field(default_factory=list)
     """Beginnings and ends of copies, each with the address of its host memory, in the order in which they came."""
@@ -76,6 +81,7 @@ def compare_with_stock(rank: int, job: Job, plans: list[Plan], trial: Trial) -> 
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
+    torch._dynamo.reset()  # what an earlier test of these ranks compiled
     gc.collect()  # what an earlier test of these ranks left in cycles must not be counted as left by this one
     stock = train(job, None, trial)
     return [_outcome(stock, train(job, plan, trial)) for plan in plans]
@@ -92,6 +98,8 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
     seen = Seen()
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
+        if trial.recompile_limit is not None:
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=trial.recompile_limit))
         reset_fp8()
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
@@ -123,7 +131,9 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
         if trial.counted and last:
             flops = stack.enter_context(FlopCounterMode(display=False))
             collectives = stack.enter_context(_Collectives())
+        clear_compilation_metrics()
         losses = training.step(synthetic_batches(job, step))
+    seen.compiled.append([metrics.co_name for metrics in get_compilation_metrics() if metrics.co_name is not None])
     seen.tensors.update({f"step {step}: loss {i}": loss.detach().clone() for i, loss in enumerate(losses)})
     seen.tensors.update({f"step {step}: {name}": grad for name, grad in training.gradients().items()})
     seen.tensors.update({f"step {step}: {name}": tensor for name, tensor in fp8_state(training.chunks)})
@@ -189,24 +199,22 @@ def _backward_in_a_second_thread() -> Iterator[None]:
 
 @contextmanager
 def _canaries(seen: Seen) -> Iterator[None]:
-    """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward."""
+    """Hold on to every tensor that is let go, and overwrite those that nobody else holds before the next backward. What stands in
+    a replay for values that it does not need holds NaN, too."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_lynx.runtime.frame import Frame, Handle
-    from megatron_lynx.runtime.record import Recorder
+    from megatron_lynx.runtime.frame import Absent, Frame
 
     let_go: list[torch.Tensor] = []
-    want, pack, backward_step = Frame.want, Recorder._pack, schedules.backward_step
+    made, want, backward_step = Absent.made, Frame.want, schedules.backward_step
 
-    def wanting(self: Any, key: Any, tensor: torch.Tensor) -> Handle:
+    def making_nothing(self: Any) -> torch.Tensor:
+        absent: torch.Tensor = made(self)
+        return absent.detach().fill_(NANS.get(absent.dtype, 0)).requires_grad_(absent.requires_grad)
+
+    def wanting(self: Any, key: Any, tensor: torch.Tensor) -> Any:
         let_go.append(tensor.detach())
         return want(self, key, tensor)
-
-    def packing(self: Any, tensor: torch.Tensor) -> Any:
-        packed = pack(self, tensor)
-        if not isinstance(packed, (torch.Tensor, Handle)):
-            let_go.append(tensor.detach())
-        return packed
 
     def overwriting(*args: Any, **kwargs: Any) -> Any:
         seen.overwritten += _overwrite_unheld(let_go)
@@ -214,13 +222,13 @@ def _canaries(seen: Seen) -> Iterator[None]:
         return backward_step(*args, **kwargs)
 
     def put(*functions: Any) -> None:
-        Frame.want, Recorder._pack, schedules.backward_step = functions  # type: ignore[method-assign]
+        Absent.made, Frame.want, schedules.backward_step = functions  # type: ignore[method-assign]
 
-    put(wanting, packing, overwriting)
+    put(making_nothing, wanting, overwriting)
     try:
         yield
     finally:
-        put(want, pack, backward_step)
+        put(made, want, backward_step)
 
 
 NANS = {torch.float32: float("nan"), torch.bfloat16: float("nan"), torch.uint8: 0x7F}

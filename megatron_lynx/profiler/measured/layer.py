@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from megatron_lynx.profiler.measured.blocks import blocks_of
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
 from megatron_lynx.profiler.measured.seconds import gradient_gemm_seconds, item_flops, item_seconds
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile
+
+if TYPE_CHECKING:
+    from megatron_lynx.runtime.device import Device
 
 
 def shard_arguments(job: Job) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def measure_layer(
     layer: Any,
     hidden: Tensor,
     arguments: dict[str, Any],
+    device: Device,
     *,
     sequence_shards: int = 1,
     repetitions: int = 9,
@@ -51,6 +55,7 @@ def measure_layer(
     """Measures both halves of a `TransformerLayer`, which is in training mode.
 
     `hidden` is the layer's input on all rows; `arguments` are the other arguments of its forward (mask, rotary tables).
+    `device` is what the layer is on: seconds are those of its clock.
     `sequence_shards` is the tensor-parallel size under sequence parallelism: norms, dropouts and residuals then do that share
     of the rows, and their figures are divided by it. In FP8 the caller has entered its context.
     """
@@ -61,17 +66,17 @@ def measure_layer(
         sites = sites_of(layer, section, norms=te is None)
         norm = None if te is None else te.norms[section.half]
         runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norm))
-    return {run.section.half: _profile(run, sequence_shards, repetitions, te) for run in runs}
+    return {run.section.half: _profile(run, device, sequence_shards, repetitions, te) for run in runs}
 
 
-def _profile(run: HalfRun, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
-    forward, backward = item_seconds(run, repetitions)
+def _profile(run: HalfRun, device: Device, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
+    forward, backward = item_seconds(run, device, repetitions)
     tensors, outputs = blocks_of(run)
     flops = item_flops(run) if te is None else te.flops
     if te is not None and te.fp8:
         gemms = {item: (forward[item], forward[item]) for item in run.section.linears}
     else:
-        gemms = gradient_gemm_seconds(run, repetitions)
+        gemms = gradient_gemm_seconds(run, device, repetitions)
     section = run.section
 
     def share(item: str) -> int:

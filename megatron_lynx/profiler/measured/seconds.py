@@ -4,16 +4,16 @@
     backward   end ─ (bda) ─ linear_proj ─ core_attention ─ (rotary) ─ linear_qkv ─ norm ─ start        gradient hooks
 
 A site's backward begins when the gradient of its output exists and ends when those of its arguments do; what lies between two
-sites is the code item there.
+sites is the code item there. A mark is an event on the device's compute stream, and the host waits at the end of a pass only:
+waiting at every door would put the time that the host takes to issue each item into its figure.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,96 +24,100 @@ from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
 from megatron_lynx.profiler.profile import BlockProfile
 
+if TYPE_CHECKING:
+    from megatron_lynx.runtime.device import Device, Event
+
 WARMUP = 2
 """Passes before the first that counts: caches and allocators settle."""
 
 
-def measure_block(run: Callable[[], Tensor], repetitions: int = 9) -> BlockProfile:
+def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 9) -> BlockProfile:
     """Forward and backward seconds of anything that returns one tensor with a gradient, such as the model's head and its loss.
 
     What it saves is asked of `blocks.held_bytes`: noting that takes time.
     """
     forward, backward = [], []
     for repetition in range(WARMUP + repetitions):
-        start = now()
+        start = mark(device)
         output = run()
-        middle = now()
+        middle = mark(device)
         output.backward(torch.ones_like(output))
+        end = mark(device)
+        device.synchronize()
         if repetition >= WARMUP:
-            forward.append(middle - start)
-            backward.append(now() - middle)
+            forward.append(middle.seconds_since(start))
+            backward.append(end.seconds_since(middle))
     return BlockProfile(forward_s=median(forward), backward_s=median(backward))
 
 
-def item_seconds(run: HalfRun, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
+def item_seconds(run: HalfRun, device: Device, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
-    passes = [_timed_pass(run) for _ in range(WARMUP + repetitions)][WARMUP:]
+    passes = [_timed_pass(run, device) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     if run.inner_norm is not None:
         norm, linear = run.section.norm, run.section.column_parallel
-        for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, repetitions), strict=True):
+        for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, device, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm], seconds[linear] = seconds[norm] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
 
 
-def inner_norm_seconds(run: HalfRun, norm: InnerNorm, repetitions: int) -> tuple[float, float]:
+def inner_norm_seconds(run: HalfRun, norm: InnerNorm, device: Device, repetitions: int) -> tuple[float, float]:
     """Forward and backward of the norm that a linear makes, alone: what of the linear's seconds is not the linear's."""
     rows = run.input.detach().requires_grad_()
     with torch.no_grad():
-        forward_s = median_seconds(lambda: norm.run(rows), repetitions)
+        forward_s = median_seconds(lambda: norm.run(rows), device, repetitions)
     backward = []
     for _ in range(WARMUP + repetitions):
         output = norm.alone(rows)
         gradient = torch.ones_like(output)
-        start = now()
-        output.backward(gradient)
-        backward.append(now() - start)
+        backward.append(seconds_of(partial(output.backward, gradient), device))
     return forward_s, median(backward[WARMUP:])
 
 
-def _timed_pass(run: HalfRun) -> tuple[dict[str, float], dict[str, float]]:
-    """One pass. A mark (item, second) ends that item's stretch; an item's stretches add up."""
-    forward_marks: list[tuple[str, float]] = []
-    backward_marks: list[tuple[str, float]] = []
+def _timed_pass(run: HalfRun, device: Device) -> tuple[dict[str, float], dict[str, float]]:
+    """One pass. A mark (item, event) ends that item's stretch; an item's stretches add up."""
+    forward_marks: list[tuple[str, Event]] = []
+    backward_marks: list[tuple[str, Event]] = []
     code = [code_behind(run.section, None)]
 
     def on_gradient(tensor: Tensor, item: str) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: backward_marks.append((item, now())))
+            tensor.register_hook(lambda _: backward_marks.append((item, mark(device))))
 
     def entered(name: str, arguments: Any) -> None:
-        forward_marks.append((code[0], now()))
+        forward_marks.append((code[0], mark(device)))
         for tensor in all_in(Tensor, arguments):
             on_gradient(tensor, name)  # when these gradients exist, the site's backward is over
 
     def left(name: str, outputs: Any) -> None:
-        forward_marks.append((name, now()))
+        forward_marks.append((name, mark(device)))
         code[0] = code_behind(run.section, name)
         if code[0] in CODE_ITEMS:
             on_gradient(first_of(outputs), code[0])
 
     start = run.input.detach().requires_grad_()
     with run.watched(entered, left):
-        begin = now()
+        begin = mark(device)
         output = first_of(run.forward(start, **run.arguments))
-    forward_marks.append((code[0], now()))
+    forward_marks.append((code[0], mark(device)))
     gradient = torch.ones_like(output)
-    middle = now()
+    middle = mark(device)
     output.backward(gradient)
-    backward_marks.append((run.section.norm, now()))
+    backward_marks.append((run.section.norm, mark(device)))
+    device.synchronize()
     return _stretches(begin, forward_marks), _stretches(middle, backward_marks)
 
 
-def _stretches(begin: float, marks: list[tuple[str, float]]) -> dict[str, float]:
+def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for item, second in marks:
-        seconds[item] = seconds.get(item, 0.0) + second - begin
-        begin = second
+    for item, event in marks:
+        seconds[item] = seconds.get(item, 0.0) + event.seconds_since(begin)
+        begin = event
     return seconds
 
 
-def gradient_gemm_seconds(run: HalfRun, repetitions: int) -> dict[str, tuple[float, float]]:
+def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dict[str, tuple[float, float]]:
     """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone."""
     arguments: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -130,8 +134,8 @@ def gradient_gemm_seconds(run: HalfRun, repetitions: int) -> dict[str, tuple[flo
     for name in run.section.linears:
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
         with torch.no_grad():
-            dgrad = median_seconds(partial(torch.matmul, gradient, weight), repetitions)
-            wgrad = median_seconds(partial(torch.matmul, gradient.t(), argument), repetitions)
+            dgrad = median_seconds(partial(torch.matmul, gradient, weight), device, repetitions)
+            wgrad = median_seconds(partial(torch.matmul, gradient.t(), argument), device, repetitions)
         result[name] = (dgrad, wgrad)
     return result
 
@@ -153,18 +157,19 @@ def item_flops(run: HalfRun) -> dict[str, int]:
     return flops
 
 
-def median_seconds(call: Callable[[], Any], repetitions: int) -> float:
-    seconds = []
-    for repetition in range(WARMUP + repetitions):
-        start = now()
-        call()
-        if repetition >= WARMUP:
-            seconds.append(now() - start)
-    return median(seconds)
+def median_seconds(call: Callable[[], Any], device: Device, repetitions: int) -> float:
+    return median([seconds_of(call, device) for _ in range(WARMUP + repetitions)][WARMUP:])
 
 
-def now() -> float:
-    """The clock, when the device has finished what it was given."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def seconds_of(call: Callable[[], Any], device: Device) -> float:
+    """One call's seconds on the device. The host waits for its end."""
+    begin = mark(device)
+    call()
+    end = mark(device)
+    device.synchronize()
+    return end.seconds_since(begin)
+
+
+def mark(device: Device) -> Event:
+    """The point behind everything that the device was given to compute so far, on its own clock."""
+    return device.current.record(timed=True)

@@ -1,0 +1,60 @@
+"""Marks of the measuring profiler: events of the device, for which the host waits at the end of a pass."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lynx.anatomy import MLP
+from megatron_lynx.profiler.measured.half_run import HalfRun
+from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
+from megatron_lynx.runtime.device import Event, Stream
+from tests.runtime.tiny_half import FC1, FC2, NORM, made
+
+
+class Reached(Event):
+    """The `number`-th point of the device, which it reaches when the host waits."""
+
+    def __init__(self, device: Counting) -> None:
+        self.number, self.device = device.marks, device
+
+    def seconds_since(self, begin: Event) -> float:
+        assert isinstance(begin, Reached)
+        assert self.number <= self.device.reached, "asked before the device was there"
+        return float(self.number - begin.number)
+
+
+class Counting(Stream):
+    """A device that takes a second for whatever lies between two marks, and counts how often the host waits for it."""
+
+    def __init__(self) -> None:
+        self.marks = self.reached = self.waits = 0
+        self.where = torch.device("cpu")
+
+    @property
+    def current(self) -> Counting:
+        return self
+
+    def record(self, *, timed: bool = False) -> Event:
+        assert timed
+        self.marks += 1
+        return Reached(self)
+
+    def synchronize(self) -> None:
+        self.reached, self.waits = self.marks, self.waits + 1
+
+
+def test_the_host_waits_once_a_pass() -> None:
+    """It used to wait at every door: what it takes to issue an item was in the item's seconds."""
+    half, hidden = made()
+    device = Counting()
+    run = HalfRun(MLP, half, {}, hidden, {NORM: half.norm, FC1: half.fc1, FC2: half.fc2})
+    forward, backward = item_seconds(run, device, repetitions=3)  # type: ignore[arg-type]
+    assert device.waits == WARMUP + 3
+    assert forward == {**dict.fromkeys(MLP.names, 1.0), NORM: 3.0}, "with the code before and behind it"
+    assert sum(backward.values()) >= len(MLP.names)
+
+
+def test_a_block_is_waited_for_once_a_pass() -> None:
+    device, tensor = Counting(), torch.ones(3, requires_grad=True)
+    block = measure_block(lambda: tensor * tensor, device, repetitions=3)  # type: ignore[arg-type]
+    assert (block.forward_s, block.backward_s, device.waits) == (1.0, 1.0, WARMUP + 3)
