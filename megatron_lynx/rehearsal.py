@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
-from megatron_lynx.anatomy.address import WindowAddress
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
 from megatron_lynx.cost.memory import movable_bytes
@@ -31,7 +31,7 @@ from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.treated import Seating, Treated
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
@@ -150,15 +150,15 @@ def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
-        price, gather = priced(profile, section, stage.rule_for(layer).replays(section.half)), order.gather_of(stage, frame)
-        behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
-        yield Treated(
-            layer,
-            section,
-            price.memory,
-            replay_s=price.replay_s,
-            steady=order.window_of(stage, frame, "steady"),
-            cooldown=order.window_of(stage, frame, "cooldown"),
-            gather_s=0.0 if gather is None else gather_once_s(profile, section, behind, message_bytes_of(profile)),
-            gathered_bytes=price.gathered_bytes,
-        )
+        price = priced(profile, section, stage.rule_for(layer).replays(section.half))
+        steady, cooldown = (_seating(stage, frame, section, phase, profile) for phase in BACKWARD_PHASES)
+        yield Treated(layer, section, price.memory, price.replay_s, steady, cooldown, price.stops)
+
+
+def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile) -> Seating:
+    gather = order.gather_of(stage, frame, phase)
+    if gather is None:
+        return Seating(order.stretches_of(stage, frame, phase))
+    behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
+    gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile))
+    return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)

@@ -41,7 +41,7 @@ RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 _HALF = f"({'|'.join(HALVES)})"
 PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
 """What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
-GATHER_PATTERN = rf"({ON_DEMAND}|bwd\.{_HALF}\.\d(\+\d+)?)"
+GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
 """What the place is called behind which an input is gathered."""
 _COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d)(?:\+(\d+))?")
 

@@ -6,7 +6,8 @@ any window of a half before       in time: nothing of this half is needed yet
 the half's own window 0           with sequence parallelism it gathers the gradient, before any GEMM's saved tensor is read, so
                                   it is in time, but for two cases:
                                     the replay regenerates the dropout mask of the residual addition, which backward reads first
-                                    the layers are Transformer Engine's, which read what they saved before they gather
+                                    it regenerates the row-parallel linear's input, and the layers are Transformer Engine's:
+                                    its linears read what they saved before they gather
 the half's later windows          too late
 """
 
@@ -28,8 +29,8 @@ def own_windows_in_time(section: Section, replay: Collection[str], *, sequence_p
 
     `te`: the layers are Transformer Engine's.
     """
-    reads_first = te or section.residual in replay
-    return int(sequence_parallel and not reads_first)
+    row_parallel_input = te and section.before_row_parallel in replay
+    return int(sequence_parallel and not (row_parallel_input or section.residual in replay))
 
 
 def own_window(half: Half) -> str:

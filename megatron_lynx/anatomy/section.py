@@ -122,6 +122,13 @@ class Section:
         return tuple(item.name for item in self.items if item.role not in ("row_parallel", "opaque"))
 
     @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """The items before which a replay can stop, to go on in a later window: those before which only sites run. Code between
+        sites would run a second time."""
+        code = next((at for at, item in enumerate(self.items) if not item.is_site), len(self.items))
+        return () if self.opaque else self.names[1 : code + 1]
+
+    @cached_property
     def norm(self) -> str:
         return self.item("norm").name
 
@@ -143,6 +150,11 @@ class Section:
     def inner(self) -> tuple[str, ...]:
         """What runs behind the column-parallel linear, up to the row-parallel one."""
         return self.names[self.index(self.column_parallel) + 1 : self.index(self.row_parallel) + 1]
+
+    @cached_property
+    def before_row_parallel(self) -> str:
+        """The item whose output the row-parallel linear reads. Where it is replayed, that output is regenerated."""
+        return self.names[self.index(self.row_parallel) - 1]
 
     @cached_property
     def on_own_rows(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from megatron_lynx.anatomy import Half, Section, sections_of
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window
 from megatron_lynx.apply.dropout import may_draw_in
-from megatron_lynx.plan.order import frames_of, gather_of, window_of
+from megatron_lynx.plan.order import frames_of, gather_of, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
@@ -73,11 +73,12 @@ def passing_over(
 def windows(stage: Stage) -> Windows:
     """Which tasks of a chunk run in which window, by phase. Those of one window run in the order in which backward needs them."""
     during: dict[BackwardPhase, dict[Window, tuple[Task, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
-    behind: dict[Window, tuple[Task, ...]] = {}
+    behind: dict[BackwardPhase, dict[Window, tuple[Task, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
     for half in frames_of(stage):
         for phase in BACKWARD_PHASES:
-            _assign(during[phase], window_of(stage, half, phase), Replay(half))
-        _assign(behind, gather_of(stage, half), Gather(half))
+            for window, until in stretches_of(stage, half, phase):
+                _assign(during[phase], window, Replay(half, until))
+            _assign(behind[phase], gather_of(stage, half, phase), Gather(half))
     return Windows(
         during=during, behind=behind, ahead_depth=stage.ahead_depth, whole=stage.whole or (), first_layer=stage.layers.first
     )

@@ -17,7 +17,7 @@ from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import frames_of, window_of
+from megatron_lynx.plan.order import frames_of, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
 
 
@@ -103,4 +103,5 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _receives(entry: Stage, phase: BackwardPhase) -> bool:
-    return any(window_of(entry, frame, phase) == RECV_BACKWARD for frame in frames_of(entry))
+    stretches = (stretch for frame in frames_of(entry) for stretch in stretches_of(entry, frame, phase))
+    return any(window == RECV_BACKWARD for window, _ in stretches)

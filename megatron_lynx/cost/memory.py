@@ -5,6 +5,12 @@
            whole  +  resident       +  resident  +  resident
     [B] in its last window the next one is regenerated, when of itself only its inputs are still needed
            tail   +  whole          +  resident  +  resident
+    What is regenerated in other windows, or gathered behind them, is there at [A], too. A replay may run in windows of the two
+    halves before: what of it is there at which of their moments is `ahead`, `ahead2`, ...
+
+        moments        mlp(3) [A] [B]    attention(3) [A] [B]    mlp(2) [A]
+        of mlp(2)        ahead4  ahead3          ahead2  ahead    whole
+
     The other micro-batches in flight hold their resident parts all the while. What is regenerated early, while a forward or a
     receive still waits, is there from before the first backward until its own, once: only one micro-batch's backward comes next.
 
@@ -15,9 +21,8 @@ large enough can go to the host (`smallest_offloaded_bytes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Replay
@@ -36,11 +41,17 @@ class HalfMemory:
     tail: int
     """What its backward still needs at its last collective: its input, and its column-parallel linear's."""
     ahead: int = 0
-    """What is there when the half before ends: all that is regenerated, or a gathered input alone, or nothing."""
+    """What is there when the half before ends, of what is regenerated or gathered: all, a part, or nothing."""
     early: int = 0
-    """What is there before the stage's first backward begins, and then until its own: all that is regenerated, or nothing."""
+    """What is there before the stage's first backward begins, and then until its own. It is in none of the other parts."""
     movable: int = 0
     """The part of the resident bytes that can go to the host."""
+    ahead2: int = 0
+    """What is there when the half before begins."""
+    ahead3: int = 0
+    """What is there when the half before that ends."""
+    ahead4: int = 0
+    """What is there when that begins."""
 
     @property
     def whole(self) -> int:
@@ -54,6 +65,9 @@ class HalfMemory:
 
 NOTHING = HalfMemory(0, 0, 0)
 
+AHEAD = ("ahead", "ahead2", "ahead3", "ahead4")
+"""By how many moments before its own backward begins."""
+
 
 def half_memory(section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
     """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once."""
@@ -62,7 +76,6 @@ def half_memory(section: Section, profile: HalfProfile, replay: Replay, *, gathe
         resident=profile.input_bytes + replay.stays_bytes,
         regenerated=replay.regenerated_bytes + gathered_bytes,
         tail=profile.input_bytes + argument + gathered_bytes,
-        ahead=gathered_bytes,
         movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
     )
 
@@ -90,6 +103,12 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
     return sum(half.resident for half in halves)
 
 
+def _threes(halves: Sequence[HalfMemory]) -> Iterator[tuple[HalfMemory, HalfMemory, HalfMemory]]:
+    """Each half with the two behind it."""
+    behind = [*halves[1:], NOTHING, NOTHING]
+    return zip(halves, behind, behind[1:], strict=False)
+
+
 def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float) -> int:
     """The most that the stage's layers hold at once, over all micro-batches in flight.
 
@@ -97,7 +116,8 @@ def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float) -> int:
     """
     behind = sum(half.held for half in backward_order)
     peak = behind
-    for half, following in pairwise((*backward_order, NOTHING)):
+    for half, first, second in _threes(backward_order):
         behind -= half.held
-        peak = max(peak, behind + half.whole, behind + half.tail + following.ahead)  # [A] [B]
+        begins, ends = half.whole + first.ahead2 + second.ahead4, half.tail + first.ahead + second.ahead3
+        peak = max(peak, behind + begins, behind + ends)  # [A] [B]
     return peak + math.ceil((in_flight - 1) * resident_bytes(backward_order))

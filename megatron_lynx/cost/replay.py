@@ -10,12 +10,13 @@
  [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
  [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads the row-parallel one's
  [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
+ [6] where a replay stops, what the sites that it ran returned is remembered, and so held, until it goes on
 These are the rules of `runtime.record`, for sizes instead of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -33,6 +34,8 @@ class Replay:
     """What is held from forward to backward."""
     regenerated_bytes: int
     """What the replay makes."""
+    there_bytes: Mapping[str, int]
+    """By item before which it may stop: what it has made by then, memos of the sites that it ran included."""
 
     @property
     def stays_bytes(self) -> int:
@@ -49,15 +52,22 @@ def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collecti
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
     runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
     stays, regenerated = [], 0
+    there = dict.fromkeys(section.stops, 0)
     for tensor, items in let_go:
         remembered = (
             tensor.output and tensor.made_by not in (*replay, row_parallel) and order.index(tensor.made_by) < passed
         )  # [4]
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
-        elif items:
+            continue
+        if items:
             regenerated += tensor.bytes
-    return Replay(runs, tuple(stays), regenerated)
+        first = min((_last_run(order, tensor, item) for item in items), default=len(order))
+        if tensor.output and tensor.made_by in runs:  # [6]
+            first = min(first, order.index(tensor.made_by))
+        for stop in there:
+            there[stop] += tensor.bytes * (first < order.index(stop))
+    return Replay(runs, tuple(stays), regenerated, there)
 
 
 def sensible_choices(section: Section, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:

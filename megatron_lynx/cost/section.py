@@ -7,14 +7,24 @@ rehearsal of a plan, which has made its choices, and for the table of trade-offs
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
 from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.profile import Profile
+
+
+class Stop(NamedTuple):
+    """How far a replay is that stops before an item."""
+
+    seconds: float
+    """What has run."""
+    bytes: int
+    """What is there of what it regenerates, and of what it remembers to go on. A gathered input is in it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class PricedSection:
     """What the replayed items compute again."""
     gathered_bytes: int = 0
     """The buffer of an input that is gathered once, for the replay and for the backward behind it."""
+    stops: Mapping[str, Stop] = field(default_factory=dict)
+    """By item before which the replay can stop: how far it is then."""
 
 
 def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
@@ -39,11 +51,19 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
     costs = profile.half(section.half)
     replayed = replay_of(section, costs.tensors, replay)
     gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
+    stops = {
+        stop: Stop(
+            sum(costs.items[item].forward_s for item in replayed.runs if section.index(item) < section.index(stop)),
+            replayed.there_bytes[stop] + gathered_bytes,
+        )
+        for stop in section.stops
+    }
     return PricedSection(
         half_memory(section, costs, replayed, gathered_bytes=gathered_bytes),
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
         gathered_bytes,
+        stops,
     )
 
 

@@ -8,12 +8,13 @@ each stage   once all of that holds: every replay finds its window in time (`pla
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.plan import double_buffered, experts, order
 from megatron_lynx.plan.contents import PlanContents
-from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.schedule.groups import groups_needed
 
@@ -72,19 +73,20 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     for half in HALVES:
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
-        if stage.ahead_depth == 0 and any(rule.windows.of(half, phase) != ON_DEMAND for phase in BACKWARD_PHASES):
+        names = {phase: [stretch.window for stretch in rule.windows.stretches(half, phase)] for phase in BACKWARD_PHASES}
+        if stage.ahead_depth == 0 and {*chain(*names.values())} != {ON_DEMAND}:
             yield f"windows.{half} asks for a replay ahead of time, but ahead_depth is 0"
-        window = getattr(rule.windows, half)
-        names = [] if window is None else [window] if isinstance(window, str) else [window.steady, window.cooldown]
-        for name in names:
-            yield from (f"windows.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
-        if isinstance(window, ByPhase) and is_forward(window.cooldown):
-            yield f"windows.{half}.cooldown is {window.cooldown}, but no forward runs in cool-down"
+        for key, at in (("windows", names), ("gather", {phase: [rule.gather.of(half, phase)] for phase in BACKWARD_PHASES})):
+            for name in dict.fromkeys(name for name in chain(*at.values()) if name is not None):
+                yield from (f"{key}.{half} is {name}, {why}" for why in _no_window(plan, stage, rule, name))
+            if isinstance(getattr(getattr(rule, key), half), ByPhase | GatherByPhase) or key == "gather":
+                late = [name for name in at["cooldown"] if name is not None and is_forward(name)]
+                yield from (f"{key}.{half}.cooldown is {name}, but no forward runs in cool-down" for name in late)
 
 
 def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
-    norm, linear, gather = DENSE[half].norm, DENSE[half].column_parallel, rule.gather.of(half)
+    norm, linear, gather = DENSE[half].norm, DENSE[half].column_parallel, getattr(rule.gather, half)
     sequence_parallel = plan.parallel.sequence_parallel
     if plan.model.implementation == "transformer_engine" and linear in rule.replay and norm not in rule.replay:
         yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
@@ -101,7 +103,7 @@ def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]
     if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}
-    for place, names in (("windows", windows), ("gather", {rule.gather.of(half)})):
+    for place, names in (("windows", windows), ("gather", {rule.gather.of(half, phase) for phase in BACKWARD_PHASES})):
         if found := names - {ON_DEMAND, None}:
             todo = "plan it on demand, or keep it, with fp8 tensorwise and sequence_parallel"
             yield f"{place}.{half} is {', '.join(sorted(map(str, found)))}, but {norm} reduces an amax in every call: {todo}"

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.anatomy import EXPERTS, HALVES
-from megatron_lynx.anatomy.address import WindowAddress, window_at
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress, window_at
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
-from megatron_lynx.plan.rule import ByPhase, Rule
+from megatron_lynx.plan.rule import Rule
 
 
 def misplaced(plan: PlanContents) -> Iterator[str]:
@@ -47,9 +47,9 @@ def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:
 def _places(rule: Rule) -> Iterator[str]:
     """Every window and gather that a rule names."""
     for half in HALVES:
-        window, gather = getattr(rule.windows, half), rule.gather.of(half)
-        yield from (window.steady, window.cooldown) if isinstance(window, ByPhase) else (window,) if window else ()
-        yield from (gather,) if gather else ()
+        for phase in BACKWARD_PHASES:
+            yield from (stretch.window for stretch in rule.windows.stretches(half, phase))
+            yield from filter(None, (rule.gather.of(half, phase),))
 
 
 def _spans(layers: list[int]) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy.stretch import THEN
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.rule import Rule
@@ -90,8 +91,10 @@ def _window(rule: Rule, half: Half) -> Text:
         return Text("-")
     steady, cooldown = rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown")
     text = steady if steady == cooldown else f"{steady}\nin cool-down {cooldown}"
-    gather = rule.gather.of(half)
-    return Text(f"{text}\ninput gathered {gather}" if gather else text)
+    gather, late = rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown")
+    gathered = f"\ninput gathered {gather}" if gather else ""
+    differs = f", in cool-down {late}" if late != gather else ""
+    return Text(f"{text}{gathered}{differs}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
 def _beside(stage: Stage) -> Text | None:

@@ -8,10 +8,11 @@ from typing import Annotated
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, PATTERN, RECV_BACKWARD, examples
+from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, RECV_BACKWARD, examples
 from megatron_lynx.anatomy.dense import ItemName
+from megatron_lynx.anatomy.stretch import PLACE_PATTERN
 
-__all__ = ["GatherName", "ItemName", "WindowName"]
+__all__ = ["GatherName", "ItemName", "PlaceName"]
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
@@ -26,13 +27,13 @@ def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
-WindowName = Annotated[
+PlaceName = Annotated[
     str,
-    _matching(PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
-    WithJsonSchema({"type": "string", "pattern": f"^{PATTERN}$"}),
+    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{PLACE_PATTERN}$"}),
 ]
 GatherName = Annotated[
     str,
-    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"))),
+    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"), *examples("fwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
 ]

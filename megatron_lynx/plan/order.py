@@ -4,10 +4,9 @@
              (with chunks it may pass another one: then its layers count by their place in the chunk)
     then     mlp(L)  attention(L)  mlp(L-1)  attention(L-1) ...                           each with its bwd.* windows in order
 
-A frame is *ahead* from its replay until backward enters its half. With sequence parallelism the first window of a half's own
-backward gathers its gradient, before any GEMM's saved tensor is needed: it may hide the half's own replay, unless that has to
-regenerate the dropout mask, which backward needs first of all. Transformer Engine reads what it saved before it gathers the
-gradient: there that window comes too late.
+A frame is *ahead* from the first stretch of its replay until backward enters its half. Each stretch has a window of its own,
+behind that of the stretch before it. With sequence parallelism the first window of a half's own backward gathers its gradient,
+before most saved tensors are needed: it may hide the half's own replay, where `anatomy.in_time` says so.
 """
 
 from __future__ import annotations
@@ -54,16 +53,22 @@ def _windows_in(passing: Pass, frame: FrameKey, sequence_parallel: bool) -> Iter
     return (WindowAddress(passing, layer, half, ordinal) for ordinal in range(count))
 
 
-def window_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window:
-    """Where a plan replays a frame."""
+def stretches_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> list[tuple[Window, str | None]]:
+    """Where a plan replays a frame, stretch by stretch: in which window, and until which item."""
     layer, half = frame
-    return window_at(stage.rule_for(layer).windows.of(half, phase), layer)
+    stretches = stage.rule_for(layer).windows.stretches(half, phase)
+    return [(window_at(stretch.window, layer), stretch.until) for stretch in stretches]
 
 
-def gather_of(stage: Stage, frame: FrameKey) -> Window | None:
+def window_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window:
+    """Where a plan replays a frame, or the last stretch of its replay."""
+    return stretches_of(stage, frame, phase)[-1][0]
+
+
+def gather_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window | None:
     """Behind which window a plan gathers a frame's input; None where it gathers nothing."""
     layer, half = frame
-    name = stage.rule_for(layer).gather.of(half)
+    name = stage.rule_for(layer).gather.of(half, phase)
     return None if name is None else window_at(name, layer)
 
 
@@ -91,21 +96,35 @@ def depth(stage: Stage, sequence_parallel: bool) -> int:
 def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: list[Window], in_time: int) -> Iterator[str]:
     """`in_time`: the index of the last window that can hide this frame's replay."""
     layer, half = frame
-    name = f"windows.{half} of layer {layer} ({stage.rule_for(layer).windows.of(half, phase)}, {phase})"
-    window, gather = window_of(stage, frame, phase), gather_of(stage, frame)
+    gather, before = gather_of(stage, frame, phase), -1
+    inside = None if gather is None else WindowAddress("fwd", layer, half, 0)  # the gather of the replayed linear's own forward
     if gather is not None and gather != ON_DEMAND and gather not in windows:
         yield f"gather.{half} of layer {layer} ({gather}) is no collective of this stage"
         return
-    if window == ON_DEMAND:
+    if gather is not None and gather == inside:
+        yield f"gather.{half} of layer {layer} ({gather}) lies in the very linear whose input it gathers"
         return
-    if window not in windows:
-        yield f"{name} is no window of this stage in this phase"
-    elif windows.index(window) > in_time:
-        yield f"{name} comes after backward needs the half"
-    elif gather == ON_DEMAND:
-        yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
-    elif gather is not None and windows.index(gather) >= windows.index(window):
-        yield f"{name} comes before the half's input is gathered ({gather})"
+    for stretch in stage.rule_for(layer).windows.stretches(half, phase):
+        window = window_at(stretch.window, layer)
+        if window == ON_DEMAND:
+            return
+        name = f"windows.{half} of layer {layer} ({stretch}, {phase})"
+        if window not in windows:
+            yield f"{name} is no window of this stage in this phase"
+        elif windows.index(window) > in_time:
+            yield f"{name} comes after backward needs the half"
+        elif window == inside:
+            yield f"{name} lies in the very linear that is replayed"
+        elif windows.index(window) <= before:
+            yield f"{name} does not come after the window of the stretch before it"
+        elif gather == ON_DEMAND:
+            yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
+        elif gather is not None and windows.index(gather) >= windows.index(window):
+            yield f"{name} comes before the half's input is gathered ({gather})"
+        else:
+            before = windows.index(window)
+            continue
+        return
 
 
 def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:
@@ -126,7 +145,7 @@ def _deepest(stage: Stage, sequence_parallel: bool, phase: BackwardPhase) -> tup
     served: dict[Window, list[FrameKey]] = {}
     for frame in frames_of(stage):
         if stage.rule_for(frame[0]).replays(frame[1]):
-            served.setdefault(window_of(stage, frame, phase), []).append(frame)
+            served.setdefault(stretches_of(stage, frame, phase)[0][0], []).append(frame)
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
     for window in windows_in_order(stage, sequence_parallel, phase):

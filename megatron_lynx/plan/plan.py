@@ -19,13 +19,14 @@ from megatron_lynx.plan import consistency
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
-from megatron_lynx.plan.rule import ByPhase, Gather, Rule, Windows
+from megatron_lynx.plan.rule import ByPhase, Gather, GatherByPhase, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, Whole
 
 __all__ = [
     "BatchFacts",
     "ByPhase",
     "Gather",
+    "GatherByPhase",
     "LayerRange",
     "ModelFacts",
     "Offload",

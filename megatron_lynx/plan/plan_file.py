@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ROW_PARALLEL
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
+from megatron_lynx.anatomy.stretch import THEN, UNTIL
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.plan import PLAN_VERSION, Plan
 from megatron_lynx.validation import validated
@@ -22,6 +23,7 @@ from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_yaml
 
 _ITEMS = "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in DENSE.items())
+_STRETCHES = f"{window_name('bwd', HALVES[1], 0)}{UNTIL}{DENSE[HALVES[0]].stops[-1]}{THEN}{window_name('bwd', HALVES[1], 2)}"
 _WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
 
 HEADER = f"""\
@@ -30,7 +32,7 @@ HEADER = f"""\
 {_ITEMS}
 #   windows       behind which wait a half is replayed (or {{steady: ..., cooldown: ...}} where the two differ):
 #                 {_WINDOWS}: a collective of this layer, or of one above it (+1);
-#                 {RECV_BACKWARD}; {ON_DEMAND}, which hides nothing
+#                 {RECV_BACKWARD}; {ON_DEMAND}, which hides nothing; or several: {_STRETCHES}
 #   gather        with sequence parallelism: where the input of a replayed {" or ".join(COLUMN_PARALLEL)} is gathered
 #   ahead_depth   how many layer halves may be regenerated before backward needs them. More hides more, and costs memory.
 #   offload       how many bytes of every micro-batch go to the host; smaller tensors than smallest_tensor_bytes stay

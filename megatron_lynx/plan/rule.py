@@ -7,14 +7,15 @@ Neighbouring layers that are treated alike share one rule (`joined`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pydantic import model_validator
 
 from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
-from megatron_lynx.anatomy.address import ON_DEMAND, BackwardPhase
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
+from megatron_lynx.anatomy.stretch import Stretch, stretches_in
 from megatron_lynx.plan.layer_range import LayerRange, Layers
-from megatron_lynx.plan.names import GatherName, ItemName, WindowName
+from megatron_lynx.plan.names import GatherName, ItemName, PlaceName
 from megatron_lynx.validation import Part
 
 
@@ -22,39 +23,51 @@ class ByPhase(Part):
     """Windows of one half where they differ by phase (docs/architecture.md, "Words").
 
     steady:   the backward follows a forward, whose collectives can hide this half's replay.
-    cooldown: the backward follows another backward; only receiving its gradient can.
+    cooldown: the backward follows another backward; of what comes before it, only receiving its gradient can.
     """
 
-    steady: WindowName
-    cooldown: WindowName
+    steady: PlaceName
+    cooldown: PlaceName
 
 
 class Windows(Part):
-    """Where the two halves of a layer are replayed. A half that replays nothing has none."""
+    """Where the two halves of a layer are replayed: in one window, or stretch by stretch in several (`anatomy.stretch`). A half
+    that replays nothing has none."""
 
-    attention: WindowName | ByPhase | None = None
-    mlp: WindowName | ByPhase | None = None
+    attention: PlaceName | ByPhase | None = None
+    mlp: PlaceName | ByPhase | None = None
 
     def of(self, half: Half, phase: BackwardPhase) -> str:
-        window: WindowName | ByPhase | None = getattr(self, half)
-        if window is None:
+        """As the plan file says it."""
+        place: PlaceName | ByPhase | None = getattr(self, half)
+        if place is None:
             return ON_DEMAND
-        return window if isinstance(window, str) else getattr(window, phase)
+        return place if isinstance(place, str) else getattr(place, phase)
+
+    def stretches(self, half: Half, phase: BackwardPhase) -> tuple[Stretch, ...]:
+        return stretches_in(self.of(half, phase))
+
+
+class GatherByPhase(Part):
+    """Where an input is gathered, if that differs by phase: only in the steady phase a forward comes before the backward."""
+
+    steady: GatherName
+    cooldown: GatherName
 
 
 class Gather(Part):
-    """Behind which backward collective the input of a replayed `linear_qkv` / `linear_fc1` is gathered, once.
+    """Behind which collective the input of a replayed `linear_qkv` / `linear_fc1` is gathered, once.
 
     Only with sequence parallelism, where replaying these GEMMs needs an all-gather. The gathered input serves the replay
     and then the weight gradient, for which stock Megatron would have gathered it anyway.
     """
 
-    attention: GatherName | None = None
-    mlp: GatherName | None = None
+    attention: GatherName | GatherByPhase | None = None
+    mlp: GatherName | GatherByPhase | None = None
 
-    def of(self, half: Half) -> str | None:
-        gather: GatherName | None = getattr(self, half)
-        return gather
+    def of(self, half: Half, phase: BackwardPhase) -> str | None:
+        gather: GatherName | GatherByPhase | None = getattr(self, half)
+        return getattr(gather, phase) if isinstance(gather, GatherByPhase) else gather
 
 
 class Rule(Part):
@@ -82,14 +95,36 @@ class Rule(Part):
         problems += [f"{item} is neither kept nor replayed" for item in ITEMS if item not in listed]
         problems += [f"{item} must be kept: its replay would repeat a reduction" for item in ROW_PARALLEL if item in self.replay]
         for half in HALVES:
-            window, gather = getattr(self.windows, half), self.gather.of(half)
+            window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
+            elif window is not None:
+                problems += self._stops(half)
             if gather is not None and DENSE[half].column_parallel not in self.replay:
                 problems.append(f"gather.{half} is given, but {DENSE[half].column_parallel} is kept")
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _stops(self, half: Half) -> Iterator[str]:
+        """What is wrong with the items before which a replay is to stop."""
+        section = DENSE[half]
+        for text in dict.fromkeys(self.windows.of(half, phase) for phase in BACKWARD_PHASES):
+            begin = 0
+            for stretch in stretches_in(text):
+                end = len(section.names) if stretch.until is None else -1
+                if stretch.until in section.stops:
+                    end = section.index(str(stretch.until))
+                if end < 0:
+                    yield f"windows.{half} is {text}: a replay stops before {' or '.join(section.stops)}, not {stretch.until}"
+                    break
+                if stretch.until == section.column_parallel and getattr(self.gather, half) is not None:
+                    yield f"windows.{half} is {text}: what comes before {stretch.until} runs where its input is gathered"
+                    break
+                if not set(section.names[begin:end]) & set(self.replay):
+                    yield f"windows.{half} is {text}: of what is replayed, nothing is left to run in {stretch}"
+                    break
+                begin = end
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:

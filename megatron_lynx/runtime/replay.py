@@ -13,8 +13,8 @@
           without one     the site runs; what it saves and is wanted is collected
 [4] a site's first part runs alone where the rest of the site has a memo, is not needed, or is not to be reached
 [5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
-[6] a replay up to a site stops where that is called, and says with what. The sites that it ran are remembered as memos, so that
-    the frame's next replay goes on from there and no site runs twice
+[6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
+    The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
 
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
@@ -43,7 +43,7 @@ class _Enough(Exception):
 
 
 class Replayer:
-    """One replay of one frame: of all that is wanted, or up to the site `until`."""
+    """One replay of one frame: of all that is wanted, or up to the item `until`."""
 
     def __init__(self, frame: Frame, random: RandomSource, until: str | None = None) -> None:
         self.frame = frame
@@ -93,6 +93,8 @@ class Replayer:
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
         self._stop_if_done()
+        if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.name):
+            raise _Enough  # [6]
         self._packs(self._segment in self._wanted_in)  # [2]
         return outputs
 

@@ -48,9 +48,9 @@ class Replays:
         return handle.take()
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
-        """Make again what was let go, or the part of it that comes before the site `until`. `window`: where, for the trace."""
+        """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
         with self._progress.span("replay", frame, window):
-            if until is None and frame.policy.gather_site is not None and frame.gathering is None:
+            if self.would_gather(frame, until):
                 self.gather(frame)
             if frame.wanted:
                 self._run(frame, until)
@@ -58,6 +58,11 @@ class Replays:
             frame.give_up_inputs()
         elif until is None:
             raise AssertionError(f"the replay of {frame.policy.name} did not regenerate {sorted(frame.wanted)}")
+
+    def would_gather(self, frame: Frame, until: str | None) -> bool:
+        """Whether such a replay comes to a site whose input is still to be gathered."""
+        site, section = frame.policy.gather_site, frame.policy.section
+        return site is not None and frame.gathering is None and (until is None or section.index(until) > section.index(site))
 
     def gather(self, frame: Frame) -> None:
         """Replay the half up to the site whose input is gathered, and start gathering it into a buffer of the frame."""

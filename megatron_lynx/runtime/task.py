@@ -1,6 +1,6 @@
 """What a window can run: the kinds of work that the plan may put into a wait, each of which does itself.
 
-    Replay(half, until)    regenerate what a half let go, or the part of it that comes before a site
+    Replay(half, until)    regenerate what a half let go, or the part of it that comes before an item
     Gather(half)           regenerate up to the site whose input is gathered, and start gathering that (sequence parallelism)
 
 A task is data of the plan and names a half, no frame: it meets the frame of a micro-batch when its window opens. Every task may
@@ -62,15 +62,16 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Replay:
-    """Regenerate a half, wholly or up to a site."""
+    """Regenerate a half, wholly or up to an item."""
 
     half: FrameKey
     until: str | None = None
+    """One of the section's `stops`."""
 
     def run(self, opening: Opening) -> bool:
         frame = opening.frame_of(self.half)
-        if frame is None:
-            return True
+        if frame is None or opening.replays.would_gather(frame, self.until):
+            return True  # the gather's window was missed: no window may communicate (rule R2)
         if not opening.has_room_for(frame):
             return False  # what is left is replayed on demand
         opening.replays.replay(frame, opening.window, self.until)

@@ -52,14 +52,17 @@ class Waits:
         """Whether a window is more than a wait: tasks run there, or somebody wants to see it."""
         if self._progress.trace.enabled:
             return True
-        return micro_batch is not None and bool(self._during(window, micro_batch, phase) or self._behind(window, micro_batch))
+        return micro_batch is not None and bool(
+            self._during(window, micro_batch, phase) or self._behind(window, micro_batch, phase)
+        )
 
     def _during(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> tuple[Task, ...]:
         running = self._windows[self._ledger.recording_chunk]
         return self._windows[micro_batch.chunk].tasks_during(window, phase, running)
 
-    def _behind(self, window: Window, micro_batch: MicroBatch) -> tuple[Task, ...]:
-        return self._windows[micro_batch.chunk].tasks_behind(window)
+    def _behind(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> tuple[Task, ...]:
+        running = self._windows[self._ledger.recording_chunk]
+        return self._windows[micro_batch.chunk].tasks_behind(window, phase, running)
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -128,7 +131,7 @@ class Waits:
                 self._run(self._during(window, micro_batch, phase), window, micro_batch)
             waited = wait()
         if micro_batch is not None:
-            self._run(self._behind(window, micro_batch), window, micro_batch)
+            self._run(self._behind(window, micro_batch, phase), window, micro_batch)
         return waited
 
     def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch) -> None:

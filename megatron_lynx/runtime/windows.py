@@ -27,8 +27,8 @@ class Windows:
 
     during: Mapping[BackwardPhase, Tasks] = field(default_factory=dict)
     """Tasks that run before the wait proper, by phase of the micro-batch whose backward they are for."""
-    behind: Tasks = field(default_factory=dict)
-    """Tasks that run when the wait is over."""
+    behind: Mapping[BackwardPhase, Tasks] = field(default_factory=dict)
+    """Tasks that run when the wait is over, by the same phase."""
     ahead_depth: int = 0
     """How many halves of a micro-batch may be regenerated before backward reaches them (rule R4)."""
     whole: Container[int] = ()
@@ -42,8 +42,9 @@ class Windows:
         tasks = self.during.get(phase)
         return tasks.get(self._own(window, running), ()) if tasks else ()
 
-    def tasks_behind(self, window: Window) -> tuple[Task, ...]:
-        return self.behind.get(window, ())
+    def tasks_behind(self, window: Window, phase: BackwardPhase, running: Windows) -> tuple[Task, ...]:
+        tasks = self.behind.get(phase)
+        return tasks.get(self._own(window, running), ()) if tasks else ()
 
     def serves(self, half: FrameKey, running: Windows) -> bool:
         """Whether a task of this chunk runs in a collective of `half`, which is one of the chunk `running`."""
@@ -59,7 +60,7 @@ class Windows:
     @cached_property
     def _busy(self) -> frozenset[tuple[str, int, str]]:
         """Pass, layer and half of the collectives in which anything runs."""
-        windows = {window for tasks in (*self.during.values(), self.behind) for window in tasks}
+        windows = {window for tasks in (*self.during.values(), *self.behind.values()) for window in tasks}
         return frozenset((one.passing, *one.frame) for one in windows if isinstance(one, WindowAddress))
 
     def _own(self, window: Window, running: Windows) -> Window:

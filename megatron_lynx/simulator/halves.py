@@ -7,9 +7,9 @@
    sequence   backward   [ residual, dropout ] (bwd.0) [ row-parallel ... dgrad ] (bwd.1) [ wgrad ] (bwd.2) [ norm ]
    parallelism
 
-[1] a half that is replayed on demand is replayed when backward enters it; its gather, as far as it delays, comes before
-[2] in a window the replays run first, then what is left of the window is waited for
-[3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then the next one is regenerated
+[1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before
+[2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
+[3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.treated import Part, Treated
 from megatron_lynx.simulator.walk import Walk
 
 if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import BlockProfile, ItemProfile, Profile
 
 
-Served = dict[Window, tuple[Treated, ...]]
-"""Halves by the window that hides their replay, those that backward needs first first."""
+Served = dict[Window, tuple[Part, ...]]
+"""Parts of replays by the window that hides them, those that backward needs first first."""
+
+Gathered = dict[Window, int]
+"""Bytes of inputs that are gathered behind a window, and of what had to be made for that."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Segments:
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
 
+
+T = TypeVar("T")
 
 Parts = Mapping[Section, Segments]
 """The sections of a stage's layers."""
@@ -65,11 +70,11 @@ def stage_passes(
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     return ChunkPasses(
-        forward={phase: _forward(treated, _hidden(treated, phase), forward, profile.interference, first) for phase in PHASES},
+        forward={phase: _forward(treated, *_hidden(treated, phase), forward, profile.interference, first) for phase in PHASES},
         backward={phase: _backward(treated, phase, backward, profile.interference, back) for phase in PHASES},
         received={phase: _received(treated, phase) for phase in PHASES},
         hiding={
-            chunk: _forward(treated, _as_seen_by(treated, other), forward, profile.interference, first)
+            chunk: _forward(treated, *_as_seen_by(treated, other), forward, profile.interference, first)
             for chunk, other in others.items()
         },
     )
@@ -111,9 +116,14 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(
-    treated: Sequence[Treated], served: Served, halves: Parts, interference: float, ends_s: tuple[float, float]
+    treated: Sequence[Treated],
+    served: Served,
+    gathered: Gathered,
+    halves: Parts,
+    interference: float,
+    ends_s: tuple[float, float],
 ) -> TimedPass:
-    """One forward. `served`: the halves whose replays its windows hide."""
+    """One forward. `served`, `gathered`: what its windows hide of replays, and what is gathered behind them."""
     walk = Walk(interference, ends_s[0])
     for half in treated:
         start_s = walk.clock_s
@@ -123,6 +133,7 @@ def _forward(
             if ordinal < len(parts.windows_s):
                 place = WindowAddress("fwd", half.layer, half.half, ordinal)
                 walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
+                walk.hold(gathered.get(place, 0))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
     walk.compute(ends_s[1])
@@ -133,53 +144,57 @@ def _backward(
     treated: Sequence[Treated], phase: Phase, halves: Parts, interference: float, ends_s: tuple[float, float]
 ) -> TimedPass:
     walk = Walk(interference, ends_s[0])
-    served = _served(treated, phase)
-    for half, following in pairwise((*reversed(treated), None)):
-        assert half is not None
-        if half.replayed and half.window(phase) == ON_DEMAND:
-            walk.on_demand(half)
+    served, gathered = _served(treated, phase), _gathered(treated, phase)
+    late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
+    for half in reversed(treated):
+        if (part := late.get((half.layer, half.half))) is not None:
+            walk.on_demand(part)
         start_s = walk.clock_s
-        _back_through(walk, half, following, halves[half.section], served)
+        _back_through(walk, half, halves[half.section], served, gathered)
         walk.half("backward", start_s, half)
     walk.compute(ends_s[1])
     return walk.over()
 
 
-def _back_through(walk: Walk, half: Treated, following: Treated | None, parts: Segments, served: Served) -> None:
-    """One half's backward, from its first segment to its last. The input of `following` is gathered in its last window."""
+def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered) -> None:
+    """One half's backward, from its first segment to its last."""
     last, left = len(parts.windows_s) - 1, half.memory.whole
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
         if ordinal == last:  # [3]
             walk.hold(half.memory.tail - left)
             left = half.memory.tail
-            walk.gather(following)
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
+            walk.hold(gathered.get(place, 0))
     walk.hold(-left)
 
 
 def _received(treated: Sequence[Treated], phase: Phase) -> TimedPass:
     """The replays that run while the gradient is received."""
     walk = Walk(1.0)
-    for half in _served(treated, phase).get(RECV_BACKWARD, ()):
-        walk.regenerate(half)
-        walk.replay(half, half.replay_s, RECV_BACKWARD)
+    for part in _served(treated, phase).get(RECV_BACKWARD, ()):
+        walk.hold(part.taken_bytes)
+        walk.replay(part.half, part.seconds, RECV_BACKWARD)
     return walk.over()
 
 
-def _hidden(treated: Sequence[Treated], phase: Phase) -> Served:
-    """What a forward of the same chunk hides."""
-    return _served(treated, "steady") if phase == "steady" else {}
+def _hidden(treated: Sequence[Treated], phase: Phase) -> tuple[Served, Gathered]:
+    """What a forward of the same chunk hides, and what is gathered behind its collectives."""
+    return (_served(treated, "steady"), _gathered(treated, "steady")) if phase == "steady" else ({}, {})
 
 
-def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> Served:
-    """What a forward hides of another chunk: its layers are known by where they stand in their chunk."""
+def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> tuple[Served, Gathered]:
+    """The same of another chunk: its layers are known by where they stand in their chunk."""
     moved = running[0].layer - other[0].layer
+    return _moved(_served(other, "steady"), moved), _moved(_gathered(other, "steady"), moved)
+
+
+def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
     return {
-        window._replace(layer=window.layer + moved): halves
-        for window, halves in _served(other, "steady").items()
+        window._replace(layer=window.layer + layers): content
+        for window, content in by_window.items()
         if isinstance(window, WindowAddress) and window.passing == "fwd"
     }
 
@@ -187,7 +202,14 @@ def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> Served:
 def _served(treated: Iterable[Treated], phase: Phase) -> Served:
     served: Served = {}
     for half in reversed(tuple(treated)):
-        if half.replayed:
-            window = half.window(phase)
-            served[window] = (*served.get(window, ()), half)
+        for part in half.parts(phase) if half.replayed else ():
+            served[part.window] = (*served.get(part.window, ()), part)
     return served
+
+
+def _gathered(treated: Iterable[Treated], phase: Phase) -> Gathered:
+    gathered: Gathered = {}
+    for half in treated:
+        if half.replayed and (place := half.gathered(phase)) is not None:
+            gathered[place[0]] = gathered.get(place[0], 0) + place[1]
+    return gathered

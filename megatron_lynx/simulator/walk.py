@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.timeline import Span
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.treated import Part, Treated
 
 
 class Walk:
@@ -23,7 +23,6 @@ class Walk:
         self._interference = interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
-        self._gathered: set[tuple[int, str]] = set()
         self._hidden_s = self._exposed_s = 0.0
 
     def compute(self, seconds: float) -> None:
@@ -33,41 +32,31 @@ class Walk:
         if change_bytes:
             self._memory.append((self.clock_s, change_bytes))
 
-    def gather(self, half: Treated | None) -> None:
-        """The gathered input of a half that is replayed later is there from now on."""
-        if half is not None and half.gathered_bytes:
-            self.hold(half.gathered_bytes)
-            self._gathered.add((half.layer, half.half))
-
-    def regenerate(self, half: Treated) -> None:
-        there_bytes = half.gathered_bytes if (half.layer, half.half) in self._gathered else 0
-        self.hold(half.memory.regenerated - there_bytes)
-
     def replay(self, half: Treated, seconds: float, window: str) -> None:
         """Runs so much of a half's replay; `window` is where it is drawn: what no window hides counts as on demand."""
         if seconds:
             start_s, self.clock_s = self.clock_s, self.clock_s + seconds
             self._span("replay", start_s, half, window)
 
-    def on_demand(self, half: Treated) -> None:  # [1]
-        if half.gather_s:
-            start_s, self.clock_s = self.clock_s, self.clock_s + half.gather_s
-            self._span("gather", start_s, half)
-        self.regenerate(half)
-        self.replay(half, half.replay_s, ON_DEMAND)
-        self._exposed_s += half.replay_s + half.gather_s
+    def on_demand(self, part: Part) -> None:  # [1]
+        if part.gather_s:
+            start_s, self.clock_s = self.clock_s, self.clock_s + part.gather_s
+            self._span("gather", start_s, part.half)
+        self.hold(part.taken_bytes)
+        self.replay(part.half, part.seconds, ON_DEMAND)
+        self._exposed_s += part.seconds + part.gather_s
 
-    def window(self, window: WindowAddress, seconds: float, served: Sequence[Treated]) -> None:  # [2]
+    def window(self, window: WindowAddress, seconds: float, served: Sequence[Part]) -> None:  # [2]
         start_s, room_s = self.clock_s, seconds / self._interference
-        for half in served:
-            self.regenerate(half)
-            fits_s = min(half.replay_s, room_s)
+        for part in served:
+            self.hold(part.taken_bytes)
+            fits_s = min(part.seconds, room_s)
             room_s -= fits_s
-            self.replay(half, fits_s * self._interference, str(window))
-            self.replay(half, half.replay_s - fits_s, ON_DEMAND)
+            self.replay(part.half, fits_s * self._interference, str(window))
+            self.replay(part.half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
-            self._exposed_s += half.replay_s - fits_s + half.gather_s
-        self.clock_s = max(self.clock_s, start_s + seconds) + sum(half.gather_s for half in served)
+            self._exposed_s += part.seconds - fits_s + part.gather_s
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum(part.gather_s for part in served)
         if self.clock_s > start_s:
             self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, str(window), str(window)))
 

@@ -3,7 +3,8 @@
     layers of one stage     1 ... n-k-1     n-k ... n-1          n
     choice                      X               Y           attention as the layer below, last MLP half Z
 
-Of layers that are alike, the first that backward reaches holds the most. So with u = n-k-1 layers of X the peak is that of two
+The attention half of layer n is like the one below as far as there are windows before it (`StageProblem.last_attention`). Of
+layers that are alike, the first that backward reaches holds the most. So with u = n-k-1 layers of X the peak is that of two
 straight lines in k, whatever the number of layers:
 
     (in flight - 1) x resident  +  max(top + k held(Y) + u held(X),  middle + u held(X))
@@ -18,13 +19,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.problem import Columns, Floats, Numbers, StageProblem, unbeaten
+from megatron_lynx.solver.problem import Choices, Columns, Floats, Numbers, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
+
+
+class Layer(NamedTuple):
+    """Costs of the two halves of some layers."""
+
+    attention: Columns
+    mlp: Columns
+
+    def at(self, numbers: Numbers) -> Layer:
+        return Layer(self.attention.at(numbers), self.mlp.at(numbers))
+
+    def needs(self, following: Layer | None) -> Floats:
+        """What its backward needs at most beside what is held of the layers below, of which `following` is the next."""
+        (attention, mlp), nothing = self, np.zeros(())
+        own = attention.held
+        ahead, ahead2, ahead3, ahead4, further3, further4 = (
+            (nothing,) * 6 if following is None else (*following.mlp[-4:], following.attention.ahead3, following.attention.ahead4)
+        )
+        begins = np.maximum(own + mlp.whole + attention.ahead2 + ahead4, attention.whole + ahead2 + further4)
+        ends = np.maximum(own + mlp.tail + attention.ahead + ahead3, attention.tail + ahead + further3)
+        return np.maximum(begins, ends)
 
 
 @dataclass(frozen=True)
@@ -49,12 +72,13 @@ class Form:
 
     def answer(self, below: int, above: int, last: int, count: int) -> Solved:
         """One of them, layer by layer, with `count` layers of `above` (k)."""
-        end = LayerChoice(self._layer(above).attention, self.problem.last_mlp.unbeaten[last])
+        attention = self.problem.at_top(self._layer(above).attention)
+        end = LayerChoice(attention, self.problem.last_mlp.unbeaten[last])
         lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
         return Solved((*lower, end), self.problem.in_flight)
 
     def exposed_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
-        ends_s = self.attention.exposed_s[above] + self.last.exposed_s[last]
+        ends_s = self.first.exposed_s[above] + self.last.exposed_s[last]
         seconds = (self.below_last - count) * self.layer_s[below] + count * self.layer_s[above] + ends_s
         return np.round(seconds, SECOND_DIGITS)
 
@@ -64,21 +88,20 @@ class Form:
 
     def peak_bytes(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
         held_below = (self.below_last - count) * self.layer_held[below]
-        top = self.top(above, last) + count * self.layer_held[above] + held_below
+        top = self.top(above, last, count) + count * self.layer_held[above] + held_below
         middle = np.where(count < self.below_last, self.middle(below, above, self.below_last - count) + held_below, 0)
         others = self._others * self.resident_bytes(below, above, last, count)
         return np.ceil(others) + np.maximum(top, middle)
 
-    def top(self, above: Numbers, last: Numbers) -> Floats:
-        end, behind = self.last, self.attention.held[above]
-        first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[above])
-        return np.maximum(first, self._below_end[above])
+    def top(self, above: Numbers, last: Numbers, count: Floats | int = 2) -> Floats:
+        """Without a count: as if there were two layers of Y, which may be more than one needs."""
+        upper = Layer(self.first.at(above), self.last.at(last))
+        following = self._layers.at(above) if self.below_last else None
+        return np.maximum(upper.needs(following), np.where(np.asarray(count) > 1, self._chained[above], self._alone[above]))
 
     def middle(self, below: Numbers, above: Numbers, count_below: Floats) -> Floats:
-        following = self.mlp.ahead[below]
-        single = np.maximum(self.attention.tail[above] + following, self._hump[below])
-        several = self.attention.tail[below] + following - self.layer_held[below]
-        return np.maximum(single, np.where(count_below > 1, several, single))
+        lower = np.where(count_below > 1, self._chained[below], self._alone[below])
+        return np.maximum(self._layers.at(above).needs(self._layers.at(below)), lower)
 
     def count(self, below: Numbers, above: Numbers, last: Numbers, budget_bytes: float) -> Floats:
         """The best k for which both lines stay within the budget, with two of `below` left; 0 if there is none."""
@@ -125,6 +148,14 @@ class Form:
         return self.problem.attention.unbeaten.columns.at(numbers)
 
     @cached_property
+    def first(self) -> Columns:
+        """The same of the half with which the stage's last layer replaces it."""
+        if self.problem.last_attention is None:
+            return self.attention
+        options = Choices(self.problem.at_top(option) for option in self.problem.attention.unbeaten)
+        return options.columns.at(np.repeat(np.arange(len(options)), len(self.problem.mlp.unbeaten)))
+
+    @cached_property
     def mlp(self) -> Columns:
         numbers = np.tile(np.arange(len(self.problem.mlp.unbeaten)), len(self.problem.attention.unbeaten))
         return self.problem.mlp.unbeaten.columns.at(numbers)
@@ -136,8 +167,10 @@ class Form:
     @cached_property
     def lower(self) -> NDArray[np.intp]:
         """Numbers of the layers that may be worth having below others: those that no other one beats there."""
-        tail, ahead = self.attention.tail, self.mlp.ahead
-        return unbeaten((self.layer_s, self.layer_resident, self.layer_held, self._hump, tail, ahead))
+        attention, mlp = self.attention, self.mlp
+        ahead = mlp.ahead, mlp.ahead2, mlp.ahead3, mlp.ahead4, attention.ahead3, attention.ahead4
+        costs = self.layer_s, self.layer_resident, self.layer_held, self._chained, self._alone, *ahead
+        return unbeaten([cost for cost in costs if cost.any()] or costs[:1])
 
     @cached_property
     def layer_s(self) -> Floats:
@@ -152,18 +185,18 @@ class Form:
         return self.attention.held + self.mlp.held
 
     @cached_property
-    def _hump(self) -> Floats:
-        """What a layer's backward needs on top of what is held before it begins."""
-        attention, mlp = self.attention, self.mlp
-        first = attention.held + np.maximum(mlp.whole, mlp.tail + attention.ahead)
-        return np.maximum(first, np.maximum(attention.whole, attention.tail)) - self.layer_held
+    def _layers(self) -> Layer:
+        return Layer(self.attention, self.mlp)
 
     @cached_property
-    def _below_end(self) -> Floats:
-        """What the attention half below the last MLP half needs, and the layers that follow it."""
-        attention = self.attention
-        alone = np.maximum(attention.whole, attention.tail)
-        return np.maximum(np.maximum(alone, attention.tail + self.mlp.ahead), self._hump) if self.below_last else alone
+    def _alone(self) -> Floats:
+        """What the backward of the last of some layers needs on top of what is held before it begins."""
+        return self._layers.needs(None) - self.layer_held
+
+    @cached_property
+    def _chained(self) -> Floats:
+        """The same of one that another layer of its kind follows."""
+        return self._layers.needs(self._layers) - self.layer_held
 
     def _layer(self, number: int) -> LayerChoice:
         attention, mlp = divmod(number, len(self.problem.mlp.unbeaten))

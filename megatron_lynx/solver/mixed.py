@@ -78,9 +78,11 @@ class Combinations:
         behind = sum((columns.held for columns in backward), np.zeros(self._size))
         peak = behind
         for number, half in enumerate(backward):
-            following = backward[number + 1].ahead if number + 1 < len(backward) else 0.0
+            following = backward[number + 1 : number + 3]
+            begins = sum((each.ahead2 for each in following[:1]), sum(each.ahead4 for each in following[1:]))
+            ends = sum((each.ahead for each in following[:1]), sum(each.ahead3 for each in following[1:]))
             behind = behind - half.held
-            peak = np.maximum(peak, behind + np.maximum(half.whole, half.tail + following))
+            peak = np.maximum(peak, behind + np.maximum(half.whole + begins, half.tail + ends))
         return np.asarray(peak + np.ceil((self.problem.in_flight - 1) * self.resident))
 
     @cached_property
@@ -144,5 +146,5 @@ def _with(below: Solved, above: Solved, count: int) -> Solved:
 def _fewer(choices: Choices, in_flight: float) -> Choices:
     """Those that no other one beats in seconds and in bytes, counted as if each half were the one with the peak."""
     columns = choices.columns
-    held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead
+    held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead + columns.ahead2
     return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))

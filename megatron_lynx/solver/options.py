@@ -5,7 +5,7 @@ subsets of items ──replay_of──> what runs, stays, is regenerated ──S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,11 +14,12 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
-from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.section import Stop, priced
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.answer import Solved, layers_of
+from megatron_lynx.solver.held import held_in
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
-from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem
+from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
@@ -44,23 +45,17 @@ class Subset:
     flops: int
     memory: HalfMemory
     """What it holds if it is replayed on demand."""
+    stops: Mapping[str, Stop]
+    """How far the replay is where it stops."""
 
-    def option(self, seat: Seat, interference: float) -> Option:
-        exposed_s = seat.exposed_s(self.replay_s, interference)
-        return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops)
+    def option(self, seat: Seat, profile: Profile) -> Option:
+        exposed_s = seat.exposed_s(self.replay_s, profile.interference)
+        steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
+        return Option(self.replay, steady, seat, self.replay_s, exposed_s, self.flops, cooldown)
 
-    def _memory(self, placement: Placement) -> HalfMemory:
-        if placement.early:
-            return self._early
-        return self._ahead if placement.ahead(self.kind.half) else self.memory
-
-    @cached_property
-    def _early(self) -> HalfMemory:
-        return replace(self.memory, ahead=0, early=self.memory.regenerated)
-
-    @cached_property
-    def _ahead(self) -> HalfMemory:
-        return replace(self.memory, ahead=self.memory.regenerated)
+    def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
+        sequence_parallel = profile.shape.sequence_parallel
+        return held_in(self.memory, self.kind.half, placement, gather, self.stops, sequence_parallel=sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,9 @@ class StageProblems:
         seat = seats.taken(option.seat, last=last)
         if seat == option.seat:
             return option
-        return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, self.profile.interference))
+        received = received_memory(option) if seat.cooldown.in_receive else option.cooldown_memory
+        exposed_s = seat.exposed_s(option.replay_s, self.profile.interference)
+        return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received)
 
     def _receive(self, seats: StageSeats, in_flight: int) -> Receive | None:
         if seats.received_s is None:
@@ -136,7 +133,7 @@ class StageProblems:
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Every subset in every seat that it is offered."""
         offered = ((subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward))
-        return (subset.option(seat, self.profile.interference) for subset, seat in offered)
+        return (subset.option(seat, self.profile) for subset, seat in offered)
 
     @cached_property
     def _everywhere(self) -> tuple[Choices, Choices, Choices]:
@@ -160,4 +157,4 @@ class StageProblems:
         for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
             price = priced(self.profile, kind.section, items)
             backward = tuple(self._seats.backward(kind, items))
-            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory)
+            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory, price.stops)

@@ -5,25 +5,29 @@
       ├── cooldown    Placement                           for backwards that follow another backward
       └── gather      behind which collective the replay's input is gathered, if it is (sequence parallelism)
 
-A portion is a window with the seconds of it that this replay may use. A placement without portions is on demand: the replay runs
-when backward asks for its first tensor, and nothing hides it.
+A portion is a window with the seconds of it that this replay may use, and what of the replay runs there. A placement without
+portions is on demand: the replay runs when backward asks for its first tensor, and nothing hides it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Half
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, is_forward
-from megatron_lynx.anatomy.in_time import own_window
+from megatron_lynx.anatomy.stretch import Stretch, in_words
 
 
 class Portion(NamedTuple):
-    """The part of a window that one replay may use."""
+    """The part of a window that one replay may use, and the part of the replay that runs there."""
 
     window: str
     seconds: float
+    runs_s: float = inf
+    """Seconds of the replay that run there: all that is left, or what comes before `until`."""
+    until: str | None = None
+    """The item before which it stops."""
 
 
 class Placement(tuple[Portion, ...]):
@@ -45,13 +49,19 @@ class Placement(tuple[Portion, ...]):
         """How long its windows are together."""
         return sum(portion.seconds for portion in self)
 
+    def hidden_s(self, replay_s: float, interference: float) -> float:
+        """Seconds of a replay that the windows hide. In a window it runs `interference` times longer than alone."""
+        left_s, hidden_s = replay_s, 0.0
+        for portion in self:
+            runs_s = min(left_s, portion.runs_s)
+            left_s, hidden_s = left_s - runs_s, hidden_s + min(runs_s, portion.seconds / interference)
+        return hidden_s
+
     @property
     def window(self) -> str:
-        """What a plan file says, which has one name for each phase."""
-        if not self:
-            return ON_DEMAND
-        (portion,) = self
-        return portion.window
+        """What a plan file says."""
+        rest = () if not self or self[-1].until is None else (Stretch(ON_DEMAND),)
+        return in_words((*(Stretch(portion.window, portion.until) for portion in self), *rest))
 
     @property
     def in_receive(self) -> bool:
@@ -60,15 +70,16 @@ class Placement(tuple[Portion, ...]):
 
     @property
     def early(self) -> bool:
-        """Whether what is regenerated exists before the stage's backward begins."""
-        return self.in_receive or any(is_forward(portion.window) for portion in self)
-
-    def ahead(self, half: Half) -> bool:
-        """Whether what this half regenerates exists while the half before it still runs backward."""
-        return not self.early and any(portion.window != own_window(half) for portion in self)
+        """Whether some of what is regenerated exists before the stage's backward begins."""
+        return any(is_early(portion.window) for portion in self)
 
 
 NOWHERE = Placement()
+
+
+def is_early(window: str) -> bool:
+    """Whether a window comes before the stage's backward."""
+    return window == RECV_BACKWARD or is_forward(window)
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,10 @@ class Seat:
     """Seconds of that gather which nothing hides."""
 
     def exposed_s(self, replay_s: float, interference: float) -> float:
-        """Seconds of a replay that its windows do not hide, the mean over both phases.
-
-        In a window it runs `interference` times longer than alone.
-        """
-        steady = max(0.0, replay_s - self.steady.seconds / interference)
-        cooldown = max(0.0, replay_s - self.cooldown.seconds / interference)
+        """Seconds of a replay that its windows do not hide, the mean over both phases."""
+        steady, cooldown = (
+            max(0.0, replay_s - placement.hidden_s(replay_s, interference)) for placement in (self.steady, self.cooldown)
+        )
         return self.steady_share * steady + (1 - self.steady_share) * cooldown + self.gather_s
 
 

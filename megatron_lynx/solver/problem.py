@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.memory import AHEAD, HalfMemory
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -43,10 +43,17 @@ class Option:
     replay_s: float
     exposed_s: float
     flops: int
+    cooldown_memory: HalfMemory | None = None
+    """What it holds in cool-down; None: the same."""
 
     @property
     def hidden_s(self) -> float:
         return max(0.0, self.replay_s - self.exposed_s)
+
+
+def received_memory(option: Option) -> HalfMemory:
+    """What a half holds that is wholly regenerated while its gradient is received."""
+    return replace(option.memory, early=option.memory.regenerated, **dict.fromkeys(AHEAD, 0))
 
 
 class Columns(NamedTuple):
@@ -56,8 +63,11 @@ class Columns(NamedTuple):
     resident: Floats
     whole: Floats
     tail: Floats
-    ahead: Floats
     early: Floats
+    ahead: Floats
+    ahead2: Floats
+    ahead3: Floats
+    ahead4: Floats
 
     @property
     def held(self) -> Floats:
@@ -82,7 +92,7 @@ class Choices(tuple[Option, ...]):
     def columns(self) -> Columns:
         """Their costs. Float64 counts bytes up to 2^53 exactly. Seconds that are no number count as `ENDLESS`."""
         rows = [_costs(option) for option in self]
-        table = np.array(rows, dtype=np.float64).reshape(len(rows), 6)
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), len(Columns._fields))
         return Columns(*np.fmin(table, ENDLESS).T)
 
     @cached_property
@@ -110,8 +120,7 @@ class Choices(tuple[Option, ...]):
 
 
 def _costs(option: Option) -> tuple[float, ...]:
-    memory = option.memory
-    return round(option.exposed_s, SECOND_DIGITS), memory.resident, memory.whole, memory.tail, memory.ahead, memory.early
+    return round(option.exposed_s, SECOND_DIGITS), *(getattr(option.memory, cost) for cost in Columns._fields[1:])
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,17 @@ class StageProblem:
     """None on the last stage."""
     mixed: Mixed | None = None
     """None where no layer has experts."""
+    last_attention: Choices | None = None
+    """What each attention half is in the stage's last layer, where fewer windows come before it; None: the same."""
+
+    def at_top(self, option: Option) -> Option:
+        """What an attention half that is chosen like this is in the last layer."""
+        return option if self.last_attention is None else self._at_top[option]
+
+    @cached_property
+    def _at_top(self) -> dict[Option, Option]:
+        assert self.last_attention is not None
+        return dict(zip(self.attention, self.last_attention, strict=True))
 
     @property
     def best_seated(self) -> StageProblem:
@@ -166,7 +186,7 @@ class StageProblem:
     def halves(self) -> tuple[Choices, ...]:
         """The choices of every half, in forward order."""
         if self.mixed is None:
-            return (self.attention, self.mlp) * (self.layers - 1) + (self.attention, self.last_mlp)
+            return (self.attention, self.mlp) * (self.layers - 1) + (self.last_attention or self.attention, self.last_mlp)
         choices: list[Choices] = []
         kept = Choices((self.mixed.experts,))
         for number, experts in enumerate(self.mixed.layers, start=1):

@@ -5,7 +5,7 @@
 
     x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
     while the backward of each half on the left begins [A], and when it ends [B] (`cost.memory`):
-        (in flight - 1) x resident  +  held behind it  +  what it needs itself  <=  budget
+        (in flight - 1) x resident  +  held behind it  +  what it needs itself  +  what is there ahead of two  <=  budget
 
 Either the exposed seconds are least and the budget is given, or the budget itself is least. What the halves on the right need
 themselves is left out, so no answer is better than the programme's optimum.
@@ -86,6 +86,8 @@ class Programme:
         counted = {half: iter(sorted(group, key=_needed)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
         backward = [option for (option,) in options[: self.explicit]]
         backward += [next(counted[half]) for half in self._backward[self.explicit :]]
+        if self.explicit == 1:
+            backward[1] = self.problem.at_top(backward[1])
         return Solved(layers_of(backward[::-1]), self.problem.in_flight)
 
     @cached_property
@@ -98,6 +100,8 @@ class Programme:
         """The options of each half on the left, then of all attention and of all MLP halves on the right."""
         counted = dict(zip(HALVES, (self.problem.attention.unbeaten, self.problem.mlp.unbeaten), strict=True))
         below = [counted[half] for half in self._backward[1 : self.explicit]]
+        if below and self.problem.last_attention is not None:
+            below[0] = self.problem.last_attention.unbeaten
         return [self.problem.last_mlp.unbeaten, *below, *counted.values()]
 
     @cached_property
@@ -132,7 +136,8 @@ class Programme:
     @cached_property
     def _byte_unit(self) -> float:
         columns = self._columns
-        most = (columns.whole + columns.tail + columns.ahead).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        ahead = columns.ahead + columns.ahead2 + columns.ahead3 + columns.ahead4
+        most = (columns.whole + columns.tail + ahead).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
         return max(1.0, float(most) / LARGEST)
 
     @cached_property
@@ -147,8 +152,11 @@ class Programme:
             begins, over = behind.copy(), behind
             begins[starts[half] : ends[half]] += columns.whole[starts[half] : ends[half]]
             over[starts[half] : ends[half]] += columns.tail[starts[half] : ends[half]]
-            if half + 1 < self.explicit:
-                over[starts[half + 1] : ends[half + 1]] += columns.ahead[starts[half + 1] : ends[half + 1]]
+            for later, at_beginning, at_end in ((half + 1, "ahead2", "ahead"), (half + 2, "ahead4", "ahead3")):
+                if later < self.explicit:
+                    own = slice(starts[later], ends[later])
+                    begins[own] += getattr(columns, at_beginning)[own]
+                    over[own] += getattr(columns, at_end)[own]
             rows += [begins, over]
         return np.array(rows)
 
@@ -158,4 +166,5 @@ class Programme:
 
 
 def _needed(option: Option) -> tuple[int, int]:
-    return option.memory.whole - option.memory.held, option.memory.ahead
+    memory = option.memory
+    return memory.whole - memory.held, memory.ahead + memory.ahead2 + memory.ahead3 + memory.ahead4

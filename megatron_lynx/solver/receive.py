@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
 
-from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import Placement
-from megatron_lynx.solver.problem import Option, Receive, StageProblem
+from megatron_lynx.solver.problem import Option, Receive, StageProblem, received_memory
 
 
 def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
@@ -54,7 +52,8 @@ def _moved(option: Option, receive: Receive) -> Option:
     needed_s = option.replay_s * receive.interference
     cooldown = Placement.in_window(RECV_BACKWARD, needed_s)
     seat = replace(option.seat, cooldown=cooldown, steady_share=1 - receive.share)
-    return replace(option, seat=seat, exposed_s=seat.exposed_s(option.replay_s, receive.interference))
+    exposed_s = seat.exposed_s(option.replay_s, receive.interference)
+    return replace(option, seat=seat, exposed_s=exposed_s, cooldown_memory=received_memory(option))
 
 
 def _peak_bytes(backward: Sequence[Option], receive: Receive) -> int:
@@ -63,10 +62,5 @@ def _peak_bytes(backward: Sequence[Option], receive: Receive) -> int:
 
 def _in_cooldown(backward: Sequence[Option]) -> Iterator[HalfMemory]:
     """What the halves hold where their cool-down seat is another than their steady one."""
-    for half, option in zip(cycle(reversed(HALVES)), backward, strict=False):
-        memory, cooldown = option.memory, option.seat.cooldown
-        if option.seat.gather is not None:
-            yield memory
-        else:
-            early, ahead = cooldown.in_receive, cooldown.ahead(half)
-            yield replace(memory, early=early * memory.regenerated, ahead=ahead * memory.regenerated)
+    for option in backward:
+        yield option.cooldown_memory or option.memory

@@ -75,7 +75,9 @@ def without_windows(plan: Plan) -> Plan:
 
 def _on_demand(rule: Rule) -> Rule:
     gathers = {
-        half: ON_DEMAND for half in HALVES if rule.gather.of(half) is not None and DENSE[half].column_parallel in rule.replay
+        half: ON_DEMAND
+        for half in HALVES
+        if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.replay
     }
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, MLP
+from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, MLP
 from megatron_lynx.anatomy.in_time import half_before, own_window, own_windows_in_time
 from megatron_lynx.anatomy.section import Section
 
@@ -37,4 +37,14 @@ def test_the_mask_of_the_other_half_does_not_matter() -> None:
 
 @pytest.mark.parametrize("section", DENSE.values(), ids=lambda section: section.name)
 def test_transformer_engine_reads_before_it_gathers(section: Section) -> None:
-    assert own_windows_in_time(section, [section.norm], sequence_parallel=True, te=True) == 0
+    """The row-parallel linear gathers the gradient, so what it saved is needed before; what the others saved is not."""
+    inner, norm = section.before_row_parallel, section.norm
+    assert own_windows_in_time(section, [norm, inner], sequence_parallel=True, te=True) == 0
+    assert own_windows_in_time(section, [norm, section.column_parallel], sequence_parallel=True, te=True) == 1
+    assert own_windows_in_time(section, [norm, inner], sequence_parallel=True, te=False) == 1
+
+
+def test_a_replay_stops_where_only_sites_lie_before() -> None:
+    assert ATTENTION.stops == ("linear_qkv", "rotary")
+    assert MLP.stops == ("linear_fc1", "activation")
+    assert EXPERTS.stops == ()

@@ -157,6 +157,17 @@ def test_what_its_nodes_keep_may_go_to_the_host(pool_of):
     assert first[0].planned.counts[-1].offloaded_bytes > 0
 
 
+def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(pool_of):
+    """The row-parallel linear reads what it saved before it gathers the gradient; the others read theirs after that wait."""
+    job = te_job("llama", tensor=2, sequence_parallel=True)
+    raw = plan_for(job, lambda layer: [*NORMS, "linear_qkv", "rotary"], windows=False).model_dump(mode="json")
+    raw["stages"][0]["ahead_depth"] = 1
+    for rule in raw["stages"][0]["rules"]:
+        rule["windows"] = {"mlp": "bwd.mlp.0"}
+    for outcome in checked(pool_of, job, [Plan.model_validate(raw)]):
+        assert outcome[0].planned.counts[0].hidden == job.model.layers * job.microbatches
+
+
 def test_a_norm_alone_runs_no_gemm(pool_of):
     job = te_job(attention_dropout=0.0, hidden_dropout=0.0)
     [[outcome]] = pool_of(1).run(compare_with_stock, job, [plan_for(job, lambda layer: NORMS)], Trial(counted=True))

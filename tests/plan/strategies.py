@@ -7,15 +7,18 @@ from itertools import accumulate, pairwise
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
+from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
     Gather,
+    GatherByPhase,
     LayerRange,
     ModelFacts,
     ParallelFacts,
@@ -164,22 +167,65 @@ def with_windows(
     `least`: layers of the forward that runs just before a backward; 0 on the last virtual stage, where none does.
     """
 
-    def in_time(windows: str | ByPhase, gather: str | None) -> bool:
-        names = [gather or ON_DEMAND, *((windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,))]
+    def in_time(windows: str | ByPhase, gather: str | GatherByPhase | None) -> bool:
+        gathers = (gather.steady, gather.cooldown) if isinstance(gather, GatherByPhase) else (gather or ON_DEMAND,)
+        places = (windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,)
+        names = [*gathers, *(stretch.window for place in places for stretch in stretches_in(place))]
         if any(_in_experts(name, stage.rules[index].layers, experts) for name in names):
             return False
-        return not _problems(_with(stage, index, half, windows, gather), parallel, 2 * len(stage.layers), te)
+        changed = _with(stage, index, half, windows, gather)
+        try:
+            Rule.model_validate(changed.rules[index].model_dump())
+        except ValidationError:
+            return False
+        return not _problems(changed, parallel, 2 * len(stage.layers), te)
 
-    gather = None
-    if stage.rules[index].gather.of(half) is not None:
-        gather = draw(st.sampled_from([name for name in [ON_DEMAND, *_backward(parallel)] if in_time(ON_DEMAND, name)]))
-    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel)]
-    cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
     reach = stage.rules[index].layers.last - stage.layers.first + 1
     forward = _forward(parallel, above=reach < least) if reach <= least else []
+    gather: str | GatherByPhase | None = None
+    if stage.rules[index].gather.of(half, "steady") is not None:
+        late = [name for name in [ON_DEMAND, *_backward(parallel)] if in_time(ON_DEMAND, name)]
+        early = [name for name in forward if in_time(ON_DEMAND, GatherByPhase(steady=name, cooldown=ON_DEMAND))]
+        by_phase_of = st.builds(GatherByPhase, steady=st.sampled_from(early or late), cooldown=st.sampled_from(late))
+        gather = draw(st.sampled_from(late) | by_phase_of)
+    any_phase = [ON_DEMAND, *([RECV_BACKWARD] if least else []), *_backward(parallel)]
+    cooldown = [name for name in any_phase if in_time(ByPhase(steady=ON_DEMAND, cooldown=name), gather)]
     steady = [name for name in [*any_phase, *forward] if in_time(ByPhase(steady=name, cooldown=ON_DEMAND), gather)]
-    by_phase = st.builds(ByPhase, steady=st.sampled_from(steady), cooldown=st.sampled_from(cooldown))
-    return _with(stage, index, half, draw(st.sampled_from(cooldown) | by_phase), gather)
+    both = [name for name in cooldown if in_time(name, gather)]
+    by_phase = st.builds(ByPhase, steady=places(half, steady), cooldown=places(half, cooldown))
+    drawn_place = draw(places(half, both) | by_phase)
+    return _with(stage, index, half, drawn_place if in_time(drawn_place, gather) else draw(st.sampled_from(both)), gather)
+
+
+@st.composite
+def places(draw: st.DrawFn, half: Half, windows: Sequence[str]) -> str:
+    """One of these windows, or a few stretches in some of them; not all of these are in time, or in order."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from(windows))
+    section = DENSE[half]
+    stops = sorted(draw(st.sets(st.sampled_from(section.stops), min_size=1)), key=section.index)
+    some = (
+        draw(st.lists(st.sampled_from(windows), min_size=len(stops) + 1, max_size=len(stops) + 1, unique_by=_moment))
+        if len(set(map(_moment, windows))) > len(stops)
+        else [draw(st.sampled_from(windows))]
+    )
+    *begun, last = sorted(some, key=_moment)
+    return in_words((*(Stretch(window, stop) for window, stop in zip(begun, stops, strict=False)), Stretch(last)))
+
+
+def _moment(window: str) -> tuple[int, ...]:
+    """Windows are sorted by when they come."""
+    at = window_at(window, 0)
+    if not isinstance(at, WindowAddress):
+        return (2 if at == ON_DEMAND else 0, 0)
+    forward = at.passing == "fwd"
+    return (
+        -1 if forward else 1,
+        0,
+        at.layer if forward else -at.layer,
+        HALVES.index(at.half) * (1 if forward else -1),
+        at.ordinal,
+    )
 
 
 def _forward(parallel: ParallelFacts, *, above: bool) -> list[str]:
@@ -220,7 +266,7 @@ def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 
-def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | None) -> Stage:
+def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: str | GatherByPhase | None) -> Stage:
     rule, rules = stage.rules[index], list(stage.rules)
     changes = {
         "windows": rule.windows.model_copy(update={half: windows}),

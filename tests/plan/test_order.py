@@ -55,14 +55,55 @@ def test_the_window_of_a_gather_that_is_not_made_again() -> None:
 
 
 def test_a_forward_window_of_the_very_gemm_that_is_replayed() -> None:
-    """Rule R13. Gathers stand behind backward collectives, so no forward window comes late enough for any replayed GEMM."""
+    """Rule R13: neither its replay nor the gather of its input runs inside its own forward. Other forwards may hide both."""
     raw = raw_plan(tensor=2, pipeline=2, sequence_parallel=True, microbatches=4, gather=True)
-    rule = raw["stages"][0]["rules"][0]
-    rule["gather"]["attention"], rule["windows"]["attention"] = (
-        "bwd.mlp.0",
-        {"steady": "fwd.attention.0", "cooldown": "on_demand"},
-    )
+    first = raw["stages"][0]
+    first["ahead_depth"], rule = 4, first["rules"][0]
+
+    def seated(gather: str, window: str) -> None:
+        rule["gather"]["attention"] = {"steady": gather, "cooldown": "on_demand"}
+        rule["windows"]["attention"] = {"steady": window, "cooldown": "on_demand"}
+
+    seated("bwd.mlp.0", "fwd.attention.0")
+    assert "lies in the very linear that is replayed" in refused(raw)
+    seated("bwd.mlp.0", "fwd.attention.1")
     assert "comes before the half's input is gathered" in refused(raw)
+    seated("fwd.attention.0", "fwd.attention.1")
+    assert "gather.attention of layer 1 (fwd.attention.0@1) lies in the very linear whose input it gathers" in refused(raw)
+    seated("fwd.attention.1", "fwd.mlp.0")
+    Plan.model_validate(raw)
+
+
+def test_a_gather_behind_a_forward_where_none_comes_before() -> None:
+    raw = raw_plan(tensor=2, pipeline=2, sequence_parallel=True, microbatches=4, gather=True)
+    raw["stages"][0]["rules"][0]["gather"]["attention"] = "fwd.attention.1"
+    assert "gather.attention.cooldown is fwd.attention.1, but no forward runs in cool-down" in refused(raw)
+    raw = raw_plan(tensor=2, sequence_parallel=True, gather=True)
+    raw["stages"][0]["rules"][0]["gather"]["attention"] = {"steady": "fwd.mlp.0", "cooldown": "on_demand"}
+    assert "gather.attention is fwd.mlp.0, but on the last stage" in refused(raw)
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("bwd.mlp.2 until rotary then bwd.mlp.0", "does not come after the window of the stretch before it"),
+        ("bwd.mlp.0 until rotary then bwd.attention.1", "comes after backward needs the half"),
+        ("bwd.mlp.0 until core_attention then bwd.mlp.2", "a replay stops before linear_qkv or rotary, not core_attention"),
+        ("bwd.mlp.0 until rotary then bwd.mlp.1 until linear_qkv then bwd.mlp.2", "nothing is left to run in bwd.mlp.1"),
+    ],
+)
+def test_stretches_that_cannot_be_run(place: str, why: str) -> None:
+    raw = raw_plan(tensor=2, sequence_parallel=True)
+    raw["stages"][0]["rules"][0]["windows"]["attention"] = "bwd.mlp.0 until rotary then bwd.mlp.2"
+    Plan.model_validate(raw)
+    raw["stages"][0]["rules"][0]["windows"]["attention"] = place
+    assert why in refused(raw)
+
+
+def test_a_stretch_that_the_gather_runs() -> None:
+    raw = raw_plan(tensor=2, sequence_parallel=True, gather=True)
+    raw["stages"][0]["rules"][0]["windows"]["attention"] = "bwd.mlp.0 until linear_qkv then bwd.mlp.2"
+    assert "what comes before linear_qkv runs where its input is gathered" in refused(raw)
 
 
 def test_the_dropout_mask_is_needed_before_the_halfs_own_window() -> None:

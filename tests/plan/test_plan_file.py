@@ -131,8 +131,8 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
         (("stages", 0, "rules", 0, "windows"), {"mlp": {"steady": "on_demand"}}, "windows.mlp.cooldown: found nothing"),
         (
             ("stages", 0, "rules", 0, "gather"),
-            {"mlp": "fwd.mlp.0"},
-            "gather.mlp: found 'fwd.mlp.0', needed one of on_demand, bwd.",
+            {"mlp": "pipe.recv_backward"},
+            "gather.mlp: found 'pipe.recv_backward', needed one of on_demand, bwd.",
         ),
         (("parallel", "sequence_parallel"), "yes", "plan.yaml: parallel.sequence_parallel: found 'yes', needed true or false"),
         (("parallel", "tensor"), "2", "plan.yaml: parallel.tensor: found '2', needed a whole number"),

@@ -150,7 +150,7 @@ def test_gathers_run_behind_the_wait() -> None:
     """And the replay goes on from there: the norm, which ran for the gather, does not run again."""
     windows = Windows(
         during={"steady": {backward_of(2): (Replay(half(1)),)}},
-        behind={backward_of(3): (Gather(half(1)), Gather(half(2)))},
+        behind={"steady": {backward_of(3): (Gather(half(1)), Gather(half(2)))}},
         ahead_depth=1,
     )
     stage = Stage([windows], gathers=True)
@@ -267,7 +267,7 @@ class Noted:
 def test_tasks_of_any_kind_run_in_order_until_one_has_no_room() -> None:
     log: list[str] = []
     tasks = (Noted("a", log), Noted("b", log, room=False), Noted("c", log))
-    windows = Windows(during={"steady": {backward_of(3): tasks}}, behind={backward_of(3): (Noted("d", log),)})
+    windows = Windows(during={"steady": {backward_of(3): tasks}}, behind={"steady": {backward_of(3): (Noted("d", log),)}})
     stage = Stage([windows], log=log)
     stage.run()
     where = "in bwd.mlp.0@3 for 0"

@@ -9,7 +9,7 @@ from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments, stage_passes
-from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.simulator.treated import Seating, Treated
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
 
@@ -43,7 +43,8 @@ def layer(replay_s, **attention):
     return replaying, Treated(1, MLP, HalfMemory(resident=50, regenerated=0, tail=15))
 
 
-IN_WINDOW = {"steady": WindowAddress("bwd", 1, "mlp", 0), "cooldown": WindowAddress("bwd", 1, "mlp", 0)}
+BEFORE = Seating([(WindowAddress("bwd", 1, "mlp", 0), None)])
+IN_WINDOW = {"steady": BEFORE, "cooldown": BEFORE}
 
 
 def test_compute_lies_around_the_windows():
@@ -99,8 +100,8 @@ def test_memory_of_a_backward_step_by_step():
 def test_a_forward_hides_replays_only_when_a_backward_follows():
     """5 s of window hide the replay of the MLP half of the micro-batch that comes next; in warm-up there is none."""
     attention = Treated(1, ATTENTION, HalfMemory(10, 0, 10))
-    place = WindowAddress("fwd", 1, "mlp", 0)
-    mlp = Treated(1, MLP, HalfMemory(10, 30, 12), 7.0, steady=place, cooldown="pipe.recv_backward")
+    place, received = Seating([(WindowAddress("fwd", 1, "mlp", 0), None)]), Seating([("pipe.recv_backward", None)])
+    mlp = Treated(1, MLP, HalfMemory(10, 30, 12), 7.0, steady=place, cooldown=received)
     passes = stage_passes((attention, mlp), profile_of(tensor=2), 100)
     assert passes.forward["warmup"].seconds == 21.0
     assert (passes.forward["steady"].seconds, passes.forward["steady"].hidden_s) == (23.0, 5.0)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
+from megatron_lynx.anatomy.stretch import Stretch, stretches_in
+from megatron_lynx.cost.memory import AHEAD, HalfMemory
+from megatron_lynx.cost.section import Stop
+from megatron_lynx.solver.held import held_in, moments_ahead
 from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
 
 
@@ -12,34 +16,63 @@ def test_on_demand_everything_is_exposed() -> None:
     assert NOWHERE.on_demand
     assert NOWHERE.window == ON_DEMAND
     assert not NOWHERE.early
-    assert not NOWHERE.ahead("mlp")
     assert ON_DEMAND_SEAT.exposed_s(3.0, 1.5) == 3.0
 
 
 def test_portions_hide_as_much_as_their_seconds_together() -> None:
-    several = Placement([Portion("bwd.mlp.0", 1.0), Portion("bwd.mlp.2", 0.5)])
+    several = Placement([Portion("bwd.mlp.0", 1.0, 2.0, "rotary"), Portion("bwd.mlp.2", 0.5)])
     seat = Seat(several, Placement.in_window("bwd.mlp.2", 0.5), steady_share=0.75)
     assert several.seconds == 1.5
     assert seat.exposed_s(4.0, 1.0) == 0.75 * 2.5 + 0.25 * 3.5
     assert seat.exposed_s(4.0, 2.0) == 0.75 * 3.25 + 0.25 * 3.75
 
 
-def test_a_plan_file_has_one_name_for_each_phase() -> None:
+def test_a_window_hides_no_more_than_what_runs_in_it() -> None:
+    """What is left over runs on demand: here 1 s, and of 3 s in the window of 2 s another one."""
+    several = Placement([Portion("bwd.mlp.0", 5.0, 1.0, "rotary"), Portion("bwd.mlp.2", 2.0, 3.0)])
+    assert several.hidden_s(4.0, 1.0) == 3.0
+    assert several.hidden_s(4.0, 2.0) == 2.0
+    begun = Placement([Portion("bwd.mlp.0", 5.0, 1.0, "rotary")])
+    assert Seat(begun, begun).exposed_s(4.0, 1.0) == 3.0
+
+
+def test_what_a_plan_file_says() -> None:
     assert Placement.in_window(RECV_BACKWARD, 0.0).window == RECV_BACKWARD
-    with pytest.raises(ValueError, match="too many values"):
-        _ = Placement([Portion("bwd.mlp.0", 1.0), Portion("bwd.mlp.2", 0.5)]).window
+    begun = Portion("bwd.mlp.0", 1.0, 1.0, "rotary")
+    assert Placement([begun, Portion("bwd.mlp.2", 0.5)]).window == "bwd.mlp.0 until rotary then bwd.mlp.2"
+    assert Placement([begun]).window == "bwd.mlp.0 until rotary then on_demand"
+    assert stretches_in("bwd.mlp.0 until rotary then bwd.mlp.2") == (Stretch("bwd.mlp.0", "rotary"), Stretch("bwd.mlp.2"))
+
+
+STOPS = {"linear_qkv": Stop(1.0, 5), "rotary": Stop(2.0, 20)}
+"""30 bytes are regenerated in all."""
 
 
 @pytest.mark.parametrize(
-    ("window", "early", "ahead"),
+    ("portions", "gather", "early", "ahead"),
     [
-        ("fwd.attention.1", True, False),
-        (RECV_BACKWARD, True, False),
-        ("bwd.mlp.0", False, True),
-        ("bwd.attention.0", False, False),
-        ("bwd.attention.0+1", False, True),
+        ([("fwd.attention.1", None)], None, 30, (0, 0, 0, 0)),
+        ([(RECV_BACKWARD, None)], None, 30, (0, 0, 0, 0)),
+        ([("bwd.attention.0", None)], None, 0, (0, 0, 0, 0)),
+        ([("bwd.mlp.2", None)], None, 0, (30, 0, 0, 0)),
+        ([("bwd.mlp.1", None)], None, 0, (30, 30, 0, 0)),
+        ([("bwd.attention.2+1", None)], None, 0, (30, 30, 30, 0)),
+        ([("bwd.attention.0+1", None)], None, 0, (30, 30, 30, 30)),
+        ([], "bwd.mlp.0", 0, (5, 5, 0, 0)),
+        ([("bwd.mlp.0", "rotary"), ("bwd.mlp.2", None)], "bwd.attention.0+1", 0, (30, 20, 5, 5)),
+        ([("fwd.mlp.0", "rotary"), ("bwd.mlp.2", None)], None, 20, (10, 0, 0, 0)),
     ],
 )
-def test_when_an_attention_half_that_is_replayed_there_exists(window: str, early: bool, ahead: bool) -> None:
-    placement = Placement.in_window(window, 1.0)
-    assert (placement.early, placement.ahead("attention")) == (early, ahead)
+def test_when_what_an_attention_half_regenerates_is_there(
+    portions: list[tuple[str, str | None]], gather: str | None, early: int, ahead: tuple[int, ...]
+) -> None:
+    placement = Placement(Portion(window, 1.0, until=until) for window, until in portions)
+    memory = held_in(HalfMemory(10, 30, 10), "attention", placement, gather, STOPS, sequence_parallel=True)
+    assert (memory.early, tuple(getattr(memory, moment) for moment in AHEAD)) == (early, ahead)
+    assert placement.early == (early > 0)
+
+
+def test_an_mlp_half_follows_the_attention_half_above() -> None:
+    """Without sequence parallelism a half has one window, its last."""
+    ahead = [moments_ahead(window, "mlp", sequence_parallel=False) for window in ("bwd.attention.0+1", "bwd.mlp.0+1")]
+    assert ahead == [1, 3]

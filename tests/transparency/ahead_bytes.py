@@ -1,0 +1,73 @@
+"""What frames hold after each task of a window, counted on a rank by their storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+Held = tuple[int, str, str, int]
+"""(layer, half, the item before which its replay stopped or "gather" or "", bytes that were not there before)."""
+
+
+def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
+    """In the order in which the tasks of one step ran."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    seed_random_numbers(7)
+    training = Training(job, build_model(job))
+    held: list[Held] = []
+    with install(training.chunks, plan), _counting(held):
+        training.step(synthetic_batches(job, 0))
+    return held
+
+
+@contextmanager
+def _counting(held: list[Held]) -> Iterator[None]:
+    from megatron_lynx.runtime.task import Gather, Replay
+
+    before: dict[int, tuple[Any, set[int]]] = {}
+
+    def counting(run: Callable[..., bool]) -> Callable[..., bool]:
+        def task(self: Any, opening: Any) -> bool:
+            frame = opening.frame_of(self.half)
+            if frame is not None:
+                before.setdefault(id(frame), (frame, _storages(frame).keys() | _of(frame.inputs).keys()))
+            done = run(self, opening)
+            if frame is not None:
+                new = _storages(frame).items() - {
+                    (at, size) for at, size in _storages(frame).items() if at in before[id(frame)][1]
+                }
+                until = "gather" if isinstance(self, Gather) else self.until or ""
+                held.append((*self.half, until, sum(size for _, size in new)))
+            return done
+
+        return task
+
+    with mock.patch.object(Replay, "run", counting(Replay.run)), mock.patch.object(Gather, "run", counting(Gather.run)):
+        yield
+    before.clear()
+
+
+def _storages(frame: Any) -> dict[int, int]:
+    """All that it holds beside its inputs."""
+    gathering = frame.gathering[0] if frame.gathering is not None else None
+    return _of((list(frame.found.values()), [memo.outputs for memo in frame.memos.values()], gathering))
+
+
+def _of(nest: Any) -> dict[int, int]:
+    import torch
+
+    from megatron_lynx.runtime.saved import tensors_in
+
+    tensors = (tensor for tensor in tensors_in(nest) if not isinstance(tensor, torch.nn.Parameter))
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,75 @@
+"""What a replay holds where it stops, and what a gather holds ahead of it, is what plans are priced with, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy import DENSE
+from megatron_lynx.cost.section import priced
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.profiler.made_up import made_up_profile
+from tests.transparency.ahead_bytes import held_after_tasks
+from tests.transparency.plans import plan_for, replayable
+
+Pools = Callable[[int], RankPool]
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
+    "all-reduces": (
+        {},
+        {
+            "attention": "bwd.mlp.0+1 until linear_qkv then bwd.attention.0+1 until rotary then bwd.mlp.0",
+            "mlp": "bwd.attention.0+2 until linear_fc1 then bwd.mlp.0+1 until activation then bwd.attention.0+1",
+        },
+        {},
+    ),
+    "sequence parallel, gathered": (
+        {"sequence_parallel": True},
+        {
+            "attention": "bwd.mlp.0 until rotary then bwd.mlp.2",
+            "mlp": "bwd.attention.0+1 until activation then bwd.attention.2+1",
+        },
+        {"attention": "bwd.attention.0+1", "mlp": "bwd.mlp.0+1"},
+    ),
+    "sequence parallel, GEMMs kept": (
+        {"sequence_parallel": True},
+        {
+            "attention": "bwd.mlp.0 until linear_qkv then bwd.mlp.1",
+            "mlp": "bwd.attention.0+1 until linear_fc1 then bwd.attention.2+1",
+        },
+        {},
+    ),
+}
+"""Layout, windows, gathers."""
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+def test_what_a_replay_holds_where_it_stops(pool_of: Pools, like: Any, case: str) -> None:
+    layout, windows, gathers = CASES[case]
+    job = tiny_job(like, tensor=2, layers=4, **layout)
+    raw = plan_for(job, lambda layer: replayable(job, gather=bool(gathers))).model_dump(mode="json")
+    raw["stages"][0]["ahead_depth"] = 4
+    for rule in raw["stages"][0]["rules"][:2]:
+        rule["windows"], rule["gather"] = windows, gathers
+    checked(pool_of, job, Plan.model_validate(raw))
+
+
+def checked(pool_of: Pools, job: Any, plan: Plan) -> None:
+    profile = made_up_profile(job)
+    for held in pool_of(job.gpus).run(held_after_tasks, job, plan):
+        assert held
+        for layer, half, until, size in held:
+            section = DENSE[half]  # type: ignore[index]
+            price = priced(profile, section, plan.stages[0].rule_for(layer).replays(section.half))
+            stop = section.column_parallel if until == "gather" else until
+            assert (layer, half, until, size) == (
+                layer,
+                half,
+                until,
+                price.stops[stop].bytes if stop else price.memory.regenerated,
+            )
