@@ -2,6 +2,7 @@
 
     python -m benchmarks.when_not             the table of docs/when_not.md; a test holds it current
     python -m benchmarks.when_not --local     the same for Megatron's own layers
+    python -m benchmarks.when_not --json      the rows with their seconds, for programs
 
 Nothing runs: seconds are the simulator's, from the figures of catalogued clusters, without the optimizer's update. Each row is
 given the memory of stock full recomputation and a tenth of what that saves:
@@ -15,18 +16,24 @@ is priced by links between a node's GPUs that take no time.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lynx.anatomy import DENSE, PASSES
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 
@@ -67,6 +74,10 @@ CASES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """What is changed, in words and for the job."""
 
 
+SECONDS = ("none_s", "block_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s")
+"""What `--json` says of a row, as it is."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Seconds of one step of each setting, and what the plan does."""
@@ -83,6 +94,21 @@ class Row:
     """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
     none_gib: float
     budget_gib: float
+    replay_s: float
+    """What all stages replay."""
+    hidden_s: float
+    hideable_s: float
+    """The least of what a stage replays and of what the waits of its backwards and receives have room for, for all stages
+    together. Where forwards hide more, that counts as well."""
+    forward_windows_s: float
+    """What forwards have room for besides. What they hide is held until its backward, so that it takes bytes of the budget."""
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """`best_stock_s`: full recomputation of blocks is all that is priced of what stock offers within the budget. `filled_s`:
+        weight gradients in waits, of which there are none."""
+        seconds = {name: getattr(self, name) for name in SECONDS}
+        return {"what": self.what, **seconds, "best_stock_s": self.block_s, "filled_s": 0.0}
 
 
 def job_of(change: Mapping[str, Any]) -> Job:
@@ -117,7 +143,13 @@ def row(what: str, job: Job) -> Row:
     allowed = job.model_copy(update={"budget": Budget(memory_gib=budget_gib)})
     decision = decide(allowed, analytic_profile(job))
     ours_s = decision.simulation.step_s
-    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, hidden(decision), most, budget_gib)
+    replays = [replayed_s(decision, stage) for stage in range(job.parallel.pipeline)]
+    hidden_s, exposed_s = (sum(seconds) for seconds in zip(*replays, strict=True))
+    windows = [windows_s(decision, stage) for stage in range(job.parallel.pipeline)]
+    hideable_s = sum(min(sum(both), max(late_s, both[0])) for both, (late_s, _) in zip(replays, windows, strict=True))
+    share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
+    ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, hideable_s, sum(early_s for _, early_s in windows))
+    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, share, *ends)
 
 
 def stock_s(job: Job) -> tuple[float, float]:
@@ -138,11 +170,28 @@ def at_once(job: Job) -> Job:
     return job.model_copy(update={"cluster": Cluster.model_validate(cluster)})
 
 
-def hidden(decision: Decision) -> float:
-    """The share of all stages' replayed seconds that windows hide."""
-    stages = [stage.predicted for stage in decision.plan.stages if stage.predicted is not None]
-    hidden_s, exposed_s = (sum(getattr(each, name) for each in stages) for name in ("hidden_replay_s", "exposed_replay_s"))
-    return hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
+def replayed_s(decision: Decision, stage: int) -> tuple[float, float]:
+    """Seconds of a stage's replays in one step: hidden, exposed."""
+    predicted = decision.plan.stages[stage].predicted
+    return predicted.hidden_replay_s, predicted.exposed_replay_s
+
+
+def windows_s(decision: Decision, stage: int) -> tuple[float, float]:
+    """Seconds of replay for which there is room in a stage's waits, as stock leaves them: in collectives of backwards and
+    receives of gradients; and in collectives of forwards that come before another micro-batch's backward."""
+    job, profile = decision.job, analytic_profile(decision.job)
+    problems = StageProblems(job, profile)
+    seats, phases = problems.seats(stage), phases_of(job, stage)
+    layer_s = {
+        passing: sum(sum(window_lengths_s(profile, passing, each, LayerShape.of(job).gathered_bytes)) for each in DENSE.values())
+        for passing in PASSES
+    }
+    last = stage == job.parallel.pipeline - 1
+    received_s = 0.0 if last else phases.steady * profile.link_s("p2p", profile.attention.input_bytes)
+    received_s += phases.cooldown * (seats.received_s or 0.0)
+    forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
+    backward_s = job.microbatches * job.layers_on(stage) * layer_s["bwd"]
+    return (backward_s + received_s) / profile.interference, job.layers_on(stage) * forward_s / profile.interference
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -160,4 +209,5 @@ def table(rows: Iterable[Row]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(rows({"implementation": "local"} if "--local" in sys.argv else {})))
+    priced = rows({"implementation": "local"} if "--local" in sys.argv else {})
+    print(json.dumps([each.as_json for each in priced], indent=1) if "--json" in sys.argv else table(priced))

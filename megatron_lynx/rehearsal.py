@@ -160,5 +160,6 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
     behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
-    gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile))
+    whole = behind is not None and behind.half == section.half
+    gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
     return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)

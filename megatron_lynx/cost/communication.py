@@ -82,19 +82,23 @@ def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockPr
     return block.model_copy(update={"forward_s": block.forward_s + forward_s, "backward_s": block.backward_s + backward_s})
 
 
-def gather_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int) -> float:
+def gather_once_s(
+    profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
+) -> float:
     """Seconds that are lost by gathering the input of a column-parallel linear once, for its section's replay and its backward.
 
     The gather starts behind the first backward collective of the section `behind`; the backward of that section's row-parallel
-    linear, and what precedes it, run before the replay needs the input. None: it is gathered on demand, and nothing runs. In
-    exchange the section's own backward gathers nothing, which stock Megatron hides behind the dgrad GEMM as far as that goes.
+    linear, and what precedes it, run before the replay needs the input; with `whole`, the rest of that section's, too. None: it
+    is gathered on demand, and nothing runs. In exchange the section's own backward gathers nothing, which stock Megatron hides
+    behind the dgrad GEMM as far as that goes.
     """
     gather_s = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
     saved_s = max(0.0, gather_s - profile.half(section.half).items[section.column_parallel].dgrad_s)
-    return max(0.0, gather_s - (_inner_backward_s(profile, behind) if behind else 0.0) - saved_s)
+    return max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0) - saved_s)
 
 
-def _inner_backward_s(profile: Profile, section: Section) -> float:
-    """Backward seconds of a section between its first collective and its column-parallel linear."""
+def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
+    """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
     items = profile.half(section.half).items
-    return sum(items[item].backward_s for item in reversed(section.inner))
+    rest = (section.column_parallel, section.norm) if whole else ()
+    return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))

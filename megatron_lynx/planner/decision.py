@@ -110,7 +110,9 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     stages = Stages(decision.job, profile)
-    answers = tuple(stages.refined(answer) for answer in decision.stages)
+    passes = job.microbatches + job.parallel.pipeline - 1
+    enough_s = WORTH_READING * decision.simulation.step_s / passes
+    answers = tuple(stages.refined(answer, enough_s) for answer in decision.stages)
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)

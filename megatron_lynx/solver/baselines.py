@@ -67,7 +67,7 @@ def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp:
     if problem.mixed is not None:
         return _beside_experts(problem, problem.mixed, attention, mlp, last_mlp)
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
-    return Solved((*below, LayerChoice(attention, last_mlp)), problem.in_flight)
+    return Solved((*below, LayerChoice(problem.at_top(attention), last_mlp)), problem.in_flight)
 
 
 def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:

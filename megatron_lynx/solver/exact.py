@@ -32,8 +32,9 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 """So are answers that differ by less than this."""
 
 
-def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
+def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0) -> Solved:
     """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
+    It is not looked for where it could save no more than `enough_s`.
 
     Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
     with experts are left to `mixed`. Raises `Infeasible` where nothing fits, or nothing was found in time.
@@ -44,7 +45,7 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     if problem.budget_bytes is None:
         seated = problem.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
-    search = _Search(problem, "time", _by_heuristic(problem))
+    search = _Search(problem, "time", _by_heuristic(problem), enough=enough_s)
     search.go(deadline)
     if search.answer is None:
         raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)
@@ -70,16 +71,29 @@ class _Search:
     answer: Solved | None
     bound: float = 0.0
     hopeless: bool = False
+    enough: float = 0.0
+    """What need not be gained."""
 
     def go(self, deadline: float) -> None:
         for explicit in _rounds(len(HALVES) * self.problem.layers):
-            found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic())
+            found = Programme(self.problem, explicit).solved(self.goal, deadline - time.monotonic(), self._enough_share)
             self.hopeless = not found.possible
             self.bound = max(self.bound, found.bound)
             if found.answer is not None and self._better(found.answer):
                 self.answer = found.answer
-            if self.hopeless or self.gap == 0 or time.monotonic() >= deadline:
+            if self.hopeless or self.gap == 0 or self._near or time.monotonic() >= deadline:
                 return
+
+    @property
+    def _enough_share(self) -> float:
+        """The part of the answer's cost that need not be gained."""
+        cost = 0.0 if self.answer is None else self._cost(self.answer)
+        return self.enough / cost if cost else 0.0
+
+    @property
+    def _near(self) -> bool:
+        """Whether nothing that is worth it can be gained any more."""
+        return self.answer is not None and self._cost(self.answer) - self.bound <= self.enough
 
     @property
     def gap(self) -> float | None:

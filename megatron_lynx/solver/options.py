@@ -5,7 +5,7 @@ subsets of items ──replay_of──> what runs, stays, is regenerated ──S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
-from megatron_lynx.cost.section import Stop, priced
+from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.held import held_in
@@ -29,8 +29,8 @@ KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfK
 
 BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
 
-SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement]], Iterable[Seat]]
-"""The seats of a set of replayed items, given the windows of its backward: `Seats.everywhere` or `StageSeats.of`."""
+SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
+"""The seats of a set of replayed items, given its placements in its backward: `Seats.everywhere` or `StageSeats.of`."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,19 @@ class Subset:
     kind: HalfKind
     replay: tuple[str, ...]
     backward: tuple[Placement, ...]
-    """The windows of the stage's backward that come in time for it, the longest first."""
-    replay_s: float
-    flops: int
-    memory: HalfMemory
-    """What it holds if it is replayed on demand."""
-    stops: Mapping[str, Stop]
-    """How far the replay is where it stops."""
+    """In windows of the stage's backward, the best first."""
+    price: PricedSection
+    """What it costs, and what it holds if it is replayed on demand."""
 
     def option(self, seat: Seat, profile: Profile) -> Option:
-        exposed_s = seat.exposed_s(self.replay_s, profile.interference)
+        price, exposed_s = self.price, seat.exposed_s(self.price.replay_s, profile.interference)
         steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
-        return Option(self.replay, steady, seat, self.replay_s, exposed_s, self.flops, cooldown)
+        return Option(self.replay, steady, seat, price.replay_s, exposed_s, price.flops, cooldown)
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
         sequence_parallel = profile.shape.sequence_parallel
-        return held_in(self.memory, self.kind.half, placement, gather, self.stops, sequence_parallel=sequence_parallel)
+        price = self.price
+        return held_in(price.memory, self.kind.half, placement, gather, price.stops, sequence_parallel=sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,39 @@ class StageProblems:
         budget_mib, in_flight = self.job.budget.activation_mib, chunks_in_flight(self.job, stage)
         seats = self.seats(stage, chunks)
         layers = len(self.job.layers_of(stage)) if layers is None else layers
+        attention, mlp, last_mlp = self._choices(seats)
         return StageProblem(
             stage,
             layers,
-            *self._choices(seats),
+            attention,
+            mlp,
+            last_mlp,
+            last_attention=self._at_top(attention),
             in_flight=in_flight,
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
         )
+
+    def _at_top(self, attention: Choices) -> Choices:
+        """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
+        none."""
+        kind = KINDS[0]
+        known = self._tops.get(id(attention))
+        if known is not None and known[0] is attention:
+            return known[1]
+        best: dict[tuple[str, ...], Option] = {}
+        for option in attention:
+            if self._seats.at_top(kind, option.seat) and not option.memory.early:
+                best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.exposed_s)
+        top = Choices(option if self._seats.at_top(kind, option.seat) else best[option.replay] for option in attention)
+        self._tops[id(attention)] = attention, top
+        return top
+
+    @cached_property
+    def _tops(self) -> dict[int, tuple[Choices, Choices]]:
+        """By identity of the choices below."""
+        return {}
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
         """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
@@ -132,7 +153,9 @@ class StageProblems:
 
     def _priced(self, subsets: Iterable[Subset], seats_of: SeatsOf) -> Iterator[Option]:
         """Every subset in every seat that it is offered."""
-        offered = ((subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward))
+        offered = (
+            (subset, seat) for subset in subsets for seat in seats_of(subset.kind, subset.replay, subset.backward, subset.price)
+        )
         return (subset.option(seat, self.profile) for subset, seat in offered)
 
     @cached_property
@@ -156,5 +179,4 @@ class StageProblems:
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
             price = priced(self.profile, kind.section, items)
-            backward = tuple(self._seats.backward(kind, items))
-            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory, price.stops)
+            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price)

@@ -180,7 +180,9 @@ class StageProblem:
     def best_seated(self) -> StageProblem:
         """With every replay in the window of its backward that hides most of it: leaving a window empty saves no memory."""
         mixed = None if self.mixed is None else replace(self.mixed, attention=self.mixed.attention.best_seated)
-        return replace(self, attention=self.attention.best_seated, mlp=self.mlp.best_seated, mixed=mixed)
+        attention = self.attention.best_seated
+        top = None if self.last_attention is None else Choices(map(self.at_top, attention))
+        return replace(self, attention=attention, mlp=self.mlp.best_seated, mixed=mixed, last_attention=top)
 
     @cached_property
     def halves(self) -> tuple[Choices, ...]:

@@ -57,7 +57,8 @@ class Programme:
     problem: StageProblem
     explicit: int
 
-    def solved(self, goal: Goal, time_limit_s: float) -> Found:
+    def solved(self, goal: Goal, time_limit_s: float, enough: float = 0.0) -> Found:
+        """`enough`: the part of the costs that need not be gained."""
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
         rows, one = self._needs / self._byte_unit, self._one_option_each
         budget = 0.0 if goal == "memory" else min((self.problem.budget_bytes or 0) / self._byte_unit, 2 * LARGEST)
@@ -70,7 +71,7 @@ class Programme:
             ],
             integrality=np.append(np.ones(self._width), 0),
             bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
-            options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": 0.0},
+            options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
         )
         bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
         answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))

@@ -1,20 +1,24 @@
-"""The windows of its own stage's backward in which a half may be replayed, and how long they are.
+"""The windows of its own stage's backward in which a half may be replayed, how long they are, and what runs in which.
 
-    backward, from the last layer      mlp(L) [bwd.mlp.last]   attention(L) [bwd.attention.last]   mlp(L-1) ...
-                                        replay attention(L)     replay mlp(L-1)                                               [1]
-    with sequence parallelism          [bwd.X.0] X ...                a half's own replay, before its GEMMs                   [2]
+    backward, from the last layer      mlp(L) [bwd.mlp.*]       attention(L) [bwd.attention.*]    mlp(L-1) ...
+                                       replay attention(L)      replay mlp(L-1)                                               [1]
+    with sequence parallelism          [bwd.X.0] X ...          a half's own replay, before its GEMMs                         [2]
 
-[1] The last window of the half before: by then that half holds nothing but its inputs.
-[2] `anatomy.in_time` says when that window comes before anything of the half is needed.
-An input that is gathered once for its replay is gathered behind the first collective of the half before. Every window has one
-half to hide, so no two replays share one. A window without length is not offered. A replay that communicates runs on demand: in
+[1] The windows of the half before, stretch by stretch if there are several. What is regenerated before its last one exists while
+    all of that half does.
+[2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half, so
+    this one to the half itself in Megatron's own layers, and to the half behind it in Transformer Engine's, where it is seldom in
+    time.
+An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
+that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
+which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
 FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). Forwards and the receive of
 the gradient have windows, too: `solver.stage_seats`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -24,9 +28,13 @@ from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import half_before, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
+from megatron_lynx.cost.section import PricedSection, Stop
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Seat
+from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
+
+Wait = tuple[str, float]
+"""A window and its seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ class Seats:
     job: Job
     profile: Profile
 
-    def everywhere(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement]) -> tuple[Seat, ...]:
+    def everywhere(
+        self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection
+    ) -> tuple[Seat, ...]:
         """Those that every stage has, beginning with the one on demand. `backward`: what `backward()` says of this half."""
         if not replay:
             return (ON_DEMAND_SEAT,)
@@ -67,10 +77,8 @@ class Seats:
         if not self.gathers(kind, replay):
             return tuple(Seat(placement, placement) for placement in placements)
         if communicates or not kind.windows_before:
-            return (Seat(gather=ON_DEMAND, gather_s=self._gathers_s[kind.half, None]),)
-        before, above = half_before(kind.half)
-        gather, gather_s = window_name("bwd", before, 0, above), self._gathers_s[kind.half, before]
-        return tuple(Seat(placement, placement, gather=gather, gather_s=gather_s) for placement in placements)
+            return (Seat(gather=ON_DEMAND, gather_s=self._gather_s(kind.half, None)),)
+        return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
@@ -80,38 +88,98 @@ class Seats:
         """Whether the replay makes a norm anew that reduces its amax."""
         return self.job.reduces_amaxes and kind.section.norm in replay
 
-    def backward(self, kind: HalfKind, replay: Collection[str]) -> list[Placement]:
-        """The windows of the stage's backward that come before anything of the half is needed, the longest first."""
-        sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
-        in_time = own_windows_in_time(kind.section, replay, sequence_parallel=sequence_parallel, te=te)
-        own = self._windows["bwd", kind.half, 0][:in_time]  # [2]
-        before = self._windows[("bwd", *half_before(kind.half))][-1:] if kind.windows_before else []  # [1]
-        return sorted((window for window in own + before if window.seconds > 0), key=lambda window: -window.seconds)
+    def backward(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> list[Placement]:
+        """Placements in windows of the stage's backward that come before anything of the half is needed, the best first."""
+        waits = self._waits(kind, replay)
+        found = _placements(waits, self.stops(kind, replay, price), price.replay_s)
+        interference = self.profile.interference
+        return sorted(found, key=lambda placement: -placement.hidden_s(price.replay_s, interference))
 
-    def forward(self, half: Half) -> list[Placement]:
-        """The longest window of the half's own forward, if there is any; of equals the last: until there nothing more is held."""
-        windows = [window for window in self._windows["fwd", half, 0] if window.seconds > 0]
-        return [max(reversed(windows), key=lambda window: window.seconds)] if windows else []
+    def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
+        """Where the replay is worth stopping. What runs before a gather runs with it; and a norm of Transformer Engine's would
+        run again with its linear."""
+        column = kind.section.column_parallel
+        before_linear = column in replay and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
+        return {
+            name: stop
+            for name, stop in price.stops.items()
+            if 0 < stop.seconds < price.replay_s and (name != column or before_linear)
+        }
+
+    def _waits(self, kind: HalfKind, replay: Collection[str]) -> list[Wait]:
+        """The windows that are offered to this half, in the order in which they come. [1] [2]"""
+        sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
+        before = self._windows[("bwd", *half_before(kind.half))] if kind.windows_before else []
+        if not sequence_parallel or (te and self._reaches_back):
+            return [wait for wait in before if wait[1] > 0]
+        in_time = own_windows_in_time(kind.section, replay, sequence_parallel=sequence_parallel, te=te)
+        return [wait for wait in before[-1:] + self._windows["bwd", kind.half, 0][:in_time] if wait[1] > 0]
+
+    def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float]:
+        """Behind which collective the input is gathered for a replay there, and for how long that delays it."""
+        before, above = half_before(kind.half)
+        first = window_name("bwd", before, 0, above)
+        if not placement or placement[0].window != first:
+            return first, self._gather_s(kind.half, before)
+        return window_name("bwd", kind.half, 0, 1), self._gather_s(kind.half, kind.half, whole=True)
+
+    def at_top(self, kind: HalfKind, seat: Seat) -> bool:
+        """Whether the stage has all its windows for the attention half of its last layer, before which one half runs backward."""
+        return seat.gather != window_name("bwd", kind.half, 0, 1)
+
+    def forward(self, half: Half, stops: Mapping[str, Stop], replay_s: float, backward: Sequence[Placement]) -> list[Placement]:
+        """In windows of the half's own forward, if there are any: in the longest (of equals the last: until there nothing more is
+        held), in both, or begun there and gone on with in the backward."""
+        waits = [wait for wait in self._windows["fwd", half, 0] if wait[1] > 0]
+        if not waits:
+            return []
+        longest = max(reversed(waits), key=lambda wait: wait[1])
+        late = next((placement[0] for placement in backward if len(placement) == 1), None)
+        found = [Placement.in_window(*longest)]
+        for name, stop in stops.items():
+            begun = [Portion(window, seconds, stop.seconds, name) for window, seconds in waits]
+            if len(waits) > 1:
+                found.append(Placement((begun[0], Portion(*waits[1], replay_s - stop.seconds))))
+            if late is not None:
+                found.append(Placement((begun[waits.index(longest)], late._replace(runs_s=replay_s - stop.seconds))))
+        return found
 
     @cached_property
-    def _windows(self) -> dict[tuple[Pass, Half, int], list[Placement]]:
-        """All windows of a half in one pass, by how many layers it is above the half that is replayed."""
+    def _reaches_back(self) -> bool:
+        """Whether a half's input may be gathered two halves before: not where one of those may be a mixture of experts."""
+        return self.job.model.experts is None
+
+    @cached_property
+    def _windows(self) -> dict[tuple[Pass, Half, int], list[Wait]]:
+        """All windows of a half in one pass, by how many layers it is above the half that is replayed. Where an input is gathered
+        in a backward there is none for sure."""
         return {
             (passing, half, above): [
-                Placement.in_window(window_name(passing, half, ordinal, above), seconds)
-                for ordinal, seconds in enumerate(window_lengths_s(self.profile, passing, DENSE[half], self.shape.gathered_bytes))
+                (window_name(passing, half, ordinal, above), seconds)
+                for ordinal, (seconds, collective) in enumerate(
+                    zip(
+                        window_lengths_s(self.profile, passing, DENSE[half], self.shape.gathered_bytes),
+                        DENSE[half].collectives(passing, self.job.parallel.sequence_parallel),
+                        strict=False,
+                    )
+                )
+                if (passing, collective.carries) != ("bwd", "input")
             ]
             for passing, half, above in product(PASSES, HALVES, (0, 1))
         }
 
+    def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> float:
+        """Exposed seconds of gathering a half's input behind another half's first collective."""
+        key = half, behind, whole
+        if key not in self._gathers_s:
+            section = None if behind is None else DENSE[behind]
+            lost_s = gather_once_s(self.profile, DENSE[half], section, self.shape.gathered_bytes, whole=whole)
+            self._gathers_s[key] = lost_s
+        return self._gathers_s[key]
+
     @cached_property
-    def _gathers_s(self) -> dict[tuple[Half, Half | None], float]:
-        """Exposed seconds by the half whose input is gathered, and by the half behind whose first collective that happens."""
-        behind: list[tuple[Half, Half | None]] = [(half, other) for half in HALVES for other in (None, half_before(half)[0])]
-        return {
-            (half, other): gather_once_s(self.profile, DENSE[half], DENSE[other] if other else None, self.shape.gathered_bytes)
-            for half, other in behind
-        }
+    def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], float]:
+        return {}
 
     @cached_property
     def p2p_s(self) -> float:
@@ -121,3 +189,16 @@ class Seats:
     @cached_property
     def shape(self) -> LayerShape:
         return LayerShape.of(self.job)
+
+
+def _placements(waits: Sequence[Wait], stops: Mapping[str, Stop], replay_s: float, done_s: float = 0.0) -> Iterator[Placement]:
+    """Every way to run what is left of a replay in these windows, in order: all of it in one, or stretch by stretch. What comes
+    behind the last stretch runs on demand."""
+    for number, (window, seconds) in enumerate(waits):
+        yield Placement((Portion(window, seconds, replay_s - done_s),))
+        for name, stop in stops.items():
+            if stop.seconds > done_s:
+                begun = Portion(window, seconds, stop.seconds - done_s, name)
+                yield Placement((begun,))
+                for rest in _placements(waits[number + 1 :], stops, replay_s, stop.seconds):
+                    yield Placement((begun, *rest))

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.anatomy.address import RECV_BACKWARD
+from megatron_lynx.cost.section import PricedSection
 from megatron_lynx.cost.stage import Phases, phases_of, stage_seconds
 from megatron_lynx.schedule import interleaved
 from megatron_lynx.solver.placement import NOWHERE, Placement, Seat
@@ -38,16 +38,20 @@ class StageSeats:
     stage: int
     chunks: tuple[int, ...] = (0,)
 
-    def of(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement]) -> Iterator[Seat]:
+    def of(self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection) -> Iterator[Seat]:
         """Those that not every stage has. `backward`: what `Seats.backward()` says of this half."""
         if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
             return
-        steady, late = [*self._forwards[kind.half]], [*backward]
+        steady: list[Placement] = []
+        if self._forwards:
+            steady += self.seats.forward(kind.half, self.seats.stops(kind, replay, price), price.replay_s, backward)
+        late = [*backward[:1]]
         if kind.last and self.received_s is not None:  # in cool-down the receive may hide more than a window of the backward
             message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
-            steady += [*backward, Placement.in_window(RECV_BACKWARD, message_s)]
+            steady += [*backward[:1], Placement.in_window(RECV_BACKWARD, message_s)]
             late.append(Placement.in_window(RECV_BACKWARD, self.received_s))
-        cooldown = max(late, key=lambda placement: placement.seconds, default=NOWHERE)
+        hidden = partial(Placement.hidden_s, replay_s=price.replay_s, interference=self.seats.profile.interference)
+        cooldown = max(late, key=hidden, default=NOWHERE)
         for placement in steady:
             yield Seat(placement, cooldown, self.phases.steady_share)
 
@@ -65,12 +69,12 @@ class StageSeats:
         return replace(seat, cooldown=cooldown, steady_share=self.phases.steady_share)
 
     @cached_property
-    def _forwards(self) -> dict[Half, list[Placement]]:
-        """Windows of the forwards that come right before a backward. [3]"""
+    def _forwards(self) -> bool:
+        """Whether forwards that come right before a backward have windows. [3]"""
         job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
         precedes = self.phases.steady > 0 and job.parallel.tensor > 1 and not self._last and job.schedule == "flush"
         everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
-        return {half: self.seats.forward(half) if precedes and everywhere else [] for half in HALVES}
+        return precedes and everywhere
 
     @cached_property
     def phases(self) -> Phases:
@@ -84,7 +88,7 @@ class StageSeats:
     @property
     def has_more(self) -> bool:
         """Whether there are any that not every stage has."""
-        return self.received_s is not None or any(self._forwards.values())
+        return self.received_s is not None or self._forwards
 
     @property
     def _last(self) -> bool:

@@ -27,7 +27,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact
-from megatron_lynx.solver.answer import NOTHING_FITS, Solved, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Solved, Solver, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
@@ -59,11 +59,13 @@ class Stages:
         """The answer that holds least, whatever the budget."""
         return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
 
-    def refined(self, answer: StageAnswer) -> StageAnswer:
-        """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive."""
+    def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> StageAnswer:
+        """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive.
+        Layers differ only where that may save more than `enough_s` of a micro-batch."""
         if answer.exposed_s == 0:
             return answer
-        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), refined=True)
+        solver = partial(self._refined, solver=partial(exact.solve, enough_s=enough_s))
+        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), solver)
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = layers_budget_bytes(self.job, stage)
@@ -93,8 +95,10 @@ class Stages:
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
         return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
 
-    def _offloading(self, stage: int, ratio: float, budget_bytes: int | None, *, refined: bool = False) -> StageAnswer:
-        solver = self._refined if refined else partial(self._chunks.solved, solver=partial(_solved, self.job))
+    def _offloading(
+        self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
+    ) -> StageAnswer:
+        solver = solver or partial(self._chunks.solved, solver=partial(_solved, self.job))
         solved = partial(solver, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, ratio, ratio, solved)
         while answer.movable_share < answer.offloaded_share:
@@ -104,8 +108,8 @@ class Stages:
         layout = self.job.parallel.pipeline, stage, self.job.microbatches, self.job.chunks, self.job.microbatch_group
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
-    def _refined(self, stage: int, in_flight: float, budget_bytes: int | None) -> SolvedChunks:
-        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, exact.solve))
+    def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
+        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver))
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""

@@ -28,6 +28,7 @@ LAYOUTS = {
     "all-reduces": ("gpt-175b", "a100-80g", {"tensor": 8, "pipeline": 16}),
     "long windows": ("gpt-22b", "a100-80g-pcie", {"tensor": 8, "pipeline": 8}),
     "no tensor parallelism": ("gpt-1.3b", "a100-80g", {"tensor": 1, "pipeline": 8}),
+    "Transformer Engine": ("llama-65b", "h800-80g", {"tensor": 8, "pipeline": 8, "sequence_parallel": True}),
 }
 
 
@@ -99,6 +100,8 @@ def catalogued(name: str) -> StageProblems:
     model, cluster, layout = LAYOUTS[name]
     batch = 16 * 256 // (layout["tensor"] * layout["pipeline"])
     job = catalogued_job(model, cluster, parallel=layout, policy="planned", batch=batch)
+    if name == "Transformer Engine":
+        job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
     return StageProblems(job, analytic_profile(job))
 
 

@@ -16,19 +16,38 @@ from tests.solver.problems import LAYOUTS, catalogued
 FORWARD = {"attention": ("fwd.attention.0", "fwd.attention.1"), "mlp": ("fwd.mlp.0", "fwd.mlp.1")}
 
 
+def begun(placement):
+    """The window in which a replay begins."""
+    return placement[0].window if placement else ON_DEMAND
+
+
 def seats(name, stage, kind):
-    return {option.seat.steady.window for option in getattr(catalogued(name).of(stage), kind)}
+    return {begun(option.seat.steady) for option in getattr(catalogued(name).of(stage), kind)}
 
 
 def test_halves_have_the_windows_of_their_backward_and_of_their_forward():
-    assert seats("sequence parallelism", 0, "attention") == {ON_DEMAND, "bwd.attention.0", "fwd.attention.1"}
-    assert seats("sequence parallelism", 0, "mlp") == {ON_DEMAND, "bwd.mlp.0", "bwd.attention.2+1", "fwd.mlp.1"}
+    assert seats("sequence parallelism", 0, "attention") == {ON_DEMAND, "bwd.attention.0", *FORWARD["attention"]}
+    assert seats("sequence parallelism", 0, "mlp") == {ON_DEMAND, "bwd.mlp.0", "bwd.attention.2+1", *FORWARD["mlp"]}
     assert seats("long windows", 0, "mlp") == {ON_DEMAND, "bwd.attention.0+1", "fwd.mlp.0"}
 
 
 def test_the_last_mlp_half_has_no_window_of_a_half_before_it():
     assert seats("long windows", 0, "last_mlp") == {ON_DEMAND, "fwd.mlp.0", RECV_BACKWARD}
-    assert seats("sequence parallelism", 0, "last_mlp") == {ON_DEMAND, "bwd.mlp.0", "fwd.mlp.1", RECV_BACKWARD}
+    assert seats("sequence parallelism", 0, "last_mlp") == {ON_DEMAND, "bwd.mlp.0", *FORWARD["mlp"], RECV_BACKWARD}
+
+
+def test_transformer_engines_replays_run_in_the_windows_of_the_half_before_stretch_by_stretch():
+    """In its first window those that need no gathered input, or have theirs from the half before that; which the attention half
+    of the last layer has not."""
+    problem = catalogued("Transformer Engine").of(0)
+    found = {(option.seat.gather, option.seat.steady.window) for option in problem.mlp if "activation" in option.replay}
+    assert (None, "bwd.attention.0+1") in found
+    assert ("bwd.mlp.0+1", "bwd.attention.0+1 until activation then bwd.attention.2+1") in found
+    assert ("bwd.attention.0+1", "bwd.attention.2+1") in found
+    assert not any(gather == "bwd.attention.0+1" and window.startswith("bwd.attention.0+1") for gather, window in found)
+    gathers = {option.seat.gather for option in problem.attention}
+    assert gathers - {option.seat.gather for option in problem.last_attention} == {"bwd.attention.0+1"}
+    assert [option.replay for option in problem.last_attention] == [option.replay for option in problem.attention]
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "last_mlp"])
@@ -46,7 +65,7 @@ def test_what_is_gathered_or_masked_is_seated_behind_that(name):
     problem = catalogued(name).of(0)
     for half, choices in (("attention", problem.attention), ("mlp", problem.mlp), ("mlp", problem.last_mlp)):
         for option in choices:
-            early = option.seat.steady.window in (*FORWARD[half], RECV_BACKWARD)
+            early = begun(option.seat.steady) in (*FORWARD[half], RECV_BACKWARD)
             assert not (early and option.seat.gather)
             assert (option.memory.early > 0) == early
             assert not (f"{half}_bda" in option.replay and option.seat.steady.window == f"bwd.{half}.0")
@@ -82,7 +101,7 @@ def chunked(**layout):
 
 
 def names(choices):
-    return {(option.seat.steady.window, option.seat.cooldown.window) for option in choices}
+    return {(begun(option.seat.steady), begun(option.seat.cooldown)) for option in choices}
 
 
 def test_chunks_have_the_windows_of_forwards_of_other_chunks():
