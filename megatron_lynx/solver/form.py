@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,25 +28,15 @@ from megatron_lynx.solver.problem import Choices, Columns, Floats, Numbers, Stag
 from megatron_lynx.units import SECOND_DIGITS
 
 
-class Layer(NamedTuple):
-    """Costs of the two halves of some layers."""
+def _moments(attention: Columns, mlp: Columns) -> tuple[Floats, ...]:
+    """What a layer's backward needs when each half begins and ends, beside what is held of the layers below."""
+    own = attention.held
+    return own + mlp.whole + attention.ahead2, own + mlp.tail + attention.ahead, attention.whole, attention.tail
 
-    attention: Columns
-    mlp: Columns
 
-    def at(self, numbers: Numbers) -> Layer:
-        return Layer(self.attention.at(numbers), self.mlp.at(numbers))
-
-    def needs(self, following: Layer | None) -> Floats:
-        """What its backward needs at most beside what is held of the layers below, of which `following` is the next."""
-        (attention, mlp), nothing = self, np.zeros(())
-        own = attention.held
-        ahead, ahead2, ahead3, ahead4, further3, further4 = (
-            (nothing,) * 6 if following is None else (*following.mlp[-4:], following.attention.ahead3, following.attention.ahead4)
-        )
-        begins = np.maximum(own + mlp.whole + attention.ahead2 + ahead4, attention.whole + ahead2 + further4)
-        ends = np.maximum(own + mlp.tail + attention.ahead + ahead3, attention.tail + ahead + further3)
-        return np.maximum(begins, ends)
+def _ahead(attention: Columns, mlp: Columns) -> tuple[Floats, ...]:
+    """What is there of a layer at these moments of the one above."""
+    return mlp.ahead4, mlp.ahead3, mlp.ahead2 + attention.ahead4, mlp.ahead + attention.ahead3
 
 
 @dataclass(frozen=True)
@@ -95,13 +84,18 @@ class Form:
 
     def top(self, above: Numbers, last: Numbers, count: Floats | int = 2) -> Floats:
         """Without a count: as if there were two layers of Y, which may be more than one needs."""
-        upper = Layer(self.first.at(above), self.last.at(last))
-        following = self._layers.at(above) if self.below_last else None
-        return np.maximum(upper.needs(following), np.where(np.asarray(count) > 1, self._chained[above], self._alone[above]))
+        moments = _moments(self.first.at(above), self.last.at(last))
+        highest = np.maximum.reduce(np.broadcast_arrays(*moments))
+        for number in self._overlapping if self.below_last else ():
+            highest = np.maximum(highest, moments[number] + self._ahead[number][above])
+        return np.maximum(highest, np.where(np.asarray(count) > 1, self._chained[above], self._alone[above]))
 
     def middle(self, below: Numbers, above: Numbers, count_below: Floats) -> Floats:
         lower = np.where(count_below > 1, self._chained[below], self._alone[below])
-        return np.maximum(self._layers.at(above).needs(self._layers.at(below)), lower)
+        highest = np.maximum(self._highest[above], lower)
+        for number in self._overlapping:
+            highest = np.maximum(highest, self._moments[number][above] + self._ahead[number][below])
+        return highest
 
     def count(self, below: Numbers, above: Numbers, last: Numbers, budget_bytes: float) -> Floats:
         """The best k for which both lines stay within the budget, with two of `below` left; 0 if there is none."""
@@ -185,18 +179,33 @@ class Form:
         return self.attention.held + self.mlp.held
 
     @cached_property
-    def _layers(self) -> Layer:
-        return Layer(self.attention, self.mlp)
+    def _moments(self) -> tuple[Floats, ...]:
+        return _moments(self.attention, self.mlp)
+
+    @cached_property
+    def _ahead(self) -> tuple[Floats, ...]:
+        return _ahead(self.attention, self.mlp)
+
+    @cached_property
+    def _overlapping(self) -> tuple[int, ...]:
+        """The moments at which anything is there of the layer below."""
+        return tuple(number for number, size in enumerate(self._ahead) if size.any())
+
+    @cached_property
+    def _highest(self) -> Floats:
+        """What a layer's backward needs at its highest moment, whatever follows."""
+        return np.asarray(np.maximum.reduce(self._moments))
 
     @cached_property
     def _alone(self) -> Floats:
         """What the backward of the last of some layers needs on top of what is held before it begins."""
-        return self._layers.needs(None) - self.layer_held
+        return self._highest - self.layer_held
 
     @cached_property
     def _chained(self) -> Floats:
         """The same of one that another layer of its kind follows."""
-        return self._layers.needs(self._layers) - self.layer_held
+        chained = (self._moments[number] + self._ahead[number] for number in self._overlapping)
+        return np.asarray(np.maximum.reduce([self._highest, *chained])) - self.layer_held
 
     def _layer(self, number: int) -> LayerChoice:
         attention, mlp = divmod(number, len(self.problem.mlp.unbeaten))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress, window_at
@@ -43,6 +44,7 @@ def held_in(
     return replace(memory, early=early, **{moment: max(0, size - early) for moment, size in there.items()})
 
 
+@lru_cache(maxsize=256)
 def moments_ahead(window: str, half: Half, *, sequence_parallel: bool) -> int:
     """How many moments before a half's own backward begins a window of an earlier backward is: 0 for its own."""
     at = window_at(window, 0)

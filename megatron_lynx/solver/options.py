@@ -84,10 +84,12 @@ class StageProblems:
             mixed=self._mixed(seats, layers),
         )
 
-    def _at_top(self, attention: Choices) -> Choices:
+    def _at_top(self, attention: Choices) -> Choices | None:
         """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
-        none."""
+        none. None: as they are everywhere."""
         kind = KINDS[0]
+        if all(self._seats.at_top(kind, option.seat) for option in attention):
+            return None
         known = self._tops.get(id(attention))
         if known is not None and known[0] is attention:
             return known[1]
