@@ -25,8 +25,10 @@ from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent, shares_of_halves, spent_in_steps
+from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.subject import Subject
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 from megatron_lynx.version import __version__
 
 Implementation = Literal["local", "transformer_engine"]
@@ -69,10 +71,18 @@ def measure_host_time(rank: int, ranks: int, asked: Asked) -> HostTime:
         stages = _job(asked, pipeline=2, replicas=pairs)
         further |= _beyond_kept(stages, [Candidate("offloaded", plan=_offloading(uniform_plan(stages, "none")))], asked)
     machine = this_machine(Links(kind="none"), none.device)
-    layers = f"{asked.implementation} layers, medians of {asked.rounds * asked.steps} steps"
+    layers = f"{asked.implementation} layers, least of {asked.rounds * asked.steps} steps"
     made_by = f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}, {layers}"
     halves = {half: _half(half, shares[half], layer, further) for half in HALVES}
     return HostTime(cpu=machine.cpu, made_by=made_by, **halves)
+
+
+def measured_here(asked: Asked | None = None, ranks: int = 1) -> HostTime:
+    """This machine's host time, measured on fresh ranks: unless something else is asked, of Transformer Engine's layers where
+    these can run, else of Megatron's own. Raises `RankError` with what a rank raised."""
+    if asked is None:
+        asked = Asked("transformer_engine" if has_compiled_extension() else "local", rounds=2)
+    return slowest(run_ranks(measure_host_time, ranks, ranks, asked))
 
 
 def slowest(found: Sequence[HostTime]) -> HostTime:
