@@ -25,6 +25,7 @@ from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent, shares_of_halves, spent_in_steps
+from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.subject import Subject
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -82,7 +83,7 @@ def measured_here(asked: Asked | None = None, ranks: int = 1) -> HostTime:
     these can run, else of Megatron's own. Raises `RankError` with what a rank raised."""
     if asked is None:
         asked = Asked("transformer_engine" if has_compiled_extension() else "local", rounds=2)
-    return slowest(run_ranks(measure_host_time, ranks, ranks, asked))
+    return slowest(run_ranks(measure_host_time, ranks, ranks, asked, timeout_s=LONGEST_RUN_S))
 
 
 def slowest(found: Sequence[HostTime]) -> HostTime:
