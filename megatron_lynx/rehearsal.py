@@ -14,6 +14,7 @@ from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
 from megatron_lynx.anatomy.address import WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
+from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.cost.section import priced
@@ -150,7 +151,8 @@ def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
-        price, gather = priced(profile, section, stage.rule_for(layer).replays(section.half)), order.gather_of(stage, frame)
+        replay, gather = stage.rule_for(layer).replays(section.half), order.gather_of(stage, frame)
+        price = priced(profile, section, replay)
         behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
         yield Treated(
             layer,
@@ -161,4 +163,5 @@ def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
             cooldown=order.window_of(stage, frame, "cooldown"),
             gather_s=0.0 if gather is None else gather_once_s(profile, section, behind, message_bytes_of(profile)),
             gathered_bytes=price.gathered_bytes,
+            host=half_host_s(profile, section, replay, offloads=stage.offload is not None),
         )

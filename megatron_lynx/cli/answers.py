@@ -64,7 +64,24 @@ def profile_in_words(measured: Profile, path: Path) -> str:
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
     on = measured.source.fusions
     fusions = [] if on is None else [f"fusions    {', '.join(on) or 'none'}"]
-    return "\n".join([*halves, *links, *fusions, f"wrote {path}"])
+    return "\n".join([*halves, *links, *fusions, *_host_time(measured), f"wrote {path}"])
+
+
+def _host_time(measured: Profile) -> list[str]:
+    """What a layer costs the host: stock's none, and everything replayed under a plan."""
+    from megatron_lynx.anatomy import HALVES
+    from megatron_lynx.units import format_seconds
+
+    host_time = measured.host_time
+    if host_time is None:
+        return ["host time  not known"]
+    none, full, kept, replayed = (
+        sum(passes.forward_s + passes.backward_s for passes in (host_time.half(half).under(setting) for half in HALVES))
+        for setting in ("none", "full", "kept", "replayed")
+    )
+    figures = f"stock none {format_seconds(none)}, stock full {format_seconds(full)}"
+    ours = f"a plan that keeps all {format_seconds(kept)}, replays all {format_seconds(replayed)}"
+    return [f"host time  of a layer: {figures}; {ours} ({host_time.cpu})"]
 
 
 def show_estimate(answer: Estimate) -> None:
@@ -90,6 +107,8 @@ def show_estimate(answer: Estimate) -> None:
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
+    if answer.host is not None:
+        typer.echo("\n".join(answer.host.lines))
     if answer.job.schedule == "double_buffered":
         typer.echo("without flushes: gradients are one update old, which changes what is learnt from step to step")
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.validation import Part
 
@@ -125,6 +126,8 @@ class Cluster(Part):
     pcie: Pcie | None = None
     nic: Nic | None = None
     node: Node | None = None
+    host_time: HostTime | None = None
+    """How long the nodes' CPUs take to issue a layer, or the name of a file that says it (`hosts/NAME`). None: not known."""
 
     @property
     def transposes_fp8(self) -> bool:

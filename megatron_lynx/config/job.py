@@ -199,14 +199,16 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin."""
+        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin.
+
+        Host time is not in it: it is measured anew with every release, and makes another plan only where a stage is host-bound.
+        """
         off = {
             part: {name for name, value in names.items() if getattr(getattr(self, part), name) == value}
             for part, names in LATER.items()
         }
         off["model"].add("fusions")  # what a measured profile knows better
-        if self.model.fp8 is None:
-            off["cluster"] = {"fp8"}
+        off["cluster"] = {"host_time"} if self.model.fp8 is not None else {"host_time", "fp8"}
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 

@@ -6,8 +6,8 @@ m x slowest stage   +   one micro-batch on all other stages / v chunks   +   mes
 stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on the own share, all-gather of parameters
 stage 1     F B F B F B F B   |
 
-Without flushes: m x slowest stage, copies and the update; what stages wait for each other before an update, and messages that are
-not behind passes, a simulation adds (`simulator.double_buffered`).
+A pass takes no less than the host needs to issue it. Without flushes: m x slowest stage, copies and the update; what stages
+wait for each other before an update, and messages not behind passes, a simulation adds (`simulator.double_buffered`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_lynx.anatomy import DENSE, Section, sections_of
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.expert_parameters import expert_sharers
+from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import replayed_items
@@ -53,7 +54,7 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
     layer = _replaying_layer(job.policy, profile, shape.gathered_bytes)
-    stages = of_every_stage(job, lambda stage: stage_of_layers(job, profile, stage, layer))
+    stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, layer), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
@@ -75,7 +76,7 @@ def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> f
 
 
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
-    """One micro-batch on one stage, with what the policy replays on demand. Whole layers repeat their collectives."""
+    """One micro-batch on a stage's device, with what the policy replays on demand. Whole layers repeat their collectives."""
     return stage_of_layers(job, profile, stage, _replaying_layer(job.policy, profile, message_bytes))
 
 

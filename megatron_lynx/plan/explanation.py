@@ -62,6 +62,8 @@ def _heading(plan: Plan) -> Iterator[Text]:
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
     yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
+    if not any(stage.predicted.host_s for stage in plan.stages):
+        yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
 
 
@@ -122,4 +124,7 @@ def _expected(predicted: Predicted) -> Text:
         facts.append(f"waiting for copies {format_seconds(predicted.exposed_copy_s)}")
     if predicted.memory_bytes:
         facts.append(f"whole device {format_bytes(predicted.memory_bytes)}")
+    if predicted.host_s:
+        device = format_seconds(predicted.device_s)
+        facts.append(f"host-bound: the host needs {format_seconds(predicted.host_s)} to issue what takes the device {device}")
     return Text(f"predicted: {'; '.join(facts)}\n")

@@ -34,6 +34,10 @@ class Predicted(Part):
     """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
     """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
+    host_s: float = 0.0
+    """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
+    device_s: float = 0.0
+    """Of such a stage: seconds of the device to run what the host issues, if it never waited for the host."""
 
 
 class Offload(Part):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.stage_memory import StageMemory
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
@@ -40,6 +41,8 @@ class Decision:
     plan: Plan
     simulation: Simulation
     """One step under the plan."""
+    host: HostReport
+    """Which stages wait for Python."""
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -101,7 +104,8 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
             if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
         }
         if not over:
-            return Decision(parted, answers, with_rehearsed(plan, parted, answers, simulation), simulation)
+            rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
+            return Decision(parted, answers, rehearsed, simulation, host)
         stages = Stages(parted, profile, stages.excluded | over)
 
 
@@ -118,7 +122,8 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
     slower = simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
     if slower or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
         return decision
-    return Decision(decision.job, answers, with_rehearsed(plan, decision.job, answers, simulation), simulation)
+    rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
+    return Decision(decision.job, answers, rehearsed, simulation, host)
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:

@@ -49,6 +49,7 @@ def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: s
 
 def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
     """The plan with what a rehearsal predicts of its step, its copies and its memory."""
+    loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
@@ -58,6 +59,8 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
             "exposed_copy_s": waits_s[entry.stage],
             "memory_bytes": memory.total,
         }
+        if (load := loads.get(entry.stage)) is not None:
+            found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
             found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)

@@ -38,14 +38,17 @@ def analytic_profile(job: Job) -> Profile:
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
         interference=1 / (1 - roof.matmul.beside_collective),
+        host_time=job.cluster.host_time,
     )
 
 
 def on_cluster(profile: Profile, job: Job) -> Profile:
-    """A profile measured elsewhere, on one device say, with the links of the job's cluster. Raises as `analytic_profile` does."""
+    """A profile measured elsewhere, on one device say, with the links of the job's cluster, and with its host time where the
+    profile knows none. Raises as `analytic_profile` does."""
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
-    return profile.model_copy(update={"source": source, "links": _links(job, LayerShape.of(job))})
+    host_time = profile.host_time or job.cluster.host_time
+    return profile.model_copy(update={"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time})
 
 
 def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:

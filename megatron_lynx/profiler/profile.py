@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
@@ -175,6 +176,8 @@ class Profile(Part):
     """Final norm, output projection and loss."""
     interference: float = Field(default=1.0, ge=1.0)
     """How many times longer a replay takes while a collective is under way."""
+    host_time: HostTime | None = None
+    """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -215,8 +218,10 @@ class Profile(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON, less what came later and is off: what a plan records as its origin."""
+        """SHA-256 of the profile's canonical JSON, less what came later and is off, and host time (see `Job.digest`): what a plan
+        records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
+        off["host_time"] = True
         if self.experts is None:
             off["experts"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}

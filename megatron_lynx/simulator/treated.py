@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import Window, WindowAddress
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.schedule.schedule import Phase
 
@@ -26,6 +27,8 @@ class Treated:
     """Seconds by which gathering the replay's input delays it."""
     gathered_bytes: int = 0
     """The part of what is regenerated that is the gathered input, which is there first."""
+    host: HostSeconds = NO_HOST_TIME
+    """How long the host takes to issue it. Its replay is issued with its backward, wherever it runs."""
 
     @property
     def half(self) -> Half:

@@ -11,11 +11,14 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
 from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem
@@ -44,10 +47,11 @@ class Subset:
     flops: int
     memory: HalfMemory
     """What it holds if it is replayed on demand."""
+    host: HostSeconds
 
     def option(self, seat: Seat, interference: float) -> Option:
         exposed_s = seat.exposed_s(self.replay_s, interference)
-        return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops)
+        return Option(self.replay, self._memory(seat.steady), seat, self.replay_s, exposed_s, self.flops, self.host)
 
     def _memory(self, placement: Placement) -> HalfMemory:
         if placement.early:
@@ -86,7 +90,16 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
+            device=self._device(stage, seats.chunks),
         )
+
+    def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
+        """One micro-batch on the device, in one of the chunks. Ends of the model are shared out among all chunks of the stage."""
+        if self.profile.host_time is None:
+            return None
+        whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
+        part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
+        return StageSeconds(part * whole.forward_s, part * whole.backward_s)
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
         """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
@@ -160,4 +173,5 @@ class StageProblems:
         for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
             price = priced(self.profile, kind.section, items)
             backward = tuple(self._seats.backward(kind, items))
-            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory)
+            host = half_host_s(self.profile, kind.section, items)
+            yield Subset(kind, items, backward, price.replay_s, price.flops, price.memory, host)

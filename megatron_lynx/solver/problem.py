@@ -21,7 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -43,6 +45,8 @@ class Option:
     replay_s: float
     exposed_s: float
     flops: int
+    host: HostSeconds = NO_HOST_TIME
+    """How long the host takes to issue the half so."""
 
     @property
     def hidden_s(self) -> float:
@@ -155,6 +159,8 @@ class StageProblem:
     """None on the last stage."""
     mixed: Mixed | None = None
     """None where no layer has experts."""
+    device: StageSeconds | None = None
+    """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
 
     @property
     def best_seated(self) -> StageProblem:

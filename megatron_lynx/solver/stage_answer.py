@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.answer import Solved
 
@@ -59,6 +60,13 @@ class StageAnswer:
     """The input of a micro-batch from the stage before. Megatron itself holds it, so it stays on the device."""
     offloaded_share: float = 0.0
     """The share of what every chunk keeps that is offloaded at least: what was asked for, or what can be moved."""
+    host: HostSeconds = NO_HOST_TIME
+    """What the host takes to issue all of it; 0 where that is not known."""
+
+    @property
+    def host_late_s(self) -> float:
+        """By how much its passes are longer than on the device alone, because the host is slower."""
+        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.exposed_s)
 
     @property
     def exposed_s(self) -> float:
@@ -96,4 +104,4 @@ class StageAnswer:
 
     def seconds(self, microbatches: int) -> float:
         """How long one micro-batch takes, with its part of the exposed copies."""
-        return self.stock.both_s + self.exposed_s + self.exposed_copies_s / microbatches
+        return self.stock.both_s + self.exposed_s + self.host_late_s + self.exposed_copies_s / microbatches

@@ -26,7 +26,7 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.host_pool import sets_on_host
-from megatron_lynx.solver import baselines, exact
+from megatron_lynx.solver import baselines, exact, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Solved, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
@@ -61,7 +61,7 @@ class Stages:
 
     def refined(self, answer: StageAnswer) -> StageAnswer:
         """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive."""
-        if answer.exposed_s == 0:
+        if answer.exposed_s == answer.host_late_s == 0:
             return answer
         return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), refined=True)
 
@@ -105,7 +105,11 @@ class Stages:
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _refined(self, stage: int, in_flight: float, budget_bytes: int | None) -> SolvedChunks:
-        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, exact.solve))
+        return self._chunks.sharing(
+            stage,
+            budget_bytes,
+            self._chunks.solved(stage, in_flight, budget_bytes, partial(host_bound.solve, solver=exact.solve)),
+        )
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
@@ -113,7 +117,10 @@ class Stages:
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         received_bytes = self._shape.input_bytes
-        return StageAnswer(stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share)
+        host = host_bound.host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
+        return StageAnswer(
+            stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
+        )
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
@@ -123,7 +130,8 @@ class Stages:
         return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
 
     def _late_s(self, answer: StageAnswer) -> float:
-        return round(self.job.microbatches * answer.exposed_s + answer.exposed_copies_s, SECOND_DIGITS)
+        late_s = answer.exposed_s + answer.host_late_s
+        return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
         node, devices = self.job.cluster.node, self.job.host_sharers
@@ -168,7 +176,7 @@ class Stages:
 def _solved(job: Job, problem: StageProblem) -> Solved:
     """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
     if job.policy == "planned":
-        return solve(problem)
+        return host_bound.solve(problem, solve)
     answer = baselines.of_policy(problem, job.policy)
     if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config import Cluster, Model
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -50,7 +50,7 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_clusters_are_whole_and_named_as_their_file(path: Path) -> None:
-    cluster = validated(Cluster, read_yaml(path), path)
+    cluster = validated(Cluster, cluster_data(path), path)
     assert cluster.name == path.stem
     if cluster.device == "cuda":
         parts = (cluster.matmul, cluster.hbm, cluster.pcie, cluster.nic, cluster.node)
