@@ -46,18 +46,23 @@ class Spent:
         return Spent(by.forward_s * self.forward_s, by.backward_s * self.backward_s)
 
 
-def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Spent]:
-    """The least that a step of each subject takes, forwards and backwards apart: whatever else runs here only adds to that.
-    Subjects take turns."""
+def least_of_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, Spent]:
+    """The least that a step of each subject takes, forwards and backwards apart: whatever else runs here only adds to that."""
+    return {
+        name: Spent(min(one.forward_s for one in found), min(one.backward_s for one in found))
+        for name, found in spent_in_steps(subjects, rounds, steps).items()
+    }
+
+
+def spent_in_steps(subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Spent]]:
+    """What each step of each subject takes. Subjects take turns."""
     samples: dict[str, list[Spent]] = {name: [] for name in subjects}
     for _ in range(rounds):
         for name, subject in subjects.items():
             with subject.in_force():
                 subject.uncleared_step()
                 samples[name] += [_timed_step(subject) for _ in range(steps)]
-    return {
-        name: Spent(min(one.forward_s for one in found), min(one.backward_s for one in found)) for name, found in samples.items()
-    }
+    return samples
 
 
 def shares_of_halves(subject: Subject, steps: int) -> dict[Half, Spent]:

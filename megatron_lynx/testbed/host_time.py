@@ -24,7 +24,7 @@ from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
-from megatron_lynx.testbed.host_clock import Spent, shares_of_halves, spent_in_steps
+from megatron_lynx.testbed.host_clock import Spent, least_of_steps, shares_of_halves
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.subject import Subject
@@ -70,7 +70,7 @@ def measure_host_time(rank: int, ranks: int, asked: Asked) -> HostTime:
         further |= _beyond_kept(gathering, list(_half_alone(gathering, "gathered")), asked)
     if asked.offloaded and 2 * pairs == ranks:
         stages = _job(asked, pipeline=2, replicas=pairs)
-        further |= _beyond_kept(stages, [Candidate("offloaded", plan=_offloading(uniform_plan(stages, "none")))], asked)
+        further |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
     machine = this_machine(Links(kind="none"), none.device)
     layers = f"{asked.implementation} layers, least of {asked.rounds * asked.steps} steps"
     made_by = f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}, {layers}"
@@ -110,9 +110,9 @@ def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) ->
 
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject]:
     """What one layer takes of one micro-batch under every setting; and stock's model."""
-    alone, all_layers = _subjects(_with_one_layer(job), [NONE]), _subjects(job, candidates)
-    single = spent_in_steps(alone, asked.rounds, asked.steps)[NONE.name]
-    found = spent_in_steps(all_layers, asked.rounds, asked.steps)
+    alone, all_layers = subjects_of(_with_one_layer(job), [NONE]), subjects_of(job, candidates)
+    single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
+    found = least_of_steps(all_layers, asked.rounds, asked.steps)
     layers = job.model.layers
     ends = single - (found[NONE.name] - single) * (1 / (layers - 1))
     return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in found.items()}, all_layers[NONE.name]
@@ -121,12 +121,12 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
     """What settings add to keeping everything, for one layer and micro-batch."""
     kept = Candidate("kept", plan=uniform_plan(job, "none"))
-    found = spent_in_steps(_subjects(job, [kept, *candidates]), asked.rounds, asked.steps)
+    found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
     return {each.name: (found[each.name] - found[kept.name]) * (1 / count) for each in candidates}
 
 
-def _subjects(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
+def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
     """One model each, all with the weights of the first."""
     from megatron_lynx.testbed.groups import initialise
 
@@ -139,7 +139,7 @@ def _with_one_layer(job: Job) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"layers": 1})})
 
 
-def _offloading(plan: Plan) -> Plan:
+def offloading_all(plan: Plan) -> Plan:
     """The same plan; every micro-batch that waits for its backward sends all that can go to the host."""
     offload = Offload(bytes=2**30, smallest_tensor_bytes=0)
     stages = tuple(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
