@@ -20,6 +20,7 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError
 from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
+from megatron_lynx.launch.check.frames import FrameCheck
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.metrics import Metrics, writers
@@ -39,7 +40,7 @@ class Launch:
         self._plan: Plan | None = None
         self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
         self._installation: Any = None
-        self._check: Check | None = None
+        self._check: Check | FrameCheck | None = None
         self._args: Any = None
         self._metrics: Metrics | None = None
 
@@ -115,14 +116,18 @@ class Launch:
         if self._check is not None and self._check.over:
             self._say_checked()
 
-    def _new_check(self) -> Check | None:
-        if self.flags.lynx_check is None:
+    def _new_check(self) -> Check | FrameCheck | None:
+        if self.flags.lynx_check is None or self._plan is None:
             return None
+        wanted = self.flags.checked_steps
         last = getattr(self._args, "train_iters", None)
         steps = None if last is None else last - (getattr(self._args, "iteration", None) or 0)
-        if steps is not None and steps < self.flags.lynx_check:
-            on_rank_0(f"megatron-lynx: --lynx-check {self.flags.lynx_check}: this run has {steps} steps; all of them are checked")
-        return Check(self.flags.lynx_check, self.flags.lynx_check_against)
+        if steps is not None and steps < wanted and not self.flags.checks_frames:
+            on_rank_0(f"megatron-lynx: --lynx-check {wanted}: this run has {steps} steps; all of them are checked")
+        if self.flags.checks_frames:
+            seed, lag = int(getattr(self._args, "seed", None) or 0), int(self.flags.without_flushes)
+            return FrameCheck(wanted, self._plan, seed=seed, lag=lag)
+        return Check(wanted, self.flags.lynx_check_against)
 
     def _say_checked(self) -> None:
         """Report the check, once; nothing is said where no step was checked."""
