@@ -8,7 +8,6 @@ Without it the ranks that go on would wait in their next collective for the one 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,6 +27,10 @@ class Report:
     headline: str
     problems: tuple[Problem, ...]
     exit_status: int
+
+
+class Ended(SystemExit):
+    """All ranks end together, and rank 0 has said why."""
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
@@ -66,7 +69,7 @@ def _end(reports: Sequence[Report | None]) -> None:
     first = next(report for report in reports if report is not None)
     on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
     dist.barrier()
-    sys.exit(max(report.exit_status for report in reports if report is not None))
+    raise Ended(max(report.exit_status for report in reports if report is not None))
 
 
 def _lines(reports: Sequence[Report | None]) -> list[str]:

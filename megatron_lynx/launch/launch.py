@@ -43,6 +43,9 @@ class Launch:
         self._check: Check | FrameCheck | None = None
         self._args: Any = None
         self._metrics: Metrics | None = None
+        self._steps = 0
+        self.how_far = "before its training loop began"
+        """Where this run is, in words."""
 
     def prepare(self, args: Any) -> None:
         """Read and check everything that can be checked before a model is built; all ranks go on, or none.
@@ -71,6 +74,14 @@ class Launch:
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
         """The schedule and the plan are in force inside."""
+        self.how_far = "when its training loop began"
+        with self._in_force(model, optimizer):
+            yield
+            self.how_far = f"when its training loop ended, behind {self._steps} steps"
+        self.how_far = f"behind its training loop, {self._steps} steps, when nothing of megatron-lynx ran any more"
+
+    @contextmanager
+    def _in_force(self, model: Any, optimizer: Any) -> Iterator[None]:
         if not self.flags.without_flushes:
             with self._planned(model):
                 yield
@@ -103,8 +114,11 @@ class Launch:
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
         """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
+        self._steps += 1
+        self.how_far = f"in step {self._steps} of this run"
         if self._installation is None:
             yield
+            self.how_far = f"between steps, behind step {self._steps} of this run"
             return
         if self._check is not None:
             schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
@@ -115,6 +129,7 @@ class Launch:
             self._metrics.step_ends(self._installation.engine)
         if self._check is not None and self._check.over:
             self._say_checked()
+        self.how_far = f"between steps, behind step {self._steps} of this run"
 
     def _new_check(self) -> Check | FrameCheck | None:
         if self.flags.lynx_check is None or self._plan is None:
