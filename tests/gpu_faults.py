@@ -31,7 +31,7 @@ def with_other_masks(rank: int, setting: Setting) -> Answer:
     run = Replayer.run
 
     def running(self: Any) -> Any:
-        if rank == 1:
+        if rank == 1 and self.frame.random is not None:
             self.frame.random = self._random.capture()
         return run(self)
 
