@@ -9,6 +9,7 @@ Without it the ranks that go on would wait in their next collective for the one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,7 +69,8 @@ def _end(reports: Sequence[Report | None]) -> None:
     """Rank 0 speaks before anybody goes: torchrun ends all ranks as soon as one is gone."""
     first = next(report for report in reports if report is not None)
     on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
-    dist.barrier()
+    with suppress(RuntimeError):  # who has left the barrier may be gone before its last message is out
+        dist.barrier()
     raise Ended(max(report.exit_status for report in reports if report is not None))
 
 
