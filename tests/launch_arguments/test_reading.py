@@ -457,7 +457,8 @@ def test_the_launchers_flags_are_known_here() -> None:
     ("said", "answer"),
     [
         ("--lynx-chek 2", "--lynx-chek: found unknown, needed one of"),
-        ("--lynx-check -1", "--lynx-check: found -1, needed a whole number from 1"),
+        ("--lynx-check -1", "--lynx-check: found -1, needed how many steps, from 1, or frames, or frames:N"),
+        ("--lynx-check frames:0", "--lynx-check: found frames:0, needed how many steps"),
         ("--lynx-trace-step", "--lynx-trace-step: found nothing, needed a whole number from 1"),
         ("--transformer-impl inference_optimized", "needed local or transformer_engine"),
     ],
