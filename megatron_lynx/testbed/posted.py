@@ -14,6 +14,7 @@ of `batch_isend_irecv`, and collectives that are waited for at once.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import time
@@ -49,10 +50,11 @@ class Posted:
 
     def __init__(self, operation: str, group: ProcessGroup, peer: int | None, size: str) -> None:
         self.over = False
+        self.operation, self.group, self.peer = operation, group, peer
         self.pair = None if peer is None else (operation, group, peer)
         """Of a message: its direction and its two ends. Such messages arrive in the order in which they were posted."""
         self._waiting = threading.Lock()
-        self._said = operation, group, peer, size, _asked_at()
+        self._size, self._asked_at = size, asked_at()
 
     def wait(self, work: Work, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         """Wait as `Work.wait` does, once; whoever comes meanwhile waits for the first one."""
@@ -63,10 +65,20 @@ class Posted:
         return True
 
     def __str__(self) -> str:
-        operation, group, peer, size, asked_at = self._said
-        ranks = dist.get_process_group_ranks(group)
-        other = f"of ranks {ranks}" if peer is None else f"{'to' if operation == 'send' else 'from'} rank {ranks[peer]}"
-        return f"{operation} {other} ({size}), asked for at {asked_at}"
+        ranks = dist.get_process_group_ranks(self.group)
+        direction = "to" if self.operation == "send" else "from"
+        other = f"of ranks {ranks}" if self.peer is None else f"{direction} rank {ranks[self.peer]}"
+        return f"{self.operation} {other} ({self._size}), asked for at {self._asked_at}"
+
+
+class WorkListener:
+    """Is told of works, and does nothing about them."""
+
+    def posted(self, work: Work, posted: Posted, args: tuple[Any, ...]) -> None:
+        """This rank posted a work. `args`: those of the method of `ProcessGroup`, without the group."""
+
+    def waits(self, work: Work) -> None:
+        """`Work.wait` is called: compute comes behind the work from here on (gloo computes some results in there)."""
 
 
 class PostedWorks:
@@ -77,6 +89,7 @@ class PostedWorks:
         """Those that nobody has waited for, oldest first."""
         self._known: weakref.WeakKeyDictionary[Work, Posted] = weakref.WeakKeyDictionary()
         self._wait: Callable[..., bool] = Work.wait
+        self.listeners: list[WorkListener] = []
 
     def watch(self, undo: ExitStack) -> None:
         """Remember what is posted from now on, until `undo` is closed."""
@@ -114,6 +127,8 @@ class PostedWorks:
             work = original(group, *args, **kwargs)
             posted = Posted(operation, group, args[1] if operation in MESSAGES else None, _size(args))
             self._pending[posted], self._known[work] = work, posted  # [1]
+            for listener in self.listeners:
+                listener.posted(work, posted, args)
             return work
 
         return post
@@ -124,6 +139,8 @@ class PostedWorks:
         @functools.wraps(original)
         def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
             posted = self._known.get(work)
+            for listener in self.listeners:
+                listener.waits(work)
             return original(work, *args, **kwargs) if posted is None else self._finish(posted, work, *args, **kwargs)
 
         return wait
@@ -151,14 +168,14 @@ class Synchronize:
     """
 
     def __init__(self, works: PostedWorks, longest_s: float = LONGEST_S) -> None:
-        self._works = works
+        self.works = works
         self._longest_s = longest_s
 
     def __call__(self, device: Any = None) -> None:
         if self._longest_s == 0:
             return
         device_for(torch.device("cpu")).synchronize()
-        hanging = self._works.wait_for_all(self._longest_s)  # [3]
+        hanging = self.works.wait_for_all(self._longest_s)  # [3]
         if hanging:
             needed = "the other side posted by then, without waiting for this rank first"
             where = f"rank {dist.get_rank()}"
@@ -179,9 +196,25 @@ class Synchronize:
 
 def synchronizing_within(longest_s: float) -> Any:
     """A context in which this rank's `torch.cuda.synchronize` raises after so many seconds; 0: it waits for nothing."""
-    synchronize = torch.cuda.synchronize
+    return present_synchronize().within(longest_s)
+
+
+@contextmanager
+def listening_to_works(listener: WorkListener) -> Iterator[None]:
+    """The listener is told inside of every work that this rank posts, and of every wait."""
+    listeners = present_synchronize().works.listeners
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+def present_synchronize() -> Synchronize:
+    """The one that the stand-in for CUDA has put in place, or what took its place and wraps it."""
+    synchronize = inspect.unwrap(torch.cuda.synchronize)
     assert isinstance(synchronize, Synchronize), "the stand-in for CUDA is not active here"
-    return synchronize.within(longest_s)
+    return synchronize
 
 
 def _size(args: tuple[Any, ...]) -> str:
@@ -192,9 +225,14 @@ def _size(args: tuple[Any, ...]) -> str:
     return f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)}" if isinstance(first, torch.Tensor) else "no tensor"
 
 
-def _asked_at() -> str:
-    """File and line of the innermost caller that is neither torch nor the testbed."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/megatron_lynx/testbed/")):
+def asked_at() -> str:
+    """Files and lines of the three innermost callers that are neither torch nor the testbed."""
+    frame, found = sys._getframe(1), list[str]()
+    while frame.f_back is not None and len(found) < 3:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('site-packages/')[2]}:{frame.f_lineno}"
+        if not any(
+            part in frame.f_code.co_filename
+            for part in ("/torch/", "/megatron_lynx/testbed/", "contextlib.py", "typing_extensions.py")
+        ):
+            found.append(f"{frame.f_code.co_filename.rpartition('site-packages/')[2]}:{frame.f_lineno}")
+    return " < ".join(found)

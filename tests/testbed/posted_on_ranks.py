@@ -18,7 +18,9 @@ def ready(ranks: int) -> None:
 
 
 def pending() -> int:
-    return len(torch.cuda.synchronize._works._pending)  # type: ignore[attr-defined]
+    from megatron_lynx.testbed.posted import present_synchronize
+
+    return len(present_synchronize().works._pending)
 
 
 def wait_before_sending(rank: int) -> tuple[str, list[float]]:
