@@ -41,6 +41,9 @@ COLLECTIVES = (
 )
 """Methods of `ProcessGroup` that return a `Work`, as far as a release of torch has them."""
 
+BETWEEN = ("/torch/", "/megatron_lynx/testbed/", "contextlib.py", "typing_extensions.py")
+"""Parts of the names of files that say nothing about who asked for a work."""
+
 LONGEST_S = 60.0
 """A synchronisation that takes longer is taken for a hang: ranks of a test are never so far apart."""
 
@@ -230,9 +233,6 @@ def asked_at() -> str:
     frame, found = sys._getframe(1), list[str]()
     while frame.f_back is not None and len(found) < 3:
         frame = frame.f_back
-        if not any(
-            part in frame.f_code.co_filename
-            for part in ("/torch/", "/megatron_lynx/testbed/", "contextlib.py", "typing_extensions.py")
-        ):
+        if not any(part in frame.f_code.co_filename for part in BETWEEN):
             found.append(f"{frame.f_code.co_filename.rpartition('site-packages/')[2]}:{frame.f_lineno}")
     return " < ".join(found)
