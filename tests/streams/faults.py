@@ -33,16 +33,18 @@ def a_backward_that_does_not_wait() -> Iterator[None]:
 @contextmanager
 def an_original_released_early() -> Iterator[None]:
     """The device's memory is let go as soon as its copy to the host was asked for."""
-    from megatron_lynx.runtime.offload.parcel import Parcel
+    from megatron_lynx.runtime.offload import offloader
 
-    send = Parcel.send
+    send = offloader.send
 
-    def sending(parcel: Any, *args: Any) -> None:
-        send(parcel, *args)
-        parcel._let_go()
+    def sending(departing: Any, *args: Any) -> Any:
+        copy = send(departing, *args)
+        for parcel, *_ in departing:
+            parcel._let_go()
+        return copy
 
     with ExitStack() as undo:
-        replace(undo, Parcel, "send", sending)
+        replace(undo, offloader, "send", sending)
         yield
 
 
@@ -53,11 +55,10 @@ def a_copy_back_into_memory_let_go() -> Iterator[None]:
 
     start = Copier.start
 
-    def starting(copier: Any, *args: Any) -> Any:
+    def starting(copier: Any, pairs: Any, *args: Any) -> Any:
         if copier.direction == "reload":
-            target, source, *others = args
-            start(copier, target.new_empty(target.shape), source, *others).let_go()
-        return start(copier, *args)
+            start(copier, [(target.new_empty(target.shape), source) for target, source in pairs], *args).let_go()
+        return start(copier, pairs, *args)
 
     with ExitStack() as undo:
         replace(undo, Copier, "start", starting)
