@@ -261,7 +261,7 @@ def test_offloading_is_chosen_where_it_is_faster_and_declined_where_the_run_fits
 
 def test_a_stated_share_is_offloaded_and_copies_are_waited_for():
     job = llama_65b(offload_ratio=1.0, policy="none", budget=Budget(memory_gib=100))
-    slow = job.cluster.pcie.model_copy(update={"gb_per_s": 25.0, "shared_with_nic": False})  # else exchanges wait, and none lags
+    slow = job.cluster.pcie.model_copy(update={"gb_per_s": 25.0, "shared_with_nic": False})
     crawling = job.model_copy(update={"cluster": job.cluster.model_copy(update={"pcie": slow})})
     fast, late = (decide(each, analytic_profile(each)) for each in (job, crawling))
     assert [stage.offload_ratio for stage in fast.stages] == [1.0] * 4 + [0.0] * 4
@@ -270,15 +270,19 @@ def test_a_stated_share_is_offloaded_and_copies_are_waited_for():
     sizes = [stage.offload.bytes for stage in fast.plan.stages[:2]]
     assert sizes[0] == fast.plan.stages[0].predicted.resident_activation_bytes - 10 * small
     assert sizes[1] == sizes[0] - shape.input_bytes, "what it received stays"
-    assert fast.plan.stages[0].offload.beside_messages == "avoid", "nodes exchange messages below the PCIe switches of their GPUs"
-    apart = job.cluster.pcie.model_copy(update={"shared_with_nic": False})
-    plan = make_plan(job.model_copy(update={"cluster": job.cluster.model_copy(update={"pcie": apart})}), analytic_profile(job))
-    assert plan.stages[0].offload.beside_messages == "allow"
+    assert {each.plan.stages[0].offload.beside_messages for each in (fast, late)} == {"avoid"}, "also where links are apart"
     assert late.simulation.exposed_copy_s(3) > 0
     assert late.simulation.step_s > fast.simulation.step_s
     assert late.plan.stages[3].predicted.exposed_copy_s == pytest.approx(late.simulation.exposed_copy_s(3))
+
+
+def test_copies_that_lag_behind_need_memory():
+    """Where exchanges overlap passes, and so do not wait for copies."""
+    job = llama_65b(offload_ratio=1.0, policy="none", parallel={"layers_per_chunk": 5})
+    slow = job.cluster.pcie.model_copy(update={"gb_per_s": 25.0, "shared_with_nic": False})
+    crawling = job.model_copy(update={"cluster": job.cluster.model_copy(update={"pcie": slow})})
     with pytest.raises(Infeasible, match="copies that lag behind"):
-        decide(crawling.model_copy(update={"budget": Budget()}), analytic_profile(crawling))
+        decide(crawling, analytic_profile(crawling))
 
 
 def test_host_memory_bounds_what_is_offloaded():

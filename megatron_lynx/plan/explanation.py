@@ -104,7 +104,7 @@ def _beside(stage: Stage) -> Text | None:
         rest = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay, the copy comes back during {coming_back}"
         lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
         if offload.beside_messages == "avoid":
-            lines.append("copies and messages between stages take turns: they share a link")
+            lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None

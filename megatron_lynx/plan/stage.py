@@ -51,7 +51,8 @@ class Offload(Part):
     """How many backwards before its own a micro-batch's copy comes back."""
     beside_messages: Literal["allow", "avoid"] = "allow"
     """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
-    each other. Stages that overlap messages with passes cannot avoid them."""
+    each other, and an exchange that ends in a synchronisation (Megatron's without chunks) waits for every copy before it. Stages
+    that overlap messages with passes cannot avoid them."""
 
 
 class Whole(Part):

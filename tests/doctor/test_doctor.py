@@ -104,6 +104,9 @@ def test_a_sound_launch_has_nothing_that_defeats_overlap() -> None:
 
 
 def test_messages_between_stages() -> None:
+    plain = launch(read_launch(shlex.split("--num-layers 8 --pipeline-model-parallel-size 4")), {})
+    [synchronised] = [finding for finding in plain if finding.topic == "batch_p2p_sync"]
+    assert "copies to the host that were asked for before it are waited for" in synchronised.costs
     assert of_launch("--num-layers 8 --pipeline-model-parallel-size 4")["batch_p2p_sync"] == "slows"
     chunks = "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
     assert of_launch(chunks)["messages between stages"] == "good"
