@@ -10,6 +10,9 @@
 `Waiting` returns when all of it has arrived. `Posted` starts it: what is received is waited for when the next action needs it,
 what is sent before the next message in that direction. So a stage that makes a deferred update need not find its neighbour at the
 same place: one message may be on its way meanwhile.
+
+Behind the last action of a run comes an update, and Megatron may wait there for the device and then for the other ranks. Nothing
+may be posted then that the neighbour matches only behind its own update: such an exchange is postponed until the next run begins.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Exchange(ABC):
         self.config = config
         self.shape = shape
         self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
+        self._postponed: tuple[Action, Tensors, Action | None] | None = None
 
     @abstractmethod
     def take(self, action: Action) -> Tensors:
@@ -43,6 +47,16 @@ class Exchange(ABC):
     @abstractmethod
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
         """Send what `done` made, and receive what `following` needs."""
+
+    def postpone(self, done: Action, made: Tensors, following: Action | None) -> None:
+        """Pass on when the next run begins."""
+        self._postponed = done, made, following
+
+    def begin_postponed(self) -> None:
+        """A run begins: pass on what the run before has postponed."""
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None:
+            self.pass_on(*postponed)
 
 
 class Waiting(Exchange):

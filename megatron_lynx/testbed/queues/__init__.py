@@ -11,5 +11,6 @@ rendezvous    NCCL: when collectives and messages that are under way are over
 hosts         how far each host gets
 replay        all of it together, until nothing moves any more
 outcome       what is left then, in words
+hidden        which kernels run while a message is awaited
 differences   what can be said without a replay
 """

@@ -32,6 +32,7 @@ COLLECTIVES = (
     *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
+ROOTED = ("gather", "scatter")
 MESSAGES: dict[str, Direction] = {"send": "send", "recv": "receive"}
 
 
@@ -115,8 +116,8 @@ def _pair(group: Any, other: int) -> Communicator:
 
 
 def _described(name: str, args: tuple[Any, ...]) -> str:
-    """The collective and the size of the first tensor it is given, which is equal on all members."""
-    first = args[0] if args else None
+    """The collective and the size of the first tensor it is given, which is equal on all members of those that have no root."""
+    first = args[0] if args and name not in ROOTED else None
     while isinstance(first, list | tuple) and first:
         first = first[0]
     return f"{name} of {first.numel()} elements" if isinstance(first, torch.Tensor) else name

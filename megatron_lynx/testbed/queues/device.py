@@ -29,14 +29,16 @@ class Device:
 
     Args:
         hardware_queues: the value of CUDA_DEVICE_MAX_CONNECTIONS. Streams are dealt to them in the order of their first use.
+        stop: a point that the device never gets to.
     """
 
-    def __init__(self, hardware_queues: int) -> None:
+    def __init__(self, hardware_queues: int, stop: Event | None = None) -> None:
         self.queues: list[deque[Placed]] = [deque() for _ in range(hardware_queues)]
         self.under_way: list[Communication] = []
         """Collectives and messages that have gone, and whose other sides may not be there yet."""
         self.ran: list[str] = []
         """Names of the kernels that are over."""
+        self._stop = stop
         self._given: Counter[str] = Counter()
         self._over: Counter[str] = Counter()
         self._queue_of: dict[str, int] = {COMPUTE: 0}
@@ -70,11 +72,14 @@ class Device:
     def can_go(self, head: Placed) -> bool:
         """Whether nothing holds up the head of a queue."""
         event = head.given.event if isinstance(head.given, Wait) else None
-        return self.stream_is_free(head) and (event is None or self.reached(event))
+        return self.stream_is_free(head) and not self._stops(head) and (event is None or self.reached(event))
 
     def stream_is_free(self, head: Placed) -> bool:
         """Whether everything before it in its stream is over."""
         return self._over[head.given.stream] == head.before
+
+    def _stops(self, head: Placed) -> bool:
+        return self._stop is not None and head.given.stream == self._stop.stream and head.before + 1 >= self._stop.things
 
     def _go(self, given: Given) -> None:
         if isinstance(given, Kernel | Wait):

@@ -7,21 +7,17 @@ message      sender and receiver have it under way, on one communicator and with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_lynx.testbed.queues.device import Device
 from megatron_lynx.testbed.queues.log import Collective, Message, Messages
-
-Held = Callable[[int, Message], bool]
-"""Whether a message of a rank never gets through: asked for what a rank receives."""
 
 
 class Rendezvous:
     """What is under way on several devices, whose number is their rank."""
 
-    def __init__(self, devices: Sequence[Device], held: Held = lambda rank, message: False) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self._held = held
         self._open: dict[int, list[Message]] = {}
         """The messages that are not over, by the identity of what they were posted in."""
 
@@ -60,7 +56,7 @@ class Rendezvous:
         for message in [open for open in self.still_open(sending) if open.direction == "send"]:
             receiving = self._receiving(message.peer, rank, sending)
             wanted = Message("receive", rank, message.elements)
-            if receiving is None or wanted not in self.still_open(receiving) or self._held(message.peer, wanted):
+            if receiving is None or wanted not in self.still_open(receiving):
                 continue
             self._close(rank, sending, message)
             self._close(message.peer, receiving, wanted)

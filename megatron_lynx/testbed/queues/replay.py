@@ -9,32 +9,41 @@ Nothing here takes time and nothing overtakes, so in whatever order the ranks ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from megatron_lynx.testbed.queues.device import Device, Placed
 from megatron_lynx.testbed.queues.hosts import Hosts
-from megatron_lynx.testbed.queues.log import Communication, HostWait, Log, Meeting, Messages, Wait
+from megatron_lynx.testbed.queues.log import Communication, Event, HostWait, Log, Meeting, Messages, Wait
 from megatron_lynx.testbed.queues.outcome import Outcome, StuckRank
-from megatron_lynx.testbed.queues.rendezvous import Held, Rendezvous
+from megatron_lynx.testbed.queues.rendezvous import Rendezvous
 
 
-def replay(logs: Sequence[Log], hardware_queues: int, held: Held = lambda rank, message: False) -> Outcome:
+class Stopped(NamedTuple):
+    """A device that never gets to an event of one of its streams, as if what comes before took for ever."""
+
+    rank: int
+    before: Event
+
+
+def replay(logs: Sequence[Log], hardware_queues: int, stopped: Stopped | None = None) -> Outcome:
     """Run the logs of all ranks, in order of rank.
 
     Args:
         logs: one for each rank.
         hardware_queues: CUDA_DEVICE_MAX_CONNECTIONS: 1 where Megatron wants it (tensor parallelism before Blackwell), else 8.
-        held: messages that never get through; what else comes to its end does not depend on them.
+        stopped: a device that never gets to some point. What runs all the same does not wait for it.
     """
     assert [log.rank for log in logs] == list(range(len(logs))), "one log for each rank, in order"
-    return _Replay(logs, hardware_queues, held).outcome()
+    return _Replay(logs, hardware_queues, stopped).outcome()
 
 
 class _Replay:
-    def __init__(self, logs: Sequence[Log], hardware_queues: int, held: Held) -> None:
+    def __init__(self, logs: Sequence[Log], hardware_queues: int, stopped: Stopped | None) -> None:
         self._hardware_queues = hardware_queues
-        self._devices = [Device(hardware_queues) for _ in logs]
+        stops = {stopped.rank: stopped.before} if stopped is not None else {}
+        self._devices = [Device(hardware_queues, stops.get(log.rank)) for log in logs]
         self._hosts = Hosts(logs, self._devices)
-        self._rendezvous = Rendezvous(self._devices, held)
+        self._rendezvous = Rendezvous(self._devices)
 
     def outcome(self) -> Outcome:
         while self._step():
