@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.queues.log import Log
@@ -44,6 +47,49 @@ def recorded(rank: int, job: Job, setting: Setting) -> Log:
         for step in range(STEPS):
             loop.step(step, recorder)
     return recorder.log
+
+
+def trained(rank: int, job: Job, setting: Setting) -> None:
+    """Runs inside `RankPool`. The same steps, not recorded: where Megatron synchronises the device, this rank waits."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.posted import synchronizing_within
+
+    initialise(job)
+    loop = Loop(job, setting)
+    with loop.in_force(), synchronizing_within(20.0):
+        for step in range(STEPS):
+            loop.step(step, Unrecorded())
+
+
+def named_replays(rank: int, job: Job, setting: Setting) -> Log:
+    """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
+    from megatron_lynx.runtime.task import Opening, Replay
+    from megatron_lynx.testbed.queues import recorder
+
+    original, recorders = Replay.run, []
+
+    class Naming(recorder.Recorder):
+        def __enter__(self) -> Any:
+            recorders.append(self)
+            return super().__enter__()
+
+    def run(replay: Replay, opening: Opening) -> bool:
+        if opening.window != RECV_BACKWARD:
+            return original(replay, opening)
+        with recorders[0].part(f"replay of {replay.half} for {opening.micro_batch.number}, {opening.micro_batch.phase}"):
+            return original(replay, opening)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Replay, "run", run)
+        patched.setattr(recorder, "Recorder", Naming)
+        return recorded(rank, job, setting)
+
+
+class Unrecorded:
+    """In a recorder's place."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Loop:

@@ -10,10 +10,11 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.queues.differences import differences
 from megatron_lynx.testbed.queues.replay import replay
+from megatron_lynx.testbed.queues.unawaited import unawaited
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
-from tests.queues.on_ranks import Setting, recorded
+from tests.queues.on_ranks import Setting, recorded, trained
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 
@@ -74,3 +75,13 @@ def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: A
         outcome = replay(logs, queues)
         assert outcome.finished, str(outcome)
     assert differences(logs) == []
+    assert [found for log in logs for found in unawaited(log)] == []
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_synchronising_behind_a_deferred_update_comes_back(pool_of: Pools, pipeline: int) -> None:
+    """Without a recorder: the stand-in's synchronize waits for what a rank has posted. One stage used to wait there for a
+    message, the other one in the barrier for that stage."""
+    job = tiny_job("gpt", pipeline=pipeline, layers=3 if pipeline == 3 else 4, microbatches=pipeline)
+    pool_of(pipeline).run(trained, job, Setting(defers=True, timers=1))

@@ -12,5 +12,6 @@ hosts         how far each host gets
 replay        all of it together, until nothing moves any more
 outcome       what is left then, in words
 hidden        which kernels run while a message is awaited
+unawaited     receives and collectives that nobody waits for
 differences   what can be said without a replay
 """

@@ -102,6 +102,10 @@ class Messages:
     def stream(self) -> str:
         return str(self.communicator)
 
+    @property
+    def receives(self) -> bool:
+        return any(message.direction == "receive" for message in self.messages)
+
     def __str__(self) -> str:
         return f"{' and '.join(map(str, self.messages))} on {self.communicator}"
 
