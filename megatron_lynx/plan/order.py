@@ -60,6 +60,11 @@ def window_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window:
     return window_at(stage.rule_for(layer).windows.of(half, phase), layer)
 
 
+def receives_in(stage: Stage, phase: BackwardPhase) -> bool:
+    """Whether a plan replays anything of a stage while a gradient is received in that phase."""
+    return any(window_of(stage, frame, phase) == RECV_BACKWARD for frame in frames_of(stage))
+
+
 def gather_of(stage: Stage, frame: FrameKey) -> Window | None:
     """Behind which window a plan gathers a frame's input; None where it gathers nothing."""
     layer, half = frame

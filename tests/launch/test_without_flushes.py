@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.testbed.cpu_device import SYNCHRONIZE_S
-
 from .launched import MODEL, launch, offloading, plan_of, saved
 
 HERE = Path(__file__).parent
@@ -40,10 +38,7 @@ def run():
     wheel = Path(os.environ.get("MEGATRON_CORE_0_19_DIR", "")).resolve()
     if not (wheel / "megatron" / "training").is_dir():
         pytest.skip(f"no megatron.training in {wheel} (MEGATRON_CORE_0_19_DIR; `make test` downloads it where it can)")
-    with pytest.MonkeyPatch.context() as patched:
-        # Megatron's log behind each batch synchronises between two barriers, and deferred updates hang there as on a GPU.
-        patched.setenv(SYNCHRONIZE_S, "0")
-        yield partial(launch, path=[wheel], ranks=2)
+    return partial(launch, path=[wheel], ranks=2)
 
 
 @pytest.fixture(scope="module")
