@@ -155,7 +155,7 @@ class Engine:
             outputs = self._record(frame, shipment, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
-        self.trace.add("forward", *frame.key, micro_batch.number, None, begin)
+        self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         self._mark(frame, (args, kwargs), outputs)
@@ -209,7 +209,7 @@ class Engine:
     def _close_backward_span(self) -> None:
         frame = self._ledger.entered
         if frame is not None:
-            self.trace.add("backward", *frame.key, frame.micro_batch.number, None, self._entered_at)
+            self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
 
     # --- windows -------------------------------------------------------------------------------------------------------
