@@ -14,7 +14,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, policy_host_s
 from megatron_lynx.cost.host_report import HostReport
-from megatron_lynx.cost.stage_memory import StageMemory, memory_of_stages
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds, update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory
@@ -59,7 +60,10 @@ class Estimate:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        stages = [{"stage": stage, "memory_bytes": memory.named} for stage, memory in enumerate(self.stages)]
+        stages = [
+            {"stage": stage, "memory_bytes": memory.named, "moment": memory.moment, "moments_bytes": dict(memory.totals)}
+            for stage, memory in enumerate(self.stages)
+        ]
         without_flushes = self.job.schedule == "double_buffered"
         return {
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),

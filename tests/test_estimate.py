@@ -122,3 +122,18 @@ def test_layers_measured_on_one_device_serve_a_cluster(tmp_path: Path) -> None:
 
 def _slower(item: ItemProfile) -> ItemProfile:
     return item.model_copy(update={name: 2 * getattr(item, name) for name in ("forward_s", "backward_s", "dgrad_s", "wgrad_s")})
+
+
+def test_it_says_which_moment_binds_on_each_stage(tmp_path: Path) -> None:
+    """With much vocabulary the last stage is fullest in the loss, the others while a layer runs backward."""
+    job = catalogued_job("llama3-8b", gpus=8, batch=32, parallel={"tensor": 1, "pipeline": 8}, policy="none")
+    first, *_, last = estimate(job).as_json["stages"]
+    assert (first["moment"], last["moment"]) == ("backward", "loss")
+    for stage in (first, last):
+        parts = dict(stage["memory_bytes"])
+        assert parts["total"] == stage["moments_bytes"][stage["moment"]] == max(stage["moments_bytes"].values())
+    assert "loss" not in first["moments_bytes"]
+    assert last["memory_bytes"]["logits"] == 6 * job.model.seq * job.model.vocab
+    printed = answered(tmp_path).stdout
+    assert "at its fullest moment" in printed
+    assert "backward" in printed

@@ -94,11 +94,12 @@ def show_estimate(answer: Estimate) -> None:
 
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
-    table = Table(header_style="bold", title="GiB of each device")
-    for column in ("stage", *parts):
-        table.add_column(column, justify="right", overflow="fold")
-    for stage, memory in enumerate(named):
-        table.add_row(str(stage), *(f"{memory[part] / GIB:.2f}" for part in parts))
+    table = Table(header_style="bold", title="GiB of each device at its fullest moment")
+    for column in ("stage", "moment", *parts):
+        table.add_column(column, justify="left" if column == "moment" else "right", overflow="fold")
+    for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
+        moment = memory.moment.replace("_", " ")
+        table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")

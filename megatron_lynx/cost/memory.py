@@ -90,13 +90,14 @@ def resident_bytes(halves: Iterable[HalfMemory]) -> int:
     return sum(half.resident for half in halves)
 
 
-def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float) -> int:
+def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_bytes: int = 0) -> int:
     """The most that the stage's layers hold at once, over all micro-batches in flight.
 
-    `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.).
+    `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.). `loss_bytes`: what the
+    loss holds before backward reaches the layers, beyond what is held beside them then.
     """
     behind = sum(half.held for half in backward_order)
-    peak = behind
+    peak = behind + loss_bytes
     for half, following in pairwise((*backward_order, NOTHING)):
         behind -= half.held
         peak = max(peak, behind + half.whole, behind + half.tail + following.ahead)  # [A] [B]

@@ -153,7 +153,8 @@ def _dropout(shape: LayerShape, section: Section) -> SavedTensor:
 
 def embedding_bytes(shape: LayerShape) -> int:
     """What the embedding keeps of one micro-batch: its dropout's mask."""
-    return MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
+    size = shape.model.element_bytes if shape.eager else MASK_BYTES
+    return size * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
 
 
 def head_bytes(shape: LayerShape) -> int:

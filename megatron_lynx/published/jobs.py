@@ -18,6 +18,12 @@ def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields
     return validated(Job, data, f"{model} on {cluster}")
 
 
-def published_figures() -> dict[str, Any]:
-    """The file of figures, as it stands."""
-    return read_yaml(bundled_configs() / "published.yaml")
+def described_job(model: dict[str, Any], cluster: str, **fields: Any) -> Job:
+    """A job on a model that is written out, and `clusters/CLUSTER`."""
+    described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
+    return validated(Job, {"model": model, "cluster": described, **fields}, f"a model on {cluster}")
+
+
+def published_figures(name: str = "published") -> dict[str, Any]:
+    """A file of figures, as it stands."""
+    return read_yaml(bundled_configs() / f"{name}.yaml")

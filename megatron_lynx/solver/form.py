@@ -7,7 +7,7 @@ Of layers that are alike, the first that backward reaches holds the most. So wit
 straight lines in k, whatever the number of layers:
 
     (in flight - 1) x resident  +  max(top + k held(Y) + u held(X),  middle + u held(X))
-    top       what Z, the attention half below it, or the first layer of Y needs on top of what is held behind them
+    top       what the loss, Z, the attention half below it, or the first layer of Y needs on top of what is held behind them
     middle    the same of the last half of Y while the first one of X is regenerated, and of the first layer of X
 
 X, Y and Z are given as numbers, or as arrays of numbers: of layers (every attention half with every MLP half), and of last MLP
@@ -51,7 +51,7 @@ class Form:
         """One of them, layer by layer, with `count` layers of `above` (k)."""
         end = LayerChoice(self._layer(above).attention, self.problem.last_mlp.unbeaten[last])
         lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
-        return Solved((*lower, end), self.problem.in_flight)
+        return Solved((*lower, end), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def exposed_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
         ends_s = self.attention.exposed_s[above] + self.last.exposed_s[last]
@@ -72,7 +72,8 @@ class Form:
     def top(self, above: Numbers, last: Numbers) -> Floats:
         end, behind = self.last, self.attention.held[above]
         first = np.maximum(end.whole[last] + behind, end.tail[last] + behind + self.attention.ahead[above])
-        return np.maximum(first, self._below_end[above])
+        before = end.held[last] + behind + self.problem.loss_bytes
+        return np.asarray(np.maximum(np.maximum(before, first), self._below_end[above]))
 
     def middle(self, below: Numbers, above: Numbers, count_below: Floats) -> Floats:
         following = self.mlp.ahead[below]

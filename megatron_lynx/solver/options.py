@@ -23,6 +23,7 @@ from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
 from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem
 from megatron_lynx.solver.seats import HalfKind, Seats
+from megatron_lynx.solver.stage_budget import loss_bytes
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
@@ -91,6 +92,7 @@ class StageProblems:
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
             device=self._device(stage, seats.chunks),
+            loss_bytes=self._loss_bytes(seats),
         )
 
     def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
@@ -100,6 +102,11 @@ class StageProblems:
         whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
         part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
         return StageSeconds(part * whole.forward_s, part * whole.backward_s)
+
+    def _loss_bytes(self, seats: StageSeats) -> int:
+        """The loss comes after the model's last chunk, and is taken to come after all that are treated as that one is."""
+        last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
+        return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
         """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""

@@ -5,7 +5,7 @@
       ├── mlp         the MLP halves but the last
       ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
       ├── mixed       where some layers have experts: which, and the choices of their halves
-      └── in_flight, budget_bytes
+      └── in_flight, budget_bytes, loss_bytes
 
 An option is a set of replayed items with what follows from it. Its seat says where that replay runs, and how much of it the
 windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
@@ -161,6 +161,8 @@ class StageProblem:
     """None where no layer has experts."""
     device: StageSeconds | None = None
     """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
+    loss_bytes: int = 0
+    """What the loss holds while all of this is kept, before backward reaches it, beyond what is held beside the layers then."""
 
     @property
     def best_seated(self) -> StageProblem:

@@ -4,7 +4,7 @@
                        these are chosen one by one    | of these only how many choose each option
 
     x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
-    while the backward of each half on the left begins [A], and when it ends [B] (`cost.memory`):
+    before backward begins, beside the loss; while that of each half on the left begins [A], and when it ends [B] (`cost.memory`):
         (in flight - 1) x resident  +  held behind it  +  what it needs itself  <=  budget
 
 Either the exposed seconds are least and the budget is given, or the budget itself is least. What the halves on the right need
@@ -60,12 +60,13 @@ class Programme:
     def solved(self, goal: Goal, time_limit_s: float) -> Found:
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
         rows, one = self._needs / self._byte_unit, self._one_option_each
+        beside = np.append(self.problem.loss_bytes / self._byte_unit, np.zeros(len(rows) - 1))
         budget = 0.0 if goal == "memory" else min((self.problem.budget_bytes or 0) / self._byte_unit, 2 * LARGEST)
         least = goal == "memory"  # one more column: the budget itself
         result = milp(
             np.append(costs / unit, float(least)),
             constraints=[
-                LinearConstraint(np.column_stack([rows, np.full(len(rows), -float(least))]), -np.inf, budget),
+                LinearConstraint(np.column_stack([rows, np.full(len(rows), -float(least))]), -np.inf, budget - beside),
                 LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
             ],
             integrality=np.append(np.ones(self._width), 0),
@@ -86,7 +87,7 @@ class Programme:
         counted = {half: iter(sorted(group, key=_needed)) for half, group in zip(HALVES, options[self.explicit :], strict=True)}
         backward = [option for (option,) in options[: self.explicit]]
         backward += [next(counted[half]) for half in self._backward[self.explicit :]]
-        return Solved(layers_of(backward[::-1]), self.problem.in_flight)
+        return Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     @cached_property
     def _backward(self) -> list[Half]:
@@ -137,10 +138,10 @@ class Programme:
 
     @cached_property
     def _needs(self) -> Floats:
-        """A row for [A] and one for [B] of each half on the left."""
+        """A row for the loss, before backward begins, then one for [A] and one for [B] of each half on the left."""
         columns, ends = self._columns, np.cumsum(self._widths)
         starts = ends - self._widths
-        rows = []
+        rows = [(self.problem.in_flight - 1) * columns.resident + columns.held]
         for half in range(self.explicit):
             behind = (self.problem.in_flight - 1) * columns.resident
             behind[ends[half] :] += columns.held[ends[half] :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
@@ -33,6 +33,11 @@ class SolvedChunks(tuple[Solved, ...]):
     def beside_bytes(self) -> int:
         """What is held of the others at most while one runs backward."""
         return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
+
+    @property
+    def before_loss_bytes(self) -> int:
+        """What is held when the model's last chunk has run forward: of itself, and of all that are in flight beside it."""
+        return ceil(self[-1].resident_bytes + (self[0].in_flight - 1) * self.most_resident_bytes)
 
     def _more_beside(self, chunk: Solved) -> int:
         """How much more the others hold than as many chunks of its own kind would."""
@@ -74,8 +79,13 @@ class StageAnswer:
 
     @property
     def peak_bytes(self) -> int:
-        """What all its layers hold at most, all chunks in flight. No less than what a simulation finds."""
+        """What all its layers hold at most, all chunks in flight, or they and the loss. No less than what a simulation finds."""
         return self.chunks.peak_bytes
+
+    @property
+    def layers_peak_bytes(self) -> int:
+        """The same without the loss, while layers run backward."""
+        return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes
 
     @property
     def chunk_bytes(self) -> int:

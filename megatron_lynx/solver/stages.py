@@ -33,7 +33,7 @@ from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
-from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
+from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -142,7 +142,7 @@ class Stages:
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Says by how much the device's memory is exceeded, if that is what binds; else what the solver says."""
-        beside, budget_bytes = beside_layers(self.job, stage), self.job.memory_budget_bytes
+        beside, budget_bytes = most_beside_layers(self.job, stage), self.job.memory_budget_bytes
         least = self.least(stage)
         missing = beside.total + least.peak_bytes - budget_bytes
         if not bounded_by_device(self.job) or missing <= 0:

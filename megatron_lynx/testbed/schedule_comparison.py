@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
@@ -25,6 +25,7 @@ from megatron_lynx.planner import make_plan, partitioned_as
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
+from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.stage_budget import beside_layers
 from megatron_lynx.testbed.candidates import FULL
 from megatron_lynx.testbed.comparison import Announce
@@ -126,8 +127,13 @@ def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predict
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
     simulation = rehearse(way.plan, profile)
-    held = (beside_layers(job, stage).total + simulation.memory(stage).peak_bytes for stage in range(job.parallel.pipeline))
-    return _Predicted(way, simulation.step_s, update_s(job), max(held))
+    return _Predicted(way, simulation.step_s, update_s(job), max(_most_held(job, simulation)))
+
+
+def _most_held(job: Job, simulation: Simulation) -> Iterator[int]:
+    """By stage, with all that the layers hold at their fullest taken to be there whenever micro-batches run."""
+    for stage in range(job.parallel.pipeline):
+        yield replace(beside_layers(job, stage), activations=simulation.memory(stage).peak_bytes).fullest.total
 
 
 def _row(

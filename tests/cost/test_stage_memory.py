@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from megatron_lynx.config import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
-from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory
+from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
 from megatron_lynx.cost.step import update_s
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -72,7 +72,7 @@ def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> Non
     ("optimizer", "gradient", "state"),
     [
         ({}, 4, 12),  # Megatron's table: 6 + 12/d
-        ({"gradients": "bf16"}, 2, 16),  # 4 + 16/d
+        ({"gradients": "bf16"}, 2, 12),  # 4 + 12/d, and 4/d in updates
         ({"precision_aware": True, "main_parameters": "remainder"}, 4, 10),
         ({"precision_aware": True, "main_parameters": "remainder", "gradients": "bf16"}, 2, 10),
         ({"precision_aware": True, "main_parameters": "fp16", "first_moment": "fp8", "second_moment": "bf16"}, 4, 5),
@@ -84,6 +84,25 @@ def test_bytes_of_gradients_and_optimizer_by_their_types(optimizer: dict, gradie
     memory, count = stage_memory(job, 0), stage_parameters(job, 0).total
     assert (memory.parameters, memory.gradients) == (2 * count, gradient * count)
     assert memory.optimizer == -(-state * count // job.replicas)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        ({}, 0),
+        ({"gradients": "bf16"}, 4),
+        ({"precision_aware": True, "gradients": "bf16"}, 0),  # Transformer Engine's Adam reads them as they are
+        ({"precision_aware": True, "main_parameters": "fp16", "first_moment": "fp8", "second_moment": "bf16"}, 12),
+    ],
+)
+def test_copies_in_fp32_are_made_in_updates_alone(optimizer: dict, copies: int) -> None:
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    job = catalogued_job(parallel=layout, optimizer=optimizer)
+    parts, count = stage_parts(job, 0), stage_parameters(job, 0).total
+    held = -(-copies * count // job.replicas)
+    assert parts.at("update").total == parts.states.total + held
+    assert parts.at("backward").update_copies == 0
+    assert parts.at("first_update") == parts.at("update")
 
 
 def test_copies_of_weights_in_fp8() -> None:
@@ -175,9 +194,11 @@ def test_more_offloaded_is_less_held_and_more_replayed_is_less_kept(layout, one:
 
 def test_every_byte_of_the_total_is_named() -> None:
     for stage in STAGES:
-        named = stage_memory(catalogued_job(), stage, 0.3).named
-        assert named.pop("total") == sum(named.values())
-        assert (named["logits"] > 0) == (stage == 7)
+        memory, parts = stage_memory(catalogued_job(), stage, 0.3), stage_parts(catalogued_job(), stage, 0.3)
+        named = memory.named
+        assert named.pop("total") == sum(named.values()) == memory.totals[memory.moment] == max(memory.totals.values())
+        assert (parts.at("loss").logits > 0) == (stage == 7) == ("loss" in memory.totals)
+        assert memory.totals == {moment: parts.at(moment).total for moment in parts.moments}
 
 
 def without_flushes(**fields):
