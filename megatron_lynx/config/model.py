@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
@@ -38,6 +39,9 @@ class Model(Part):
     """Whether the linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
     """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
+    attention_kernel: AttentionKernel = "usual"
+    """Whose fused kernels: those that Transformer Engine takes on these GPUs (cuDNN's on Hopper and later), or FlashAttention-2's
+    (`--attention-backend flash`, or NVTE_FUSED_ATTN=0)."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     implementation: Literal["local", "transformer_engine"] = "local"

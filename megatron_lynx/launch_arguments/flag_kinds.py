@@ -58,10 +58,11 @@ READ = names_in(
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
-    first_last_layers_bf16
+    first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     """
 )
-"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
+"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`,
+`overlap_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -210,8 +211,6 @@ PRICED_AS = {
     "apply_rope_fusion": _FUSED,
     "disable_jit_fuser": _FUSED,
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
-    "async_tensor_model_parallel_allreduce": "gradients that are reduced behind the GEMM of the weight gradient",
-    "overlap_p2p_comm": "messages as the simulator has them for this schedule",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
     "cp_comm_type": "a ring of point-to-point messages",
     "hierarchical_context_parallel_sizes": "a ring of point-to-point messages",

@@ -110,7 +110,7 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem("--transformer-impl", str(given["transformer_impl"]), "local or transformer_engine"))
     implementation = "local" if given["transformer_impl"] == "local" else "transformer_engine"
     yield Fact("model.implementation", implementation, given.origin("transformer_impl"))
-    yield _attention(given)
+    yield from _attention(given)
     if given["fp16"] and given["bf16"]:
         problems.append(Problem("--fp16", "also --bf16", "one of them"))
     half = given["bf16"] or given["fp16"]
@@ -143,9 +143,12 @@ def _position(given: Given, problems: list[Problem]) -> Fact:
     return Fact("model.position", known.get(found, "rope"), origin)
 
 
-def _attention(given: Given) -> Fact:
+def _attention(given: Given) -> Iterator[Fact]:
     """Transformer Engine's fused kernels unless told otherwise; Megatron's own layers have an unfused one."""
     if given["transformer_impl"] == "local":
-        return Fact("model.attention", "unfused", given.origin("transformer_impl"))
-    unfused = given["attention_backend"] in ("unfused", "local")
-    return Fact("model.attention", "unfused" if unfused else "flash", given.origin("attention_backend"))
+        yield Fact("model.attention", "unfused", given.origin("transformer_impl"))
+        return
+    asked, origin = given["attention_backend"], given.origin("attention_backend")
+    yield Fact("model.attention", "unfused" if asked in ("unfused", "local") else "flash", origin)
+    if asked == "flash":
+        yield Fact("model.attention_kernel", "flash_attention_2", f"{origin} flash, unless FlashAttention-3 is installed")

@@ -15,7 +15,17 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.expert_seconds import expert_half
 from megatron_lynx.profiler.item_seconds import item_profile, unmultiplied_s
 from megatron_lynx.profiler.link_levels import link_among
-from megatron_lynx.profiler.profile import BlockProfile, ExpertHalf, HalfProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.profile import (
+    BlockProfile,
+    ExpertHalf,
+    HalfProfile,
+    LinkKind,
+    LinkPoint,
+    Profile,
+    Source,
+    hiding_of,
+    shape_of,
+)
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, half_tensors, head_bytes, logits_bytes
@@ -39,6 +49,7 @@ def analytic_profile(job: Job) -> Profile:
         head=_head(shape, roof),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
+        hiding=hiding_of(job),
     )
 
 
@@ -48,7 +59,8 @@ def on_cluster(profile: Profile, job: Job) -> Profile:
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
     host_time = profile.host_time or job.cluster.host_time
-    return profile.model_copy(update={"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time})
+    changed = {"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time, "hiding": hiding_of(job)}
+    return profile.model_copy(update=changed)
 
 
 def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:
@@ -96,9 +108,10 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
         kinds["p2p"] = (link_among(job.cluster, job.gpus), 1.0)
     if job.cluster.pcie is not None:
         kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # their copies share the uplink
-    size = shape.gathered_bytes
-    return tuple(
-        LinkPoint(kind=kind, bytes=each, seconds=link.seconds(share * each))
-        for kind, (link, share) in kinds.items()
-        for each in (1, size)
-    )
+    size, scattered = shape.gathered_bytes, job.parallel.scattered_messages and tensor > 1
+    points = {(kind, each): link.seconds(share * each) for kind, (link, share) in kinds.items() for each in (1, size)}
+    if scattered and "p2p" in kinds:
+        link = kinds["p2p"][0]
+        for each in (1, size):
+            points["p2p", each] = link.seconds(each / tensor) + points["all_gather", each]
+    return tuple(LinkPoint(kind=kind, bytes=each, seconds=seconds) for (kind, each), seconds in points.items())

@@ -25,6 +25,10 @@ from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
+Hiding = Literal["nothing", "stock", "userbuffers"]
+"""Which tensor-parallel collectives GEMMs hide, as far as these last: none; those beside a column-parallel linear's backward;
+all, each behind its own linear."""
+
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 
@@ -178,6 +182,8 @@ class Profile(Part):
     """How many times longer a replay takes while a collective is under way."""
     host_time: HostTime | None = None
     """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
+    hiding: Hiding = "stock"
+    """Nobody measures it: the job says it (`config.overlap`)."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -224,6 +230,8 @@ class Profile(Part):
         off["host_time"] = True
         if self.experts is None:
             off["experts"] = True
+        if self.hiding == "stock":
+            off["hiding"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
@@ -244,6 +252,11 @@ def shape_of(job: Job) -> Shape:
     if model.experts is not None:
         layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}
     return Shape(micro=job.batch.micro, **layout, **facts)
+
+
+def hiding_of(job: Job) -> Hiding:
+    """What the GEMMs of a job hide for certain. Userbuffers may hide nothing more, at worst."""
+    return "stock" if job.overlap.linears or job.parallel.sequence_parallel else "nothing"
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
