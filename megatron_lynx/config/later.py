@@ -14,7 +14,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.overlap import Overlap
 
 LATER: dict[str, dict[str, Any]] = {
-    "model": {"fp8": None, "qk_norm": False, "experts": None, "attention_kernel": "usual"},
+    "model": {"fp8": None, "qk_norm": False, "experts": None, "attention_kernel": "usual", "kv_channels": None},
     "parallel": {"expert": 1, "expert_tensor": None, "scattered_messages": False},
 }
 """Fields by their part."""

@@ -31,7 +31,9 @@ class Model(Part):
     """Entries of the embedding table (V). Megatron pads them to a multiple of 128 x tensor: write that number to count them."""
     seq: int = Field(ge=1)
     """Tokens of one sequence (s)."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    kv_channels: int | None = Field(default=None, ge=1)
+    """Width of a head (d), as Megatron's `--kv-channels`. None: hidden / heads."""
+    activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
     """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
@@ -71,7 +73,7 @@ class Model(Part):
     @model_validator(mode="after")
     def _divisible(self) -> Model:
         problems = []
-        if self.hidden % self.heads:
+        if self.kv_channels is None and self.hidden % self.heads:
             problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.heads % self.kv_groups:
             problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
@@ -108,12 +110,17 @@ class Model(Part):
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.kv_channels or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise."""
+        return self.heads * self.head_size
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the fused QKV projection over all tensor-parallel ranks: h(1 + 2g/a)."""
-        return self.hidden + 2 * self.kv_groups * self.head_size
+        """Columns of the fused QKV projection over all tensor-parallel ranks: (a + 2g)d."""
+        return self.query_width + 2 * self.kv_groups * self.head_size
 
     @property
     def fc1_width(self) -> int:

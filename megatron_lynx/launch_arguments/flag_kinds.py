@@ -45,7 +45,7 @@ READ = names_in(
     """
     num_layers encoder_num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
     num_query_groups seq_length encoder_seq_length max_position_embeddings position_embedding_type
-    use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu
+    use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu squared_relu
     untie_embeddings_and_output_weights attention_dropout hidden_dropout transformer_impl attention_backend bf16 fp16
     vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by tokenizer_type vocab_file
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
@@ -92,8 +92,7 @@ REFUSED = {
     "use_legacy_models": _OTHER_LAYERS,
     "decoder_num_layers": "encoder-decoder models are not modelled",
     "relative_attention_num_buckets": "relative positions are not modelled",
-    "squared_relu": "only GELU and SwiGLU are modelled",
-    "quick_geglu": "only GELU and SwiGLU are modelled",
+    "quick_geglu": "only GELU, squared ReLU and SwiGLU are modelled",
     "use_te_activation_func": _OTHER_CALLS,
     "activation_func_clamp_value": _MORE_SAVED,
     "glu_linear_offset": _MORE_SAVED,

@@ -48,8 +48,7 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.kv_groups", heads, "heads: no --group-query-attention")
     size = given["kv_channels"]
     if size is not None and hidden and heads and size * heads != hidden:
-        needed = f"hidden / heads ({hidden} / {heads})"
-        problems.append(Problem(given.origin("kv_channels"), str(size), needed, "other sizes of a head are not modelled"))
+        yield Fact("model.kv_channels", size, given.origin("kv_channels"))
 
 
 def ffn_of(given: Given) -> tuple[int, str] | None:
@@ -96,8 +95,7 @@ def _entries(path: Path) -> int | None:
 
 
 def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    swiglu = given["swiglu"]
-    yield Fact("model.activation", "swiglu" if swiglu else "gelu", given.origin("swiglu"))
+    yield _activation(given, problems)
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
     if given["qk_layernorm"]:
@@ -130,6 +128,14 @@ def _fusions(given: Given) -> Iterator[Fact]:
         off |= dict.fromkeys(("bias_dropout", "bias_activation"), "disable_jit_fuser")
     if off:
         yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
+
+
+def _activation(given: Given, problems: list[Problem]) -> Fact:
+    if given["squared_relu"]:
+        if given["swiglu"]:
+            problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))
+        return Fact("model.activation", "squared_relu", given.origin("squared_relu"))
+    return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
 
 def _position(given: Given, problems: list[Problem]) -> Fact:

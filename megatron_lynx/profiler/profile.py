@@ -126,6 +126,8 @@ class Shape(Part):
     context: int = 1
     implementation: str = "local"
     qk_norm: bool = False
+    kv_channels: int | None = None
+    """The width of a head where it is not hidden / heads."""
     fp8: str | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
@@ -134,7 +136,7 @@ class Shape(Part):
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
 
-LATER: dict[str, Any] = {"qk_norm": False, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
+LATER: dict[str, Any] = {"qk_norm": False, "kv_channels": None, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
@@ -248,6 +250,7 @@ def shape_of(job: Job) -> Shape:
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
+    facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if model.experts is not None:
         layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}

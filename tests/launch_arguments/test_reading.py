@@ -166,8 +166,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--tp-comm-overlap", "userbuffers"),
         ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
         ("--recompute-activations", "drop --recompute-*"),
-        ("--squared-relu", "only GELU and SwiGLU"),
-        ("--kv-channels 128", "--kv-channels: found 128"),
+        ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
+        ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
         ("--optimizer sgd", "only Adam"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--num-layer 8", "did you mean --num-layers?"),
@@ -491,6 +491,12 @@ def test_userbuffers_are_priced_by_an_estimate_alone() -> None:
     text = f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
     assert facts(text, planning=False)["overlap.userbuffers"] is True
     assert "no windows are left" in problems(text)
+
+
+def test_heads_and_activation_are_read() -> None:
+    found = facts(f"{SMALL} --kv-channels 128 --squared-relu")
+    assert (found["model.kv_channels"], found["model.activation"]) == (128, "squared_relu")
+    assert "model.kv_channels" not in facts(f"{SMALL} --kv-channels 64"), "hidden / heads"
 
 
 def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> None:

@@ -8,9 +8,11 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.parameters import layer_matrices
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import shape_of
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
@@ -219,3 +221,16 @@ def test_scattered_messages_are_parts_that_are_gathered_behind_the_message():
     nic = parts.cluster.nic
     assert profile.link_s("p2p", size) == pytest.approx(nic.seconds(size / 8) + profile.link_s("all_gather", size))
     assert analytic_profile(whole).link_s("p2p", size) == pytest.approx(nic.seconds(size))
+
+
+def test_heads_of_another_width_change_the_attention_alone():
+    """Twice as wide: twice the columns of queries, keys and values, and twice the FLOPs of the attention."""
+    job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 2})
+    wide = job.model_copy(update={"model": job.model.model_copy(update={"kv_channels": 256})})
+    narrow, flops = (item_flops(LayerShape.of(each)) for each in (job, wide))
+    ratios = {name: flops[name] / narrow[name] for name in narrow if narrow[name]}
+    assert ratios == {"linear_qkv": 2, "core_attention": 2, "linear_proj": 2, "linear_fc1": 1, "linear_fc2": 1}
+    attention = 4096 * 128 * (2 * 32 + 2 * 8)
+    assert layer_matrices(wide.model) - layer_matrices(job.model) == attention
+    assert shape_of(job).kv_channels is None
+    assert shape_of(wide).kv_channels == 256

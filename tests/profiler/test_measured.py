@@ -37,6 +37,10 @@ JOBS = {
     "a shard, queries and keys normed": tiny_job("llama", tensor=2, qk_norm=True, norm="layernorm"),
     "a shard": tiny_job("llama", tensor=2),
     "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True),
+    "heads wider than hidden / heads": tiny_job("llama", kv_channels=16),
+    "a shard, narrow heads": tiny_job("gpt", tensor=2, kv_channels=4, qk_norm=True, **NO_DROPOUT),
+    "squared ReLU": tiny_job("gpt", activation="squared_relu", bias=False, **NO_DROPOUT),
+    "squared ReLU, with biases, in bf16": tiny_job("gpt", micro=1, activation="squared_relu", dtype="bf16"),
 }
 
 
