@@ -143,6 +143,19 @@ def test_userbuffers_are_priced_as_what_they_hide_at_worst_and_at_best(tmp_path:
     ] * 2
 
 
+def test_a_chunk_may_have_the_embedding_or_the_loss_alone() -> None:
+    """As --account-for-embedding-in-pipeline-split makes it, where chunks have one layer."""
+    layout = {"pipeline": 4, "partition": [0, *[5] * 6, 2]}
+    job = catalogued_job("llama-7b", "a100-80g", gpus=4, batch=8, policy="none", parallel=layout)
+    even = catalogued_job("llama-7b", "a100-80g", gpus=4, batch=8, policy="none", parallel={"pipeline": 4, "layers_per_chunk": 4})
+    first, last = estimate(job).stages[0], estimate(job).stages[-1]
+    assert first.parameters < estimate(even).stages[0].parameters
+    assert last.logits == estimate(even).stages[-1].logits
+    assert estimate(job).step.total_s > estimate(even).step.total_s, "two stages have ten layers"
+    with pytest.raises(ConfigError, match=r"parallel\.partition\.0: found 0, needed at least one layer in every chunk"):
+        make_plan(job.model_copy(update={"policy": "planned"}), analytic_profile(job))
+
+
 def test_no_plan_goes_with_userbuffers() -> None:
     job = catalogued_job("llama-65b", "a100-80g", policy="planned", overlap={"userbuffers": True})
     with pytest.raises(ConfigError, match=r"overlap\.userbuffers: found true, needed false: they leave no windows"):

@@ -14,7 +14,14 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.overlap import Overlap
 
 LATER: dict[str, dict[str, Any]] = {
-    "model": {"fp8": None, "qk_norm": False, "experts": None, "attention_kernel": "usual", "kv_channels": None},
+    "model": {
+        "fp8": None,
+        "qk_norm": False,
+        "experts": None,
+        "attention_kernel": "usual",
+        "kv_channels": None,
+        "cross_entropy": "unfused",
+    },
     "parallel": {"expert": 1, "expert_tensor": None, "scattered_messages": False},
 }
 """Fields by their part."""

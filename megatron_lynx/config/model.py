@@ -54,6 +54,9 @@ class Model(Part):
     fusions: tuple[Fusion, ...] | None = None
     """Megatron's fusions that the launch has on, for measuring: profiles and comparisons are made with them. None: what Megatron
     has on if nothing is said, on GPUs; on CPU ranks none."""
+    cross_entropy: Literal["unfused", "native", "te"] = "unfused"
+    """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
+    Transformer Engine's (`--cross-entropy-fusion-impl te`). Seconds know the difference, bytes do not yet."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"

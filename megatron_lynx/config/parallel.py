@@ -22,11 +22,11 @@ class Parallel(Part):
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
     """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
-    partition: Literal["auto"] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    partition: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of every virtual stage, in layer order, where they differ: p numbers, or p x v with v chunks on each stage.
 
-    Virtual stage k is chunk k // p of stage k % p. None: all alike. auto: as even as may be, until a plan says what is fastest
-    (with as many chunks as `layers_per_chunk` makes)."""
+    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers: the embedding, the loss, or nothing.
+    None: all alike. auto: as even as may be, until a plan says what is fastest (with `layers_per_chunk`, of as many chunks)."""
     microbatch_group: int | None = Field(default=None, ge=1)
     """Micro-batches that pass one chunk before the next one has its turn (interleaved 1F1B); none: as many as stages."""
     sequence_parallel: bool = False

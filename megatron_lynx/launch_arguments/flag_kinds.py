@@ -59,6 +59,7 @@ READ = names_in(
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
+    cross_entropy_loss_fusion cross_entropy_fusion_impl
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`,
@@ -198,9 +199,8 @@ PRICED_AS = {
     "moe_shared_expert_overlap": "shared experts before the dispatch, not beside it",
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
-    "cross_entropy_loss_fusion": "the loss without fusion, which holds more",
-    "cross_entropy_fusion_impl": "the loss without fusion, which holds more",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
+    "deterministic_mode": "kernels that are as fast as any: leave room for attention's backward, which is slower",
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
     "bias_dropout_fusion": _FUSED,
@@ -277,7 +277,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         apply_query_key_layer_scaling attention_softmax_in_fp32 layernorm_zero_centered_gamma layernorm_epsilon
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
         init_method_std embedding_init_method_std init_model_with_meta_device perform_initialization use_cpu_initialization
-        openai_gelu onnx_safe deterministic_mode batch_invariant_mode disable_bf16_reduced_precision_matmul
+        openai_gelu onnx_safe batch_invariant_mode disable_bf16_reduced_precision_matmul
         calculate_per_token_loss flash_attention_version no_persist_layer_norm
         """
     ),

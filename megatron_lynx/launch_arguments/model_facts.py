@@ -109,6 +109,9 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     implementation = "local" if given["transformer_impl"] == "local" else "transformer_engine"
     yield Fact("model.implementation", implementation, given.origin("transformer_impl"))
     yield from _attention(given)
+    if given["cross_entropy_loss_fusion"]:
+        name = "cross_entropy_fusion_impl"
+        yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
     if given["fp16"] and given["bf16"]:
         problems.append(Problem("--fp16", "also --bf16", "one of them"))
     half = given["bf16"] or given["fp16"]

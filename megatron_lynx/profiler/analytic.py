@@ -31,8 +31,13 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, half_tensors, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
-LOSS_BYTES = (24, 12)
-"""Read and written for each logit by the fp32 loss. Forward: copy, maximum, exponentials, sums; backward: gradient, copy."""
+LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
+"""Read and written for each logit by the loss, forward and backward, as its operators are written in megatron-core.
+
+unfused   copy in fp32 6, maximum 4, difference 8, exponential 8, sum 4, quotient 8     product 8, copy in 16 bits 6
+native    copy and maximum 6; difference, exponential and sum 8; quotient 8             product and copy 6
+te        maximum and sum 2, gradient in place 4                                        product 4
+"""
 
 
 def analytic_profile(job: Job) -> Profile:
@@ -89,7 +94,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
     norm = unmultiplied_s(shape, ATTENTION.item("norm"), roof)
-    loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES]
+    loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES[shape.model.cross_entropy]]
     return BlockProfile(
         forward_s=gemm_s + norm.forward_s + loss_s[0],
         backward_s=2 * gemm_s + norm.backward_s + loss_s[1],

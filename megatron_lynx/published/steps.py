@@ -68,7 +68,9 @@ def recipe_job(config: Mapping[str, Any], run: Run) -> Job:
     names = ("layers", "hidden", "ffn", "heads", "kv_groups", "vocab", "seq")
     sizes = {name: config[name] for name in names}
     return described_job(
-        Model(**sizes, activation="swiglu", norm="rmsnorm", bias=False, implementation="transformer_engine"),
+        Model(
+            **sizes, activation="swiglu", norm="rmsnorm", bias=False, implementation="transformer_engine", cross_entropy="native"
+        ),
         "h100-80g",
         gpus=run["gpus"],
         parallel={"context": config["cp"], "distributed_optimizer": config["do"]},

@@ -493,9 +493,10 @@ def test_userbuffers_are_priced_by_an_estimate_alone() -> None:
     assert "no windows are left" in problems(text)
 
 
-def test_heads_and_activation_are_read() -> None:
-    found = facts(f"{SMALL} --kv-channels 128 --squared-relu")
-    assert (found["model.kv_channels"], found["model.activation"]) == (128, "squared_relu")
+def test_heads_activation_and_loss_are_read() -> None:
+    found = facts(f"{SMALL} --kv-channels 128 --squared-relu --cross-entropy-loss-fusion --cross-entropy-fusion-impl te")
+    assert (found["model.kv_channels"], found["model.activation"], found["model.cross_entropy"]) == (128, "squared_relu", "te")
+    assert facts(f"{SMALL} --cross-entropy-loss-fusion")["model.cross_entropy"] == "native"
     assert "model.kv_channels" not in facts(f"{SMALL} --kv-channels 64"), "hidden / heads"
 
 

@@ -234,3 +234,14 @@ def test_heads_of_another_width_change_the_attention_alone():
     assert layer_matrices(wide.model) - layer_matrices(job.model) == attention
     assert shape_of(job).kv_channels is None
     assert shape_of(wide).kv_channels == 256
+
+
+def test_a_fused_loss_reads_and_writes_less():
+    job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 1})
+    heads = {
+        kind: analytic_profile(job.model_copy(update={"model": job.model.model_copy(update={"cross_entropy": kind})})).head
+        for kind in ("unfused", "native", "te")
+    }
+    logits, rate = 8192 * 128256, job.cluster.hbm.byte_per_s
+    assert heads["unfused"].forward_s - heads["native"].forward_s == pytest.approx(16 * logits / rate)
+    assert heads["native"].backward_s - heads["te"].backward_s == pytest.approx(2 * logits / rate)
