@@ -69,7 +69,7 @@ def test_every_figure_of_a_cluster_says_where_it_is_from(path: Path) -> None:
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_gemms_reach_half_their_best_at_a_size_that_follows_from_the_memory(path: Path) -> None:
     """n_half grows with FLOPs per byte of HBM, from the 1000 of A100 80 GB on. H800's rows are older: one share for all sizes."""
-    cluster = validated(Cluster, read_yaml(path), path)
+    cluster = validated(Cluster, cluster_data(path), path)
     if cluster.matmul is None or cluster.hbm is None or not cluster.matmul.half_size or path.stem.startswith("a"):
         return
     intensity = cluster.matmul.bf16_tflop_per_s / cluster.hbm.gb_per_s
