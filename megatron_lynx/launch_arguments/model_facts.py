@@ -120,15 +120,18 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _fusions(given: Given) -> Iterator[Fact]:
-    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled."""
+    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled; squared ReLU is not fused
+    with its bias."""
     flags = {
         "bias_dropout": "bias_dropout_fusion",
         "bias_activation": "bias_swiglu_fusion" if given["swiglu"] else "bias_gelu_fusion",
         "rope": "apply_rope_fusion",
     }
+    if given["squared_relu"]:
+        del flags["bias_activation"]
     off = {fusion: flag for fusion, flag in flags.items() if not given[flag]}
     if given["disable_jit_fuser"]:
-        off |= dict.fromkeys(("bias_dropout", "bias_activation"), "disable_jit_fuser")
+        off |= dict.fromkeys({"bias_dropout", "bias_activation"} & flags.keys(), "disable_jit_fuser")
     if off:
         yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
 

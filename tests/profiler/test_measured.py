@@ -166,6 +166,7 @@ def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
         return job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cuda"})})
 
     assert fusions_of(tiny_job("llama")) == ()
+    assert fusions_of(on_gpus(activation="squared_relu")) == ("bias_dropout",), "Megatron would stop at its bias being fused"
     assert set(fusions_of(on_gpus())) - {"rope"} == {"bias_dropout", "bias_activation"}
     assert compiler_for(on_gpus()) == "inductor"
     assert fusions_of(on_gpus(fusions=("bias_dropout",))) == ("bias_dropout",)
