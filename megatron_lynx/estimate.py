@@ -16,7 +16,8 @@ from megatron_lynx.cost.host import HostLoad, policy_host_s
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds, update_s
+from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
@@ -39,6 +40,8 @@ class Estimate:
     step: StepSeconds | None
     host: HostReport | None = None
     """Which stages wait for Python. None where there is no step."""
+    step_at_best: StepSeconds | None = None
+    """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -65,6 +68,7 @@ class Estimate:
             for stage, memory in enumerate(self.stages)
         ]
         without_flushes = self.job.schedule == "double_buffered"
+        at_best = {} if self.step_at_best is None else {"step_at_best_s": self.step_at_best.total_s}
         return {
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
             "fits": self.fits,
@@ -72,6 +76,7 @@ class Estimate:
             "budget_bytes": self.budget_bytes,
             "stages": stages,
             "step_s": None if self.step is None else self.step.total_s,
+            **at_best,
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
@@ -98,6 +103,7 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         shortages=missing,
         step=None if costs is None else _step(job, costs, ratio),
         host=None if costs is None else host_report(job, costs),
+        step_at_best=None if costs is None else _step_at_best(job, costs, ratio),
     )
 
 
@@ -119,6 +125,11 @@ def host_report(job: Job, profile: Profile) -> HostReport:
         if host.beyond(device.forward_s, device.backward_s):
             loads.append(HostLoad(stage, job.microbatches * host.both_s, job.microbatches * device.both_s))
     return HostReport.of(profile, loads)
+
+
+def _step_at_best(job: Job, costs: Profile, ratio: float) -> StepSeconds | None:
+    hiding = job.overlap.userbuffers and job.parallel.tensor > 1
+    return _step(job, costs.model_copy(update={"hiding": "userbuffers"}), ratio) if hiding else None
 
 
 def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
@@ -156,10 +167,11 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             None,
         )
     ratio = max(stage.offload_ratio for stage in decision.stages)
-    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), _simulated(decision), decision.host)
+    simulated = _simulated(decision, costs)
+    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), simulated, decision.host)
 
 
-def _simulated(decision: Decision) -> StepSeconds:
+def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
     """The parts of a rehearsed step, by its busiest stage; messages between stages are in its bubble."""
     simulation, stages = decision.simulation, range(decision.job.parallel.pipeline)
     busiest = max(stages, key=simulation.busy_s)
@@ -168,7 +180,7 @@ def _simulated(decision: Decision) -> StepSeconds:
         bubble_s=simulation.bubble_s(busiest),
         messages_s=0.0,
         copies_s=simulation.exposed_copy_s(busiest),
-        update_s=update_s(decision.job),
+        update_s=update_s(decision.job, costs),
     )
 
 

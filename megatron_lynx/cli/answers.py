@@ -106,6 +106,8 @@ def show_estimate(answer: Estimate) -> None:
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        if answer.step_at_best is not None:
+            typer.echo(f"userbuffers may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:

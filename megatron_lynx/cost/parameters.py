@@ -117,7 +117,7 @@ def layer_matrices(model: Model) -> int:
 
 def attention_matrices(model: Model) -> int:
     """Weights of the two linears around the attention."""
-    return model.hidden * (model.qkv_width + model.hidden)
+    return model.hidden * (model.qkv_width + model.query_width)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
@@ -127,7 +127,7 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
         return 0
     rows_and_columns = (
         (model.qkv_width // tensor, model.hidden),
-        (model.hidden, model.hidden // tensor),
+        (model.hidden, model.query_width // tensor),
         (model.fc1_width // tensor, model.hidden),
         (model.hidden, model.ffn // tensor),
     )

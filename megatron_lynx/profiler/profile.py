@@ -25,6 +25,10 @@ from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
 
+Hiding = Literal["nothing", "stock", "userbuffers"]
+"""Which tensor-parallel collectives GEMMs hide, as far as these last: none; those beside a column-parallel linear's backward;
+all, each behind its own linear."""
+
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
 
@@ -122,6 +126,8 @@ class Shape(Part):
     context: int = 1
     implementation: str = "local"
     qk_norm: bool = False
+    kv_channels: int | None = None
+    """The width of a head where it is not hidden / heads."""
     fp8: str | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
@@ -130,7 +136,7 @@ class Shape(Part):
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
 
-LATER: dict[str, Any] = {"qk_norm": False, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
+LATER: dict[str, Any] = {"qk_norm": False, "kv_channels": None, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
@@ -178,6 +184,8 @@ class Profile(Part):
     """How many times longer a replay takes while a collective is under way."""
     host_time: HostTime | None = None
     """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
+    hiding: Hiding = "stock"
+    """Nobody measures it: the job says it (`config.overlap`)."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -224,6 +232,8 @@ class Profile(Part):
         off["host_time"] = True
         if self.experts is None:
             off["experts"] = True
+        if self.hiding == "stock":
+            off["hiding"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
@@ -240,10 +250,16 @@ def shape_of(job: Job) -> Shape:
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
+    facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if model.experts is not None:
         layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}
     return Shape(micro=job.batch.micro, **layout, **facts)
+
+
+def hiding_of(job: Job) -> Hiding:
+    """What the GEMMs of a job hide for certain. Userbuffers may hide nothing more, at worst."""
+    return "stock" if job.overlap.linears or job.parallel.sequence_parallel else "nothing"
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.config import Job
+from megatron_lynx.config import Job, Model
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
@@ -18,10 +18,10 @@ def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields
     return validated(Job, data, f"{model} on {cluster}")
 
 
-def described_job(model: dict[str, Any], cluster: str, **fields: Any) -> Job:
+def described_job(model: Model, cluster: str, **fields: Any) -> Job:
     """A job on a model that is written out, and `clusters/CLUSTER`."""
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
-    return validated(Job, {"model": model, "cluster": described, **fields}, f"a model on {cluster}")
+    return validated(Job, {"model": model.model_dump(mode="json"), "cluster": described, **fields}, f"a model on {cluster}")
 
 
 def published_figures(name: str = "published") -> dict[str, Any]:

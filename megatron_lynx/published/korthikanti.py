@@ -59,8 +59,10 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def job_of(config: Mapping[str, Any], technique: str) -> Job:
+    """With Megatron of 2022: messages are cut among tensor ranks (since January 2021), none overlaps a pass (until May 2023)."""
     policy, sequence_parallel = TECHNIQUES[technique]
     layout: dict[str, Any] = {"tensor": config["t"], "pipeline": config["p"], "sequence_parallel": sequence_parallel}
+    layout["scattered_messages"] = not sequence_parallel
     if config["interleave_m"] > 1:
         layout["layers_per_chunk"] = config["layers"] // (config["p"] * config["interleave_m"])
     return catalogued_job(
@@ -68,6 +70,7 @@ def job_of(config: Mapping[str, Any], technique: str) -> Job:
         "a100-80g",
         gpus=config["gpus"],
         parallel=layout,
+        overlap={"messages": False},
         batch={"micro": config["micro_batch"], "global": config["global_batch"]},
         policy=policy,
     )

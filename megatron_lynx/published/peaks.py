@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_lynx.config import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.published.jobs import described_job
 from megatron_lynx.published.row import Row
+from megatron_lynx.published.steps import zero_bubble_job
 
 ROW_PERCENT = 4.0
 """Bound on the error of one peak."""
@@ -30,30 +29,3 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
         what = f"table 4: peak memory of {run['model']}, {run['microbatches']} micro-batches"
         computed = max(memory.total for memory in memory_of_stages(zero_bubble_job(run))) / GB
         yield Row("Zero Bubble, 2401.10241", what, run["peak_gb"], computed, "GB", bound=ROW_PERCENT)
-
-
-def zero_bubble_job(run: Run) -> Job:
-    """The stages at the ends have one layer less than the others."""
-    each, hidden = (run["layers"] + 2) // run["pp"], run["hidden"]
-    model = {
-        "layers": run["layers"],
-        "hidden": hidden,
-        "ffn": 4 * hidden,
-        "heads": run["heads"],
-        "kv_groups": run["heads"],
-        "vocab": 32000,
-        "seq": 1024,
-        "attention": "unfused",
-        "attention_dropout": 0.1,
-        "hidden_dropout": 0.1,
-        "tied_embeddings": True,
-    }
-    return described_job(
-        model,
-        "a100-80g",
-        gpus=run["gpus"],
-        parallel={"pipeline": run["pp"], "partition": [each - 1, *[each] * (run["pp"] - 2), each - 1]},
-        optimizer={"gradients": "bf16"},
-        batch={"micro": run["mbs"], "global": run["mbs"] * run["microbatches"]},
-        policy="none",
-    )

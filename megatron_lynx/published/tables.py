@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lynx.published import korthikanti, peaks, pipeoffload, yuan
+from megatron_lynx.published import korthikanti, peaks, pipeoffload, steps, yuan
 from megatron_lynx.published.jobs import published_figures
 from megatron_lynx.published.row import Row
 
@@ -12,4 +12,6 @@ def all_rows() -> list[Row]:
     figures = published_figures()
     parts = {"yuan_atc24": yuan, "korthikanti": korthikanti, "pipeoffload": pipeoffload}
     found = [row for name, part in parts.items() for row in part.rows(figures[name])]
-    return [*found, *peaks.rows(published_figures("published_more"))]
+    more = published_figures("published_more")
+    measured = list(steps.rows(more))
+    return [*found, *measured, *steps.means(measured), *peaks.rows(more)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.step import update_s
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import make_plan, partitioned_as
@@ -121,13 +121,13 @@ def _ways(job: Job, plan: Plan, profile: Profile) -> Iterator[_Predicted]:
 def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predicted:
     own = job.model_copy(update={"policy": policy, "offload_ratio": 0.0})
     memory_bytes = max(memory.total for memory in memory_of_stages(own))
-    return _Predicted(way, pipeline_s(own, profile, 0.0), update_s(own), memory_bytes)
+    return _Predicted(way, pipeline_s(own, profile, 0.0), update_s(own, profile), memory_bytes)
 
 
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
     simulation = rehearse(way.plan, profile)
-    return _Predicted(way, simulation.step_s, update_s(job), max(_most_held(job, simulation)))
+    return _Predicted(way, simulation.step_s, update_s(job, profile), max(_most_held(job, simulation)))
 
 
 def _most_held(job: Job, simulation: Simulation) -> Iterator[int]:

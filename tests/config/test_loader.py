@@ -250,7 +250,8 @@ def test_experts_need_a_schedule_that_flushes(tmp_path: Path) -> None:
 
 
 def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
-    """Of the job as it was written before there were `fp8`, `qk_norm`, experts, `fusions` and host time, which is never in it."""
+    """Of the job as it was written before there were `fp8`, `qk_norm`, experts, `fusions`, what overlaps, and host time, which is
+    never in it."""
     job = load_job("jobs/llama-7b-h800-80g")
     written = job.model_dump_json(by_alias=True)
     units, host_time = job.cluster.fp8.model_dump_json(), job.cluster.host_time
@@ -262,9 +263,16 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace('"expert":1,"expert_tensor":null,', "")
         .replace('"qk_norm":false,', "")
         .replace('"fusions":null,', "")
+        .replace('"attention_kernel":"usual",', "")
+        .replace('"kv_channels":null,', "")
+        .replace('"cross_entropy":"unfused",', "")
+        .replace('"scattered_messages":false,', "")
+        .replace('"flash_attention_2_efficiency":null,', "")
+        .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
     )
     assert job.digest == sha256(old.encode()).hexdigest()
-    for changes in ({"model.qk_norm": True}, {"model.fp8": {}}):
+    changed = ({"model.qk_norm": True}, {"model.fp8": {}}, {"overlap.gradients": True}, {"parallel.scattered_messages": True})
+    for changes in changed:
         assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest
 
 
@@ -364,3 +372,14 @@ def test_a_host_time_that_cannot_be_is_refused_by_its_place(tmp_path: Path, host
     with pytest.raises(ConfigError) as refusal:
         load_job(with_host(tmp_path, host, name))
     assert any(problem in str(each) for each in refusal.value.problems), refusal.value.problems
+
+
+def test_what_megatron_does_not_overlap_is_refused(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB, **{"overlap.parameters": True})
+    assert "parameters true needs gradients: true (--overlap-grad-reduce), found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"overlap.parameters": True, "overlap.gradients": True})
+    assert "overlap.parameters needs parallel.distributed_optimizer: true, found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"overlap.userbuffers": True, "parallel.tensor": 2})
+    assert "overlap.userbuffers needs parallel.sequence_parallel: true, found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"parallel.scattered_messages": True, "parallel.sequence_parallel": True})
+    assert "scattered_messages needs sequence_parallel: false, found true" in found

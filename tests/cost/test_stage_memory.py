@@ -13,7 +13,8 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
-from megatron_lynx.cost.step import update_s
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -120,7 +121,8 @@ def test_copies_of_weights_in_fp8() -> None:
 
 def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
-    updates = [update_s(catalogued_job(parallel=layout, optimizer={"gradients": held})) for held in ("bf16", "fp32")]
+    jobs = [catalogued_job(parallel=layout, optimizer={"gradients": held}) for held in ("bf16", "fp32")]
+    updates = [update_s(job, analytic_profile(job)) for job in jobs]
     assert updates == sorted(updates)
 
 
@@ -223,4 +225,5 @@ def test_two_versions_on_every_stage_and_two_gradients_on_all_but_the_first() ->
 def test_an_update_without_flushes_copies_the_weights_once_more() -> None:
     flushing, deferred = without_flushes(), without_flushes(schedule="double_buffered")
     weights = max(stage_parameters(flushing, stage).total for stage in range(4)) * 2
-    assert update_s(deferred) - update_s(flushing) == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)
+    once_s, copied_s = (update_s(job, analytic_profile(job)) for job in (flushing, deferred))
+    assert copied_s - once_s == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)
