@@ -14,7 +14,6 @@ SCRIPT: another than `pretrain_tiny.py`.
 import os
 import runpy
 import sys
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lynx.launch.check import check
 from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
 
 
@@ -40,7 +40,7 @@ def perturb_replays():
 
     def perturbed(self, call):
         if (self.frame.policy.layer, call.name) == (3, "core_attention"):
-            call = replace(call, args=tuple(map(other_numbers, call.args)))
+            call = SiteCall(call.site, tuple(map(other_numbers, call.args)), call.kwargs)
         return site(self, call)
 
     Replayer.site = perturbed
