@@ -4,9 +4,9 @@
 
 On a GPU the host has to stay ahead of the device, so what matters is how long it takes to issue a layer's kernels. Here tensors
 are tiny (width 32, 16 tokens), so that a step is nearly all Python: Megatron's, PyTorch's, gloo's and ours. Every setting trains
-the same weights; settings take turns; figures are medians over steps of the thread's own processor time (`host_seconds`), of the
-rank that needs most. Embedding, head and loss are a part of every setting's step. `--te`: the folder of a Transformer Engine
-whose layers run as well, by its own Python; its kernels are the testbed's, in Python too: look at differences there, not ratios.
+the same weights; settings take turns; figures are medians over steps of the thread's own processor time (`testbed/host_clock`),
+of the rank that needs most. Embedding, head and loss are a part of every setting's step. `--te`: the folder of a Transformer
+Engine whose layers run as well, by its own Python; its kernels are the testbed's, in Python too, which dampens the ratios.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.host_seconds import HostSeconds, host_seconds, profiled
+from benchmarks.host_seconds import host_seconds, profiled
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
-from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.host_clock import Spent
+from megatron_lynx.testbed.host_time import offloading_all
 from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -80,20 +81,13 @@ def layouts(layers: int, **model: Any) -> Iterator[Layout]:
     yield Layout("TP2+SP", gathered, [Candidate("gathers once", plan=uniform_plan(gathered, gather="once"))])
     kept = uniform_plan(stages, "none")
     yield Layout(
-        "PP2", stages, [Candidate("keeps everything", plan=kept), Candidate("offloads everything", plan=offloading(kept))]
+        "PP2", stages, [Candidate("keeps everything", plan=kept), Candidate("offloads everything", plan=offloading_all(kept))]
     )
-
-
-def offloading(plan: Plan) -> Plan:
-    """The same plan; every micro-batch that waits for its backward sends all that can go to the host."""
-    offload = Offload(bytes=2**30, smallest_tensor_bytes=0)
-    stages = tuple(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
-    return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
 
 
 def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
     candidates = [NONE, FULL, *layout.plans]
-    ranks: list[dict[str, list[HostSeconds]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
+    ranks: list[dict[str, list[Spent]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
     per_layer = layout.job.model.layers * MICROBATCHES / layout.job.parallel.pipeline
     found = {each.name: _slowest([rank[each.name] for rank in ranks], per_layer) for each in candidates}
     for name, (forward_ms, backward_ms) in found.items():
@@ -101,7 +95,7 @@ def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
         yield Row(kind, layout.name, name, round(forward_ms, 3), round(backward_ms, 3), round(none, 3), round(full, 3))
 
 
-def _slowest(ranks: list[list[HostSeconds]], per_layer: float) -> tuple[float, float]:
+def _slowest(ranks: list[list[Spent]], per_layer: float) -> tuple[float, float]:
     """Median milliseconds (forward, backward) of one layer and micro-batch, of the rank that needs most for both."""
     medians = [
         (statistics.median(step.forward_s for step in steps), statistics.median(step.backward_s for step in steps))

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import one_core
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.search import search
 from megatron_lynx.search.candidate import in_words
 from megatron_lynx.search.floor import STOCK
@@ -75,7 +75,7 @@ def rows(rounds: int) -> Iterator[Row]:
 def _job(model: str, batch: int, seq: int | None) -> Job:
     """Its layout and devices are what is looked for."""
     shape = read_yaml(bundled_configs() / "models" / f"{model}.yaml") | ({} if seq is None else {"seq": seq})
-    cluster = read_yaml(bundled_configs() / "clusters" / "a100-80g.yaml")
+    cluster = cluster_data(bundled_configs() / "clusters" / "a100-80g.yaml")
     return Job.model_validate({"model": shape, "cluster": cluster, "gpus": 1, "batch": {"micro": 1, "global": batch}})
 
 

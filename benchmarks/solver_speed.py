@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import one_core
 from megatron_lynx.config.job import Job
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.solver import exact, heuristic
 from megatron_lynx.solver.answer import Solved
@@ -51,7 +51,7 @@ def job_of(model: str, cluster: str, *, tensor: int, pipeline: int, layers: int 
     ranks = gpus or tensor * pipeline
     fields = {
         "model": size | ({"layers": layers} if layers else {}),
-        "cluster": read_yaml(bundled_configs() / "clusters" / f"{cluster}.yaml"),
+        "cluster": cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml"),
         "gpus": ranks,
         "parallel": {
             "tensor": tensor,

@@ -3,6 +3,7 @@
     python -m benchmarks.when_not             the table of docs/when_not.md; a test holds it current
     python -m benchmarks.when_not --local     the same for Megatron's own layers
     python -m benchmarks.when_not --json      the rows with their seconds, for programs
+    python -m benchmarks.when_not --small configs/hosts/NAME.yaml     small layers, on a host of which that file tells
 
 Nothing runs: seconds are the simulator's, from the figures of catalogued clusters, without the optimizer's update. Each row is
 given the memory of stock full recomputation and a tenth of what that saves:
@@ -25,7 +26,7 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, PASSES
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Budget, Job, Policy
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.cost.stage_memory import memory_of_stages
@@ -49,6 +50,7 @@ REFERENCE: dict[str, Any] = {
     "microbatches": 16,
     "micro": 1,
     "seq": 8192,
+    "host_time": None,
 }
 """The layout that rows are variations of."""
 
@@ -72,6 +74,13 @@ CASES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("Llama 3 70B, t=8, p=4, H800", {"model": "llama3-70b", "tensor": 8, "pipeline": 4, "cluster": "h800-80g"}),
 )
 """What is changed, in words and for the job."""
+
+SMALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("H800, t=8, p=1, sequence 8192", {"tensor": 8, "pipeline": 1, "cluster": "h800-80g"}),
+    ("H800, t=8, p=1, sequence 2048", {"tensor": 8, "pipeline": 1, "cluster": "h800-80g", "seq": 2048}),
+    ("A100, t=8, p=1, sequence 2048", {"tensor": 8, "pipeline": 1, "seq": 2048}),
+)
+"""Layers so small that Python may not keep the GPU busy: with host time, each beside the same row without."""
 
 
 SECONDS = ("none_s", "block_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s")
@@ -122,12 +131,18 @@ def job_of(change: Mapping[str, Any]) -> Job:
     return Job.model_validate(
         {
             "model": model | {"seq": asked["seq"], "implementation": asked["implementation"]},
-            "cluster": read_yaml(bundled_configs() / f"clusters/{asked['cluster']}.yaml"),
+            "cluster": _cluster(asked["cluster"], asked["host_time"]),
             "gpus": tensor * pipeline,
             "parallel": {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1, "distributed_optimizer": True},
             "batch": {"micro": asked["micro"], "global": asked["micro"] * asked["microbatches"]},
         }
     )
+
+
+def _cluster(name: str, host_time: str | None) -> dict[str, Any]:
+    """A catalogued cluster, with this host time alone: without, rows say what a device does that never waits for Python."""
+    described = cluster_data(bundled_configs() / f"clusters/{name}.yaml")
+    return {**described, "host_time": None if host_time is None else read_yaml(host_time)}
 
 
 def rows(always: Mapping[str, Any]) -> Iterator[Row]:
@@ -208,6 +223,16 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def small(host_time: str) -> Iterator[Row]:
+    """Small layers, on a host that is never late and on one of which a file tells."""
+    for what, change in SMALL:
+        yield row(what, job_of(change))
+        yield row(f"{what}, with host time", job_of({**change, "host_time": host_time}))
+
+
 if __name__ == "__main__":
-    priced = rows({"implementation": "local"} if "--local" in sys.argv else {})
+    if "--small" in sys.argv:
+        priced = small(sys.argv[sys.argv.index("--small") + 1])
+    else:
+        priced = rows({"implementation": "local"} if "--local" in sys.argv else {})
     print(json.dumps([each.as_json for each in priced], indent=1) if "--json" in sys.argv else table(priced))

@@ -12,12 +12,17 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.stage_memory import StageMemory, memory_of_stages
-from megatron_lynx.cost.step import StepSeconds, step_seconds, update_s
+from megatron_lynx.cost.host import HostLoad, policy_host_s
+from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import Decision, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.offload import shortages, smallest_ratio
 
@@ -33,6 +38,10 @@ class Estimate:
     budget_bytes: int
     shortages: tuple[Problem, ...]
     step: StepSeconds | None
+    host: HostReport | None = None
+    """Which stages wait for Python. None where there is no step."""
+    step_at_best: StepSeconds | None = None
+    """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -54,8 +63,12 @@ class Estimate:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        stages = [{"stage": stage, "memory_bytes": memory.named} for stage, memory in enumerate(self.stages)]
+        stages = [
+            {"stage": stage, "memory_bytes": memory.named, "moment": memory.moment, "moments_bytes": dict(memory.totals)}
+            for stage, memory in enumerate(self.stages)
+        ]
         without_flushes = self.job.schedule == "double_buffered"
+        at_best = {} if self.step_at_best is None else {"step_at_best_s": self.step_at_best.total_s}
         return {
             **({"schedule": self.job.schedule, "gradient_age_updates": 1} if without_flushes else {}),
             "fits": self.fits,
@@ -63,9 +76,11 @@ class Estimate:
             "budget_bytes": self.budget_bytes,
             "stages": stages,
             "step_s": None if self.step is None else self.step.total_s,
+            **at_best,
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
+            "host_time": None if self.host is None else self.host.as_json,
         }
 
 
@@ -79,13 +94,16 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         return _planned(job, profile)
     _check_stays(job)
     ratio, missing = _ratio(job)
+    costs = _costs(job, profile)
     return Estimate(
         job=job,
         offload_ratio=ratio,
         stages=memory_of_stages(job, ratio),
         budget_bytes=job.memory_budget_bytes,
         shortages=missing,
-        step=_step(job, profile, ratio),
+        step=None if costs is None else _step(job, costs, ratio),
+        host=None if costs is None else host_report(job, costs),
+        step_at_best=None if costs is None else _step_at_best(job, costs, ratio),
     )
 
 
@@ -98,11 +116,24 @@ def _check_stays(job: Job) -> None:
         )
 
 
-def _step(job: Job, profile: Profile | None, ratio: float) -> StepSeconds | None:
+def host_report(job: Job, profile: Profile) -> HostReport:
+    """The stages that wait for Python under the job's policy, which is not `planned`."""
+    loads = []
+    for stage in range(job.parallel.pipeline):
+        device = replaying_stage_s(job, profile, stage, LayerShape.of(job).gathered_bytes)
+        host = policy_host_s(job, profile, stage)
+        if host.beyond(device.forward_s, device.backward_s):
+            loads.append(HostLoad(stage, job.microbatches * host.both_s, job.microbatches * device.both_s))
+    return HostReport.of(profile, loads)
+
+
+def _step_at_best(job: Job, costs: Profile, ratio: float) -> StepSeconds | None:
+    hiding = job.overlap.userbuffers and job.parallel.tensor > 1
+    return _step(job, costs.model_copy(update={"hiding": "userbuffers"}), ratio) if hiding else None
+
+
+def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
     """Without flushes no closed form knows how long stages wait for each other before an update: that is simulated."""
-    costs = _costs(job, profile)
-    if costs is None:
-        return None
     step = step_seconds(job, costs, ratio)
     if job.schedule == "flush":
         return step
@@ -136,10 +167,11 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             None,
         )
     ratio = max(stage.offload_ratio for stage in decision.stages)
-    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), _simulated(decision))
+    simulated = _simulated(decision, costs)
+    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), simulated, decision.host)
 
 
-def _simulated(decision: Decision) -> StepSeconds:
+def _simulated(decision: Decision, costs: Profile) -> StepSeconds:
     """The parts of a rehearsed step, by its busiest stage; messages between stages are in its bubble."""
     simulation, stages = decision.simulation, range(decision.job.parallel.pipeline)
     busiest = max(stages, key=simulation.busy_s)
@@ -148,7 +180,7 @@ def _simulated(decision: Decision) -> StepSeconds:
         bubble_s=simulation.bubble_s(busiest),
         messages_s=0.0,
         copies_s=simulation.exposed_copy_s(busiest),
-        update_s=update_s(decision.job),
+        update_s=update_s(decision.job, costs),
     )
 
 

@@ -14,6 +14,7 @@ from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
+from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.cost.section import priced
@@ -150,9 +151,19 @@ def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
-        price = priced(profile, section, stage.rule_for(layer).replays(section.half))
+        replay = stage.rule_for(layer).replays(section.half)
+        price = priced(profile, section, replay)
         steady, cooldown = (_seating(stage, frame, section, phase, profile) for phase in BACKWARD_PHASES)
-        yield Treated(layer, section, price.memory, price.replay_s, steady, cooldown, price.stops)
+        yield Treated(
+            layer,
+            section,
+            price.memory,
+            replay_s=price.replay_s,
+            steady=steady,
+            cooldown=cooldown,
+            stops=price.stops,
+            host=half_host_s(profile, section, replay, offloads=stage.offload is not None),
+        )
 
 
 def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile) -> Seating:

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy import DENSE, HALVES, PASSES
 from megatron_lynx.cli import app
 from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import ItemProfile, save_profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 
@@ -122,3 +124,54 @@ def test_layers_measured_on_one_device_serve_a_cluster(tmp_path: Path) -> None:
 
 def _slower(item: ItemProfile) -> ItemProfile:
     return item.model_copy(update={name: 2 * getattr(item, name) for name in ("forward_s", "backward_s", "dgrad_s", "wgrad_s")})
+
+
+def test_it_says_which_moment_binds_on_each_stage(tmp_path: Path) -> None:
+    """With much vocabulary the last stage is fullest in the loss, the others while a layer runs backward."""
+    job = catalogued_job("llama3-8b", gpus=8, batch=32, parallel={"tensor": 1, "pipeline": 8}, policy="none")
+    first, *_, last = estimate(job).as_json["stages"]
+    assert (first["moment"], last["moment"]) == ("backward", "loss")
+    for stage in (first, last):
+        parts = dict(stage["memory_bytes"])
+        assert parts["total"] == stage["moments_bytes"][stage["moment"]] == max(stage["moments_bytes"].values())
+    assert "loss" not in first["moments_bytes"]
+    assert last["memory_bytes"]["logits"] == 6 * job.model.seq * job.model.vocab
+    printed = answered(tmp_path).stdout
+    assert "at its fullest moment" in printed
+    assert "backward" in printed
+
+
+def test_userbuffers_are_priced_as_what_they_hide_at_worst_and_at_best(tmp_path: Path) -> None:
+    """At worst as stock; at best every exchange behind its own GEMM, which here outlasts it."""
+    stock = json.loads(answered(tmp_path, "", "--json").stdout)
+    said = json.loads(answered(tmp_path, "overlap: {userbuffers: true}", "--json").stdout)
+    assert said["step_s"] == stock["step_s"]
+    assert said["step_at_best_s"] < 0.97 * said["step_s"]
+    assert "step_at_best_s" not in stock
+    assert "at best" in answered(tmp_path, "overlap: {userbuffers: true}").stdout
+    hidden = catalogued_job("llama-65b", "a100-80g", seq=8192, overlap={"userbuffers": True})
+    profile = analytic_profile(hidden).model_copy(update={"hiding": "userbuffers"})
+    size = LayerShape.of(hidden).gathered_bytes
+    assert [window_lengths_s(profile, passing, section, size) for section in DENSE.values() for passing in PASSES] == [
+        (0.0, 0.0),
+        (0.0, 0.0, 0.0),
+    ] * 2
+
+
+def test_a_chunk_may_have_the_embedding_or_the_loss_alone() -> None:
+    """As --account-for-embedding-in-pipeline-split makes it, where chunks have one layer."""
+    layout = {"pipeline": 4, "partition": [0, *[5] * 6, 2]}
+    job = catalogued_job("llama-7b", "a100-80g", gpus=4, batch=8, policy="none", parallel=layout)
+    even = catalogued_job("llama-7b", "a100-80g", gpus=4, batch=8, policy="none", parallel={"pipeline": 4, "layers_per_chunk": 4})
+    first, last = estimate(job).stages[0], estimate(job).stages[-1]
+    assert first.parameters < estimate(even).stages[0].parameters
+    assert last.logits == estimate(even).stages[-1].logits
+    assert estimate(job).step.total_s > estimate(even).step.total_s, "two stages have ten layers"
+    with pytest.raises(ConfigError, match=r"parallel\.partition\.0: found 0, needed at least one layer in every chunk"):
+        make_plan(job.model_copy(update={"policy": "planned"}), analytic_profile(job))
+
+
+def test_no_plan_goes_with_userbuffers() -> None:
+    job = catalogued_job("llama-65b", "a100-80g", policy="planned", overlap={"userbuffers": True})
+    with pytest.raises(ConfigError, match=r"overlap\.userbuffers: found true, needed false: they leave no windows"):
+        make_plan(job, analytic_profile(job))

@@ -1,34 +1,160 @@
-"""The script for GPUs, run as far as a CPU can run it: everything but the device."""
+"""The acceptance run for GPUs, as far as CPU ranks can run it: its parts pass, and what goes wrong on purpose is named."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_lynx.measure.measurement import load_measurement
+from megatron_lynx.config.job import Job
+from megatron_lynx.runtime.trace import Span
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from scripts.gpu_check.__main__ import main
+from scripts.gpu_check.machine import Machine, problems
+from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
+from scripts.gpu_check.part import Part
+from scripts.gpu_check.parts import parts, plan_of
+from scripts.gpu_check.trial import Setting
+from tests import gpu_faults
 
-ROOT = Path(__file__).parents[1]
+H800 = "NVIDIA H800"
+GPUS = Machine(dry=False, gpus=2, devices=(H800, H800), nccl="2.27.3")
+
+
+def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = parts) -> tuple[int, dict[str, Any], str]:
+    """The exit status, and the results as JSON and as Markdown."""
+    status = main(["--dry-run", "--out", str(folder), *arguments], of)
+    return status, json.loads((folder / "results.json").read_text()), (folder / "results.md").read_text()
+
+
+DRY_RUN = [
+    "Transformer Engine",
+    "one rank of TP8",
+    "TP2, sequence parallel",
+    "PP2, offloading",
+    "PP2, double-buffered, updates deferred",
+    "PP4",
+]
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_the_gpu_check(tmp_path: Path) -> None:
-    command = ["scripts/gpu_check.sh", "--dry-run", "--rounds", "1", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    exact = json.loads((tmp_path / "exact.json").read_text())
-    assert {equal for plans in exact["equal to stock in every bit"].values() for equal in plans.values()} == {True}
-    assert all("DRY RUN" in text for text in (run.stdout, exact["note"], (tmp_path / "report.md").read_text()))
-    offload = json.loads((tmp_path / "offload.json").read_text())
-    assert all(rate > 0 for rate in offload["link, GB/s"].values())
-    assert {key for key in offload if key.startswith("one layer")} == {"one layer, sequence 64", "one layer, sequence 128"}
-    assert offload["order"]["tests"].startswith("exit status 0")
-    assert offload["Megatron's own"], "seconds, or why not"
-    for part, kind in (("memory", "none"), ("emulated-interconnect", "emulated")):
-        measurement = load_measurement(tmp_path / part / "measurement.json")
-        assert ("DRY RUN" in measurement.subject, measurement.machine.links.kind) == (True, kind)
-        ours = {setting.name: setting for setting in measurement.settings if setting.ours}
-        assert all(setting.gradients_equal for setting in ours.values())
-        assert (ours["ours"].hidden_replays > 0) == (kind == "emulated"), "windows are where the collectives are"
+@pytest.mark.timeout(600)
+def test_a_dry_run(tmp_path: Path) -> None:
+    status, results, page = run(tmp_path, "--parts", ";".join(DRY_RUN))
+    assert status == 0, page
+    found = {part["name"]: part for part in results["parts"]}
+    assert list(found) == DRY_RUN
+    assert {name: part["reason"] for name, part in found.items() if part["status"] == "skipped"} == {
+        "Transformer Engine": "Transformer Engine is not installed",
+        "PP4": "needs 4 GPUs, this run has 2",
+    }
+    assert {part["status"] for part in found.values()} == {"passed", "skipped"}
+    assert "are in every bit what their forward had saved" in found["PP2, offloading"]["reason"]
+    assert [figures["share hidden"] > 0.5 for figures in found["TP2, sequence parallel"]["figures"]] == [True, True]
+    assert found["one rank of TP8"]["figures"][0]["replays in windows"] > 0
+    assert any(figures["bytes offloaded"] for figures in found["PP2, offloading"]["figures"])
+    assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
+    assert "DRY RUN" in results["note"]
+    assert "DRY RUN" in page
+    assert "**PASSED**: 4 passed, 0 failed, 2 skipped" in page
+    assert "| PP4 | 4 | skipped |" in page
+
+
+def tensor_parallel(**fields: Any) -> Setting:
+    job: Job = tiny_job("gpt", tensor=2, layers=2, **fields)
+    return Setting(job, plan_of(job), delay_s=0.002)
+
+
+FAULTS = {
+    "hangs": (gpu_faults.hanging, (), "hangs: no answer from ranks [1] within 5 s"),
+    "raises": (gpu_faults.raising, (), "rank 1: ValueError: a rank that cannot go on"),
+    "another mask": (
+        gpu_faults.with_other_masks,
+        (tensor_parallel(),),
+        "--lynx-check frames",
+    ),
+    "used too early": (gpu_faults.with_too_early_uses, (tensor_parallel(),), "values are not stock's in every bit, the first"),
+    "no overlap": (
+        gpu_faults.without_overlap,
+        (tensor_parallel(),),
+        "ran behind their collectives, needed 50%: overlap is missing",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each in processes of its own: those that hang are ended, and the next part runs."""
+    faulty = [Part(name, "a fault", 2, function, given) for name, (function, given, _) in FAULTS.items()]
+    hurried, others = faulty[:1], faulty[1:]
+    status, results, _ = run(tmp_path, "--limit", "5", of=lambda machine: hurried)
+    assert status == 1
+    found = {part["name"]: part for part in results["parts"]}
+    status, results, page = run(tmp_path, of=lambda machine: others)
+    assert status == 1
+    found |= {part["name"]: part for part in results["parts"]}
+    assert {name: found[name]["status"] for name in FAULTS} == dict.fromkeys(FAULTS, "failed"), page
+    said = capsys.readouterr().err
+    for name, (_, _, says) in FAULTS.items():
+        assert says in found[name]["reason"]
+        assert f"gpu_check: {name} failed: " in said
+    assert "values are not stock's in every bit" in found["another mask"]["reason"]
+    assert "not stock's" not in found["no overlap"]["reason"], "what runs too late is slow, never wrong"
+    assert "| another mask | 2 | **FAILED** |" in page
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        (GPUS, []),
+        (replace(GPUS, gpus=3), ["--gpus: found 3, needed 1, 2, 4 or 8; there are parts for these numbers"]),
+        (replace(GPUS, gpus=8), ["--gpus: found 8, and 2 on this machine, needed no more than there are; ask for 2"]),
+        (
+            replace(GPUS, devices=()),
+            ["GPUs: found none that torch can use, needed one at least; with --dry-run this runs on CPU"],
+        ),
+        (
+            replace(GPUS, devices=(H800, "NVIDIA L4")),
+            ["GPUs: found device 0 is NVIDIA H800, device 1 is NVIDIA L4, needed one kind"],
+        ),
+        (replace(GPUS, gpus=1, devices=(H800, "NVIDIA L4")), []),
+        (replace(GPUS, nccl=None), ["without NCCL, needed one with NCCL"]),
+        (replace(GPUS, facts={"megatron-core": "none"}), ["megatron-core: found none installed, needed 0.16 to 0.19"]),
+        (Machine(dry=True, gpus=8, devices=(), nccl=None), []),
+    ],
+    ids=["fine", "three", "more than there are", "none", "two kinds", "one of two kinds", "no NCCL", "no Megatron", "dry"],
+)
+def test_a_run_that_cannot_begin_says_why(machine: Machine, says: list[str]) -> None:
+    found = [str(problem) for problem in problems(machine)]
+    assert len(found) == len(says)
+    assert all(expected in problem for expected, problem in zip(says, found, strict=True))
+
+
+def test_bad_input_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run", "--gpus", "3", "--out", str(tmp_path)]) == 2
+    assert "--gpus: found 3, needed 1, 2, 4 or 8" in capsys.readouterr().err
+    assert main(["--dry-run", "--parts", "TP3", "--out", str(tmp_path)]) == 2
+    assert "--parts: found TP3, needed some of: one rank, gpt; " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_number_of_gpus_has_parts_and_they_have_names_of_their_own() -> None:
+    there = parts(GPUS)
+    assert {part.ranks for part in there} == {1, 2, 4, 8}
+    assert len({part.name for part in there}) == len(there)
+
+
+def test_the_share_of_replays_behind_collectives() -> None:
+    assert hidden_share([(0, 2), (5, 6)], [(0, 1), (0.5, 1.5), (5, 9)]) == pytest.approx(2.5 / 3)
+    assert hidden_share([(0, 2)], [(2, 3)]) == 0
+    assert hidden_share([], [(0, 1)]) == 0
+
+
+def test_replays_behind_other_waits_are_not_judged_by_collectives() -> None:
+    spans = [Span("replay", 1, None, 0, window, 1, 2) for window in ("bwd.mlp.0@2", "pipe.recv_backward", "on_demand", None)]
+    assert replays_behind_collectives([*spans, Span("window", 1, None, 0, "bwd.mlp.0@2", 0, 3)]) == [(1, 2)]

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
     "launch_arguments": {"config"},
-    "doctor": {"launch_arguments", "apply"},
+    "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},

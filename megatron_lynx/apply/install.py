@@ -30,6 +30,7 @@ from megatron_lynx.apply.releases import Release, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
+from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
@@ -165,7 +166,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
     if run.pipeline > 1:
-        yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges)
+        apart = run.overlaps_exchanges and run.pipeline > 2 and any(receives_in(entry, "steady") for entry in plan.stages)
+        yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:

@@ -17,8 +17,8 @@ from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import frames_of, stretches_of
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.order import receives_in
+from megatron_lynx.plan.plan import Plan
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
@@ -82,7 +82,7 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     if run.overlaps_exchanges:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
     for entry in plan.chunks_of(run.stage):
-        if not any(_receives(entry, phase) for phase in phases):
+        if not any(receives_in(entry, phase) for phase in phases):
             continue
         found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"
@@ -100,8 +100,3 @@ def _messages_beside_copies(plan: Plan, run: LiveRun) -> Iterator[Problem]:
             needed = "allow: with overlapped exchanges there is always a message under way"
             todo = "launch with --no-overlap-p2p-communication, or change the plan"
             yield Problem(f"plan: {plan.place_of(entry)}.offload.beside_messages", "avoid", needed, todo)
-
-
-def _receives(entry: Stage, phase: BackwardPhase) -> bool:
-    stretches = (stretch for frame in frames_of(entry) for stretch in stretches_of(entry, frame, phase))
-    return any(window == RECV_BACKWARD for window, _ in stretches)

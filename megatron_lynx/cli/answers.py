@@ -64,7 +64,24 @@ def profile_in_words(measured: Profile, path: Path) -> str:
     links = [f"{point.kind:<10} {format_bytes(point.bytes)} in {format_seconds(point.seconds)}" for point in measured.links]
     on = measured.source.fusions
     fusions = [] if on is None else [f"fusions    {', '.join(on) or 'none'}"]
-    return "\n".join([*halves, *links, *fusions, f"wrote {path}"])
+    return "\n".join([*halves, *links, *fusions, *_host_time(measured), f"wrote {path}"])
+
+
+def _host_time(measured: Profile) -> list[str]:
+    """What a layer costs the host: stock's none, and everything replayed under a plan."""
+    from megatron_lynx.anatomy import HALVES
+    from megatron_lynx.units import format_seconds
+
+    host_time = measured.host_time
+    if host_time is None:
+        return ["host time  not known"]
+    none, full, kept, replayed = (
+        sum(passes.forward_s + passes.backward_s for passes in (host_time.half(half).under(setting) for half in HALVES))
+        for setting in ("none", "full", "kept", "replayed")
+    )
+    figures = f"stock none {format_seconds(none)}, stock full {format_seconds(full)}"
+    ours = f"a plan that keeps all {format_seconds(kept)}, replays all {format_seconds(replayed)}"
+    return [f"host time  of a layer: {figures}; {ours} ({host_time.cpu})"]
 
 
 def show_estimate(answer: Estimate) -> None:
@@ -77,19 +94,24 @@ def show_estimate(answer: Estimate) -> None:
 
     named = [memory.named for memory in answer.stages]
     parts = [part for part in named[0] if any(memory[part] for memory in named)]
-    table = Table(header_style="bold", title="GiB of each device")
-    for column in ("stage", *parts):
-        table.add_column(column, justify="right", overflow="fold")
-    for stage, memory in enumerate(named):
-        table.add_row(str(stage), *(f"{memory[part] / GIB:.2f}" for part in parts))
+    table = Table(header_style="bold", title="GiB of each device at its fullest moment")
+    for column in ("stage", "moment", *parts):
+        table.add_column(column, justify="left" if column == "moment" else "right", overflow="fold")
+    for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
+        moment = memory.moment.replace("_", " ")
+        table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
+        if answer.step_at_best is not None:
+            typer.echo(f"userbuffers may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
+    if answer.host is not None:
+        typer.echo("\n".join(answer.host.lines))
     if answer.job.schedule == "double_buffered":
         typer.echo("without flushes: gradients are one update old, which changes what is learnt from step to step")
 

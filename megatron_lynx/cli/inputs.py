@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from megatron_lynx.cli.terminal import announced, show
+from megatron_lynx.errors import LynxError
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
+    from megatron_lynx.config.host_time import HostTime
+    from megatron_lynx.doctor import Unmeasured
     from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
@@ -153,6 +157,23 @@ def measured_here(job: Job, hosts: Hosts) -> Profile:
     measured = measure_profile(job, hosts, announced)
     warn_of(measured)
     return measured
+
+
+def host_time_here() -> HostTime | Unmeasured:
+    """What this machine's host takes for a layer, measured in some seconds, or why it cannot be measured."""
+    from megatron_lynx.doctor import Unmeasured
+
+    try:
+        from megatron_lynx.testbed.host_time import measured_here as measured
+        from megatron_lynx.testbed.ranks import RankError
+
+        import_module("megatron.core")
+    except ImportError as error:
+        return Unmeasured(f"megatron-core cannot be imported ({error})")
+    try:
+        return measured()
+    except (LynxError, RankError, TimeoutError) as error:
+        return Unmeasured(str(error).strip().splitlines()[-1])
 
 
 def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path | None, folder: Path) -> Plan:

@@ -83,6 +83,7 @@ def plan(
         show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
         return
     show(explanation(decision.plan))
+    typer.echo("\n".join(decision.host.lines))
     if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
     else:
@@ -122,17 +123,20 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
+    from megatron_lynx.cost.host_report import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
-        simulation = rehearse(load_plan(plan_file), figures_for(profile_file, job_file))
+        costs = figures_for(profile_file, job_file)
+        simulation = rehearse(load_plan(plan_file), costs)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))
     else:
         show(figures.table(simulation))
+        typer.echo("\n".join(HostReport.of(costs, simulation.host_bound).lines))
         for path in written:
             typer.echo(f"wrote {path}")

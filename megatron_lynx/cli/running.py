@@ -9,8 +9,8 @@ import typer
 
 from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import hosts_of, job_named, plan_and_costs, plan_for
-from megatron_lynx.cli.options import AsJson, JobName, ProfileOption
+from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_named, plan_and_costs, plan_for
+from megatron_lynx.cli.options import AsJson, ClusterOption, JobName, ProfileOption
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 
@@ -105,16 +105,27 @@ def doctor(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
     ] = None,
+    cluster: ClusterOption = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="The launch's plan: does the GPU wait for Python under it?")
+    ] = None,
+    host_time: Annotated[
+        bool, typer.Option("--host-time/--no-host-time", help="Measure what Python takes for a layer here: some seconds.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """What here, or in a launch, defeats overlap: what was found, what it costs, what to set. Needs no GPU."""
+    """What here, or in a launch, defeats overlap: what was found, what it costs, what to set. Needs no GPU.
+
+    With --cluster also whether Python stays ahead of the GPUs there, under stock Megatron and under a plan.
+    """
     from dataclasses import asdict
 
     from megatron_lynx.doctor import findings
 
     with announced("looking around"):
         quieten_megatron()
-        found = list(findings(words or ()))
+        measured = host_time_here() if host_time else None
+        found = list(findings(words or (), measured=measured, cluster=cluster, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in found]})
     else:

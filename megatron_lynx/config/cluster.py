@@ -16,8 +16,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.validation import Part
+
+AttentionKernel = Literal["usual", "flash_attention_2"]
 
 
 class Matmul(Part):
@@ -32,7 +35,10 @@ class Matmul(Part):
     half_size: float = Field(default=0.0, ge=0)
     """Size at which half of that is reached: the smaller a GEMM, the more of it is filling and draining. 0: no such loss."""
     attention_efficiency: float = Field(gt=0, le=1)
-    """Achieved share of the peak in fused attention, of the FLOPs that a causal mask leaves."""
+    """Achieved share of the peak in fused attention, of the FLOPs that a causal mask leaves, with the kernels that Transformer
+    Engine takes on these GPUs."""
+    flash_attention_2_efficiency: float | None = Field(default=None, gt=0, le=1)
+    """The same share with FlashAttention-2 where that is not what Transformer Engine takes. None: as `attention_efficiency`."""
     beside_collective: float = Field(default=0.0, ge=0, lt=1)
     """Share of its rate that a GEMM loses to a collective that runs beside it."""
 
@@ -44,16 +50,19 @@ class Matmul(Part):
         size = (flops / 2) ** (1 / 3)
         return flops * (size + self.half_size) / (size * self.efficiency * self.peak_flop_per_s(dtype)) if flops else 0.0
 
-    def attention_s(self, flops: float, dtype: Literal["fp32", "bf16"]) -> float:
+    def attention_s(self, flops: float, dtype: Literal["fp32", "bf16"], kernel: AttentionKernel = "usual") -> float:
         """Seconds of fused attention, as far as computing goes."""
-        return flops / (self.attention_efficiency * self.peak_flop_per_s(dtype))
+        asked = self.flash_attention_2_efficiency if kernel == "flash_attention_2" else None
+        return flops / ((asked or self.attention_efficiency) * self.peak_flop_per_s(dtype))
 
 
 class Fp8Units(Part):
-    """Matrix units in FP8. Their achieved share of the peak is taken to be that in bf16."""
+    """Matrix units in FP8."""
 
     tflop_per_s: float = Field(gt=0)
     """Dense peak with fp32 accumulation."""
+    efficiency: float | None = Field(default=None, gt=0, le=1)
+    """Achieved share of this peak on GEMMs without end. None: as in bf16."""
     recipes: tuple[Recipe, ...] = Field(min_length=1)
     """The recipes that these GPUs take."""
     transposes: bool
@@ -125,6 +134,8 @@ class Cluster(Part):
     pcie: Pcie | None = None
     nic: Nic | None = None
     node: Node | None = None
+    host_time: HostTime | None = None
+    """How long the nodes' CPUs take to issue a layer, or the name of a file that says it (`hosts/NAME`). None: not known."""
 
     @property
     def transposes_fp8(self) -> bool:

@@ -95,7 +95,7 @@ def _unfit(model: Model, parallel: Parallel, micro: int) -> Iterator[str]:
     sizes = {
         "rows of a micro-batch on a rank": (rows, ROWS),
         "model.hidden": (model.hidden, COLUMNS),
-        "model.hidden / parallel.tensor": (model.hidden // tensor, COLUMNS),
+        "columns of queries on a rank": (model.query_width // tensor, COLUMNS),
         "model.ffn / parallel.tensor": (model.ffn // tensor, COLUMNS),
         "columns of linear_qkv on a rank": (model.qkv_width // tensor, ROWS),
     }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
+from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.schedule.groups import groups_needed
 from megatron_lynx.units import GIB
@@ -27,13 +29,6 @@ MOST_MICROBATCHES = 20_000
 Schedule = Literal["flush", "double_buffered"]
 """How a pipeline goes from batch to batch: it is emptied before each update (1F1B; interleaved, where stages have several
 chunks), or never, at the price of gradients that are one update old (PipeDream-2BW)."""
-
-
-LATER: dict[str, dict[str, Any]] = {
-    "model": {"fp8": None, "qk_norm": False, "experts": None},
-    "parallel": {"expert": 1, "expert_tensor": None},
-}
-"""Fields that jobs did not always have, by their part, and what they are where they change nothing."""
 
 
 class Batch(Part):
@@ -63,6 +58,7 @@ class Job(Part):
     """Ranks in the job (processes, on the CPU testbed)."""
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
+    overlap: Overlap = Overlap()
     batch: Batch
     policy: Policy = "planned"
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -94,6 +90,10 @@ class Job(Part):
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:
             problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
+        if self.overlap.parameters and not parallel.distributed_optimizer:
+            problems.append("overlap.parameters needs parallel.distributed_optimizer: true, found false: else none are gathered")
+        if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
+            problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
@@ -199,14 +199,12 @@ class Job(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin."""
-        off = {
-            part: {name for name, value in names.items() if getattr(getattr(self, part), name) == value}
-            for part, names in LATER.items()
-        }
-        off["model"].add("fusions")  # what a measured profile knows better
-        if self.model.fp8 is None:
-            off["cluster"] = {"fp8"}
+        """SHA-256 of the job's canonical JSON, less what came later and is off: what a plan records as its origin.
+
+        Host time is not in it: it is measured anew with every release, and makes another plan only where a stage is host-bound.
+        """
+        parts = {"model": self.model, "parallel": self.parallel}
+        off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 

@@ -4,6 +4,7 @@ jobs/demo.yaml                                       looked for, in this order
   model: models/tiny-llama                     ─>    beside the job file, then among the bundled configs (.yaml added if need be)
   model: {like: models/tiny-llama, seq: 512}   ─>    the same, with other values for these keys
   cluster: {name: ...}                         ─>    nowhere: written out in the job itself
+    host_time: hosts/amd-epyc                  ─>    in a cluster: as above
   + overrides                                  ─>    one value each, by its place: {"parallel.tensor": 4, "model.seq": 512}
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.errors import ConfigError, Problem
@@ -78,14 +80,31 @@ def load_cluster(name: str, where: str) -> Cluster:
     """A cluster by its name among the bundled ones (`a100-80g`, `clusters/a100-80g`), or its file. `where` asked for it."""
     bundled = name if os.sep in name or name.endswith(".yaml") else f"clusters/{name}"
     file = _found(bundled, Path(), where, "clusters")
-    return validated(Cluster, read_yaml(file), file)
+    return validated(Cluster, cluster_data(file), file)
+
+
+def cluster_data(file: Path) -> dict[str, Any]:
+    """What a cluster's file says, with the host time that it may name. Raises `ConfigError` where that is not valid."""
+    return _with_host_time(read_yaml(file), file)
+
+
+def _with_host_time(cluster: dict[str, Any], file: Path) -> dict[str, Any]:
+    name = cluster.get("host_time")
+    if not isinstance(name, str):
+        return cluster
+    named = _found(name, file.parent, where=f"{file}: host_time", kind="hosts")
+    data = read_yaml(named)
+    validated(HostTime, data, named)
+    return {**cluster, "host_time": data}
 
 
 def _part(key: str, value: Any, job_file: Path) -> Any:
     """What a named file holds, checked under its own name; a mapping as it stands, or with what it does not say from a file."""
-    if isinstance(value, dict) and LIKE in value:
+    if isinstance(value, dict):
         changed = {name: given for name, given in value.items() if name != LIKE}
-        return {**_from_file(key, value[LIKE], job_file, where=f"{job_file}: {key}.{LIKE}"), **changed}
+        changed = _with_host_time(changed, job_file) if key == "cluster" else changed
+        like = _from_file(key, value[LIKE], job_file, where=f"{job_file}: {key}.{LIKE}") if LIKE in value else {}
+        return {**like, **changed}
     return _from_file(key, value, job_file, where=f"{job_file}: {key}") if isinstance(value, str) else value
 
 
@@ -93,7 +112,7 @@ def _from_file(key: str, name: Any, job_file: Path, where: str) -> dict[str, Any
     if not isinstance(name, str):
         raise ConfigError(f"{where} names no file", [Problem(where, repr(name), f"a name, as {key}s/NAME, or a path")])
     file = _found(name, job_file.parent, where, f"{key}s")
-    data = read_yaml(file)
+    data = cluster_data(file) if key == "cluster" else read_yaml(file)
     validated(PARTS[key], data, file)
     return data
 

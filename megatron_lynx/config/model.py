@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
@@ -30,7 +31,9 @@ class Model(Part):
     """Entries of the embedding table (V). Megatron pads them to a multiple of 128 x tensor: write that number to count them."""
     seq: int = Field(ge=1)
     """Tokens of one sequence (s)."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    kv_channels: int | None = Field(default=None, ge=1)
+    """Width of a head (d), as Megatron's `--kv-channels`. None: hidden / heads."""
+    activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
     """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
@@ -38,6 +41,9 @@ class Model(Part):
     """Whether the linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
     """`unfused` keeps the s x s scores (Megatron's local DotProductAttention)."""
+    attention_kernel: AttentionKernel = "usual"
+    """Whose fused kernels: those that Transformer Engine takes on these GPUs (cuDNN's on Hopper and later), or FlashAttention-2's
+    (`--attention-backend flash`, or NVTE_FUSED_ATTN=0)."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     implementation: Literal["local", "transformer_engine"] = "local"
@@ -48,6 +54,9 @@ class Model(Part):
     fusions: tuple[Fusion, ...] | None = None
     """Megatron's fusions that the launch has on, for measuring: profiles and comparisons are made with them. None: what Megatron
     has on if nothing is said, on GPUs; on CPU ranks none."""
+    cross_entropy: Literal["unfused", "native", "te"] = "unfused"
+    """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
+    Transformer Engine's (`--cross-entropy-fusion-impl te`). Seconds know the difference, bytes do not yet."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -67,7 +76,7 @@ class Model(Part):
     @model_validator(mode="after")
     def _divisible(self) -> Model:
         problems = []
-        if self.hidden % self.heads:
+        if self.kv_channels is None and self.hidden % self.heads:
             problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.heads % self.kv_groups:
             problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
@@ -104,12 +113,17 @@ class Model(Part):
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.kv_channels or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise."""
+        return self.heads * self.head_size
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the fused QKV projection over all tensor-parallel ranks: h(1 + 2g/a)."""
-        return self.hidden + 2 * self.kv_groups * self.head_size
+        """Columns of the fused QKV projection over all tensor-parallel ranks: (a + 2g)d."""
+        return self.query_width + 2 * self.kv_groups * self.head_size
 
     @property
     def fc1_width(self) -> int:

@@ -22,15 +22,18 @@ class Parallel(Part):
     pipeline: int = Field(default=1, ge=1)
     layers_per_chunk: int | None = Field(default=None, ge=1)
     """Layers of one virtual stage (l); none: one chunk per stage, plain 1F1B."""
-    partition: Literal["auto"] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    partition: Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of every virtual stage, in layer order, where they differ: p numbers, or p x v with v chunks on each stage.
 
-    Virtual stage k is chunk k // p of stage k % p. None: all alike. auto: as even as may be, until a plan says what is fastest
-    (with as many chunks as `layers_per_chunk` makes)."""
+    Virtual stage k is chunk k // p of stage k % p. A chunk may have no layers: the embedding, the loss, or nothing.
+    None: all alike. auto: as even as may be, until a plan says what is fastest (with `layers_per_chunk`, of as many chunks)."""
     microbatch_group: int | None = Field(default=None, ge=1)
     """Micro-batches that pass one chunk before the next one has its turn (interleaved 1F1B); none: as many as stages."""
     sequence_parallel: bool = False
     """Whether norms and dropouts work on a slice of the sequence (needs tensor > 1)."""
+    scattered_messages: bool = False
+    """Whether each tensor-parallel rank sends a part of a message between stages, and the receivers gather it: what Megatron did
+    before it had sequence parallelism, under which messages are parts from the beginning."""
     distributed_optimizer: bool = False
     """Whether optimizer state is sharded over the ranks that share parameters (context x data parallel)."""
 
@@ -39,6 +42,8 @@ class Parallel(Part):
         problems = []
         if self.sequence_parallel and self.tensor == 1:
             problems.append("sequence_parallel needs tensor > 1, found tensor 1")
+        if self.scattered_messages and self.sequence_parallel:
+            problems.append("scattered_messages needs sequence_parallel: false, found true: messages are parts already")
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
         if self.microbatch_group is not None:

@@ -30,12 +30,23 @@ def window_lengths_s(profile: Profile, passing: Pass, section: Section, message_
 
 
 def _exposed_s(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> float:
-    """What stock Megatron leaves of a collective: a GEMM of the column-parallel linear's backward may hide the rest."""
+    """What is left of a collective: the GEMM beside it hides the rest."""
     seconds = profile.link_s(collective.kind, _carried_bytes(profile, collective, message_bytes))
-    if collective.beside is None:
-        return seconds
-    linear = profile.half(section.half).items[section.column_parallel]
-    return max(0.0, seconds - (linear.dgrad_s if collective.beside == "dgrad" else linear.wgrad_s))
+    return max(0.0, seconds - _beside_s(profile, section, collective))
+
+
+def _beside_s(profile: Profile, section: Section, collective: Collective) -> float:
+    """The GEMM beside a collective: stock Megatron has one in the column-parallel linear's backward, userbuffers always have."""
+    items = profile.half(section.half).items
+    column, row = items[section.column_parallel], items[section.row_parallel]
+    if profile.hiding == "nothing":
+        return 0.0
+    if collective.beside is not None:
+        return column.dgrad_s if collective.beside == "dgrad" else column.wgrad_s
+    if profile.hiding == "stock":
+        return 0.0
+    beside_s = {"input": column.forward_s, "output": row.forward_s, "gradient": row.dgrad_s}
+    return beside_s.get(collective.carries, 0.0)
 
 
 def _carried_bytes(profile: Profile, collective: Collective, message_bytes: int) -> int:

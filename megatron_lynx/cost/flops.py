@@ -22,7 +22,7 @@ def flops_per_token(model: Model, convention: Convention = "causal") -> int:
     matrices = (model.layers - mixtures) * layer_matrices(model) + model.hidden * model.vocab
     if mixtures:  # of its experts a token passes some
         matrices += mixtures * (attention_matrices(model) + weights_passed(model))
-    attention = (6 if convention == "causal" else 12) * model.layers * model.hidden * model.seq
+    attention = (6 if convention == "causal" else 12) * model.layers * model.query_width * model.seq
     return 6 * matrices + attention
 
 

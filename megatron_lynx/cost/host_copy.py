@@ -26,5 +26,7 @@ def meet_messages(job: Job) -> bool:
 
 
 def avoid_messages(job: Job) -> bool:
-    """Whether a plan lets copies and messages take turns. With chunks messages overlap passes: there is always one under way."""
-    return job.chunks == 1 and job.schedule == "flush" and meet_messages(job)
+    """Whether a plan lets copies and messages take turns: wherever there is a time between messages. With chunks they overlap
+    passes, and there is always one under way; without, Megatron ends every exchange in a synchronisation (`batch_p2p_sync`), for
+    which a copy that was asked for before the exchange would be waited for at once, whatever link it goes over."""
+    return job.chunks == 1 and job.schedule == "flush" and job.parallel.pipeline > 1

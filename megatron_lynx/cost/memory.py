@@ -109,13 +109,14 @@ def _threes(halves: Sequence[HalfMemory]) -> Iterator[tuple[HalfMemory, HalfMemo
     return zip(halves, behind, behind[1:], strict=False)
 
 
-def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float) -> int:
+def peak_bytes(backward_order: Sequence[HalfMemory], in_flight: float, loss_bytes: int = 0) -> int:
     """The most that the stage's layers hold at once, over all micro-batches in flight.
 
-    `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.).
+    `in_flight` need not be whole: what is offloaded counts for less than one micro-batch (Yuan et al.). `loss_bytes`: what the
+    loss holds before backward reaches the layers, beyond what is held beside them then.
     """
     behind = sum(half.held for half in backward_order)
-    peak = behind
+    peak = behind + loss_bytes
     for half, first, second in _threes(backward_order):
         behind -= half.held
         begins, ends = half.whole + first.ahead2 + second.ahead4, half.tail + first.ahead + second.ahead3

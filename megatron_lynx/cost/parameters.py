@@ -3,7 +3,7 @@
                                    weight   gradient   optimizer
     fp32                              4         4       8    two moments
     bf16, gradients in fp32           2         4      12    main parameter, two moments
-    bf16, gradients in bf16           2         2      16    the same, and the gradient in fp32, for the update
+    bf16, gradients in bf16           2         2      12    the same; and in updates 4 for the gradient in fp32
     precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
                                                              less where these are held in less
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
@@ -12,7 +12,8 @@ fp16 weights are counted as bf16 ones. Their loss scale is one number.
 Where it comes from: `validate_args` (bf16 means gradients in fp32 unless --grad-reduce-in-bf16 or --main-grads-dtype says so;
 fp16 means fp16 unless --accumulate-allreduce-grads-in-fp32), `DistributedOptimizer._copy_model_grads_to_main_grads` (the copy in
 fp32, none if precision-aware), Transformer Engine's `FusedAdam` (`store_param_remainders`). The first three rows are the table in
-Megatron's documentation of the distributed optimizer: it counts the copy of the gradient, though the next forward frees it.
+Megatron's documentation of the distributed optimizer, but that it counts the copy of the gradient as if it were held all the
+time: `zero_grad` frees it before the next forward.
 """
 
 from __future__ import annotations
@@ -38,20 +39,29 @@ class BytesEach:
     """Both moments of Adam."""
     gradient_copy: int
     """The copy in fp32 that is made for the update."""
+    state_copies: int = 0
+    """Copies in fp32 of what is held in less, made for the update."""
 
     @property
     def optimizer(self) -> int:
-        return self.main_parameter + self.moments + self.gradient_copy
+        return self.main_parameter + self.moments
+
+    @property
+    def update_copies(self) -> int:
+        """What is there in updates alone."""
+        return self.gradient_copy + self.state_copies
 
 
 def bytes_each(job: Job) -> BytesEach:
     asked, half = job.optimizer, job.model.dtype != "fp32"
     moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
     gradient = TYPE_BYTES[asked.gradients]
-    main, copy = (4 if half else 0), (0 if gradient == 4 else 4)
+    main, copy, states = (4 if half else 0), (0 if gradient == 4 else 4), 0
     if asked.precision_aware:
         main, copy = TYPE_BYTES[asked.main_parameters], 0
-    return BytesEach(job.model.element_bytes, gradient, main, moments, copy)
+        held = (asked.first_moment, asked.second_moment, asked.main_parameters)
+        states = 4 * sum(each not in ("fp32", "remainder") for each in held)
+    return BytesEach(job.model.element_bytes, gradient, main, moments, copy, states)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ class Parameters:
     """The output projection, where it is not the embedding itself on the same stage."""
     experts: int = 0
     """Experts, which have a data-parallel group of their own."""
+    largest: int = 0
+    """The largest single parameter: a linear's weight, or an embedding."""
 
     @property
     def others(self) -> int:
@@ -94,6 +106,7 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
         embedding=first * (words + positions),
         head=last * (0 if first and model.tied_embeddings else words),
         experts=mixtures * own_expert_parameters(job) if mixtures else 0,
+        largest=max(model.hidden * max(model.fc1_width, model.qkv_width) // tensor, words if first or last else 0),
     )
 
 
@@ -104,7 +117,7 @@ def layer_matrices(model: Model) -> int:
 
 def attention_matrices(model: Model) -> int:
     """Weights of the two linears around the attention."""
-    return model.hidden * (model.qkv_width + model.hidden)
+    return model.hidden * (model.qkv_width + model.query_width)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
@@ -114,7 +127,7 @@ def fp8_copies_bytes(job: Job, stage: int) -> int:
         return 0
     rows_and_columns = (
         (model.qkv_width // tensor, model.hidden),
-        (model.hidden, model.hidden // tensor),
+        (model.hidden, model.query_width // tensor),
         (model.fc1_width // tensor, model.hidden),
         (model.hidden, model.ffn // tensor),
     )
@@ -133,9 +146,39 @@ def gradient_bytes(job: Job, count: int) -> int:
 
 def optimizer_bytes(job: Job, count: int, experts: int = 0) -> int:
     """This rank's share, rounded up. `experts`: of the parameters, those of experts."""
+    return _shared(job, count, experts, bytes_each(job).optimizer)
+
+
+def update_copies_bytes(job: Job, count: int, experts: int = 0) -> int:
+    """What this rank's share of an update copies into fp32."""
+    return _shared(job, count, experts, bytes_each(job).update_copies)
+
+
+def reduced_bytes(job: Job, parameters: Parameters) -> int:
+    """Gradients of norms and row-parallel biases, of which with sequence parallelism every tensor-parallel rank has a part.
+
+    They are copied into one block, reduced, and copied back (`_allreduce_non_tensor_model_parallel_grads`). Biases of
+    column-parallel linears, which are not among them, are counted, too: few bytes at a moment that never binds.
+    """
+    together = job.parallel.sequence_parallel and job.parallel.tensor > 1
+    return parameters.vectors * bytes_each(job).gradient if together else 0
+
+
+def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
+    """What an update needs beside states and copies, at most.
+
+    Fused optimizers step in place. PyTorch's AdamW on a CPU has the root of one parameter's second moment in fp32, twice, and
+    that of the parameter before.
+    """
+    if job.cluster.device != "cpu":
+        return 0
+    return 3 * 4 * min(parameters.largest, _shared(job, parameters.total, parameters.experts, 1))
+
+
+def _shared(job: Job, count: int, experts: int, each: int) -> int:
     sharded = job.parallel.distributed_optimizer
     sharers = job.parallel.context * job.replicas if sharded else 1
-    each, of_experts = bytes_each(job).optimizer, 0
+    of_experts = 0
     if experts:
         of_experts = -(-experts * each // (expert_sharers(job) if sharded else 1))
     return -(-(count - experts) * each // sharers) + of_experts

@@ -1,16 +1,22 @@
 """Everything that one device holds at its fullest, each byte under a name.
 
     parameters  gradients  optimizer       all the time
+    rest                                   workspaces, and rows of tokens on their way to experts
+    buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients
     activations                            what layers keep, all chunks in flight; with offloading, the share that stays
     staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
+    messages                               with a pipeline: what is being sent to and received from other stages
     embedding                              first stage: dropout's masks
-    head  logits                           last stage: what final norm and output projection read; the logits in fp32
-    recomputed                             what one whole layer makes again, under `full`; the scores of one, under `selective`
-    rest                                   workspaces, communication buffers, what one layer makes again under `balanced`, rows
-                                           of tokens on their way to experts
+    head  logits                           last stage: what final norm and output projection read; all copies of the logits
+    recomputed                             what one whole layer makes again under `full` and `balanced`; the scores of one, under
+                                           `selective`
+    in_hand                                gradients on their way through a layer, the head or the embedding
+    update_copies                          copies in fp32 that an update makes
     fp8_weights                            with FP8: copies of the linears' weights
     second_weights                         without flushes: the other version of the parameters
     second_gradients                       the same with deferred updates, on all stages but the first: the next batch's
+
+Which of them are there at once is said in `cost.moments`: a device is fullest at one of several moments.
 
 Offloading a share r of every chunk's bytes C, N chunks in flight (Yuan et al., ATC '24):
 
@@ -23,61 +29,52 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.ends import (
+    embedding_gradient_bytes,
+    head_block_bytes,
+    head_in_hand_bytes,
+    keeps_head_block,
+    logits_at_loss_bytes,
+    logits_gradient_bytes,
+    tied_gradients_bytes,
+)
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
+from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import kept_bytes, layers_bytes
-from megatron_lynx.cost.parameters import fp8_copies_bytes, gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
+from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.parameters import (
+    fp8_copies_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+    reduced_bytes,
+    stage_parameters,
+    update_copies_bytes,
+    update_in_hand_bytes,
+)
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.expert_tensors import routed_rows
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes, logits_bytes
+from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
 
-REST_BYTES = {"cuda": 1_200_000_000, "cpu": 0}
-"""What Yuan et al. measured on a GPU beside everything else (about 1.2e9). On the CPU testbed it is unknown and not counted."""
+REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
+"""What is allocated beside everything else: workspaces of cuBLAS, 32 MiB for each of the threads that run forward and backward
+(PyTorch's default on Hopper), and Transformer Engine's own one of as much. What CUDA's context and NCCL hold is not allocated by
+PyTorch, and in a cluster's reserve. On the CPU testbed there is none of them."""
 
 CHUNKS_NOT_OFFLOADED = 4
 """One chunk is run, one is copied out, and two come back: with no more than these, nothing is offloaded."""
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on one device of one stage."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    staging: int
-    embedding: int
-    head: int
-    logits: int
-    recomputed: int
-    rest: int
-    fp8_weights: int = 0
-    second_weights: int = 0
-    second_gradients: int = 0
-
-    @property
-    def always(self) -> int:
-        """What is held before there is any activation."""
-        states = self.parameters + self.gradients + self.optimizer
-        return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
-
-    @property
-    def named(self) -> dict[str, int]:
-        """The total, then every part."""
-        return {"total": self.total, **asdict(self)}
-
-
 def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemory:
-    """A stage under `job.policy` (not `planned`, of which only a plan knows), offloading this share of each chunk's bytes."""
-    return _stage(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
+    """A stage at its fullest, offloading this share of each chunk's bytes.
+
+    It is under `job.policy`; not `planned`, of which only a plan knows.
+    """
+    return stage_parts(job, stage, offload_ratio).fullest
 
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
@@ -85,34 +82,90 @@ def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory,
     shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
     in_flight = chunks_in_flight_by_stage(job)
     return tuple(
-        _stage(job, stage, shape, states[stage], in_flight[stage], offload_ratio) for stage in range(job.parallel.pipeline)
+        _parts(job, stage, shape, states[stage], in_flight[stage], offload_ratio).fullest
+        for stage in range(job.parallel.pipeline)
     )
 
 
-def _stage(job: Job, stage: int, shape: LayerShape, states: tuple[int, int, int], in_flight: int, ratio: float) -> StageMemory:
-    """The memory of one stage. `states`: its parameters, gradients and optimizer state; `in_flight`: chunks."""
-    last, size = stage == job.parallel.pipeline - 1, _largest_chunk(job, stage, shape)
-    parameters, gradients, _ = states
-    without_flushes = job.schedule == "double_buffered"
-    return StageMemory(
-        *states,
-        *_layers(size, in_flight, ratio, last),
-        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if stage == 0 else 0,
-        head=head_bytes(shape) if last else 0,
-        logits=logits_bytes(shape) if last else 0,
+def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
+    """Everything that a stage holds at some moment, under `job.policy`."""
+    return _parts(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
+
+
+def parts_beside_layers(job: Job, stage: int) -> Parts:
+    """Everything that a stage holds at some moment but what its layers keep and make again. Whichever half is made again right
+    before its backward, what that has in hand is counted."""
+    return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=False)
+
+
+def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: int, ratio: float) -> Parts:
+    """`in_flight`: chunks."""
+    size = _largest_chunk(job, stage, shape)
+    activations, staging = _layers(size, in_flight, ratio, stage == job.parallel.pipeline - 1)
+    return replace(
+        _beside_layers(job, stage, shape, states, layer_whole=True),
+        activations=activations,
+        staging=staging,
         recomputed=_recomputed(shape, job.policy, job.experts_on(stage) > 0),
-        rest=REST_BYTES[job.cluster.device] + (_dispatched(shape) if job.experts_on(stage) else 0),
+        chunk=size,
+    )
+
+
+def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, layer_whole: bool) -> Parts:
+    first, last = stage == 0, stage == job.parallel.pipeline - 1
+    rest = REST_BYTES[job.cluster.device] + (_dispatched(shape) if job.experts_on(stage) else 0)
+    tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
+    buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape)
+    if last and keeps_head_block(shape):
+        buffers += head_block_bytes(shape)
+    return Parts(
+        states=replace(states.held, rest=rest, buffers=buffers),
+        embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if first else 0,
+        messages=_messages(job, shape),
+        in_hand=layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape),
+        head=head_bytes(shape) if last else 0,
+        logits=logits_at_loss_bytes(shape) if last else 0,
+        logits_gradient=logits_gradient_bytes(shape) if last else 0,
+        head_in_hand=head_in_hand_bytes(shape, tied) if last else 0,
+        tied_gradient=head_block_bytes(shape) if tied else 0,
+        embedding_gradient=(tied_gradients_bytes if tied else embedding_gradient_bytes)(shape) if first else 0,
+        reduced=states.reduced,
+        update_copies=states.update_copies,
+        update_in_hand=states.update_in_hand,
+    )
+
+
+@dataclass(frozen=True)
+class _States:
+    """What follows from a stage's parameters alone."""
+
+    held: StageMemory
+    reduced: int
+    update_copies: int
+    update_in_hand: int
+
+
+def _states(job: Job, stage: int) -> _States:
+    parameters = stage_parameters(job, stage)
+    weights, gradients = parameter_bytes(job, parameters.total), gradient_bytes(job, parameters.total)
+    without_flushes = job.schedule == "double_buffered"
+    held = StageMemory(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=optimizer_bytes(job, parameters.total, parameters.experts),
         fp8_weights=fp8_copies_bytes(job, stage),
-        second_weights=parameters if without_flushes else 0,
+        second_weights=weights if without_flushes else 0,
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
+    copies = update_copies_bytes(job, parameters.total, parameters.experts)
+    return _States(held, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
 
 
-def _states(job: Job, stage: int) -> tuple[int, int, int]:
-    """Bytes of a stage's parameters, gradients and optimizer state."""
-    parameters = stage_parameters(job, stage)
-    count = parameters.total
-    return parameter_bytes(job, count), gradient_bytes(job, count), optimizer_bytes(job, count, parameters.experts)
+def _messages(job: Job, shape: LayerShape) -> int:
+    """One way: what is being sent, and what is received. Interleaved schedules exchange both ways beside their passes."""
+    if job.parallel.pipeline == 1:
+        return 0
+    return (4 if job.chunks > 1 else 2) * shape.input_bytes
 
 
 def chunk_bytes(job: Job, stage: int) -> int:
@@ -148,7 +201,7 @@ def _layers(size: int, count: int, ratio: float, last: bool) -> tuple[int, int]:
 def _recomputed(shape: LayerShape, policy: Policy, experts: bool) -> int:
     """What the layer that makes most again holds meanwhile; a stage with experts may have none without, whose layers keep less
     as a rule."""
-    if policy not in ("full", "selective"):
+    if policy == "none":
         return 0
     return kept_bytes(shape, "none", experts) - kept_bytes(shape, policy, experts)
 

@@ -6,8 +6,8 @@ m x slowest stage   +   one micro-batch on all other stages / v chunks   +   mes
 stage 0   F F F B F B F B B B | reduce-scatter of gradients, Adam on the own share, all-gather of parameters
 stage 1     F B F B F B F B   |
 
-Without flushes: m x slowest stage, copies and the update; what stages wait for each other before an update, and messages that are
-not behind passes, a simulation adds (`simulator.double_buffered`).
+A pass takes no less than the host needs to issue it. Without flushes: m x slowest stage, copies and the update; what stages
+wait for each other before an update, and messages not behind passes, a simulation adds (`simulator.double_buffered`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from dataclasses import dataclass, replace
 from megatron_lynx.anatomy import DENSE, Section, sections_of
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.cost.expert_parameters import expert_sharers
+from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
-from megatron_lynx.profiler.link_levels import fewest_in_a_node
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
 
 
@@ -42,7 +40,7 @@ class StepSeconds:
     copies_s: float
     """Host copies that outlast what they run behind."""
     update_s: float
-    """Gradients reduced, optimizer, parameters gathered."""
+    """Gradients reduced, optimizer, parameters gathered, as far as nothing hides them."""
 
     @property
     def total_s(self) -> float:
@@ -53,7 +51,7 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
     """The parts of a job's step, by a `profile` of its layers; `job.policy` is not `planned`, of which only a plan knows."""
     shape, pipeline = LayerShape.of(job), job.parallel.pipeline
     layer = _replaying_layer(job.policy, profile, shape.gathered_bytes)
-    stages = of_every_stage(job, lambda stage: stage_of_layers(job, profile, stage, layer))
+    stages = of_every_stage(job, lambda stage: issued(stage_of_layers(job, profile, stage, layer), job, profile, stage))
     slowest = max(stage.both_s for stage in stages)
     others = sum(stage.both_s for stage in stages) - slowest
     message_s = profile.link_s("p2p", shape.input_bytes) if pipeline > 1 else 0.0
@@ -63,19 +61,32 @@ def step_seconds(job: Job, profile: Profile, offload_ratio: float = 0.0) -> Step
         bubble_s=others / job.chunks if flushes else 0.0,
         messages_s=_messages_s(job, stages, message_s) if flushes else 0.0,
         copies_s=_copies_s(job, stages, offload_ratio, message_s),
-        update_s=update_s(job),
+        update_s=update_s(job, profile),
     )
 
 
 def _messages_s(job: Job, stages: Sequence[StageSeconds], message_s: float) -> float:
-    """Messages between stages: with several chunks passes hide all but one micro-batch's; else they hold up both sides."""
+    """Messages between stages. With one chunk they hold up both sides, every time."""
     if job.chunks > 1:
-        return 2 * (len(stages) - 1) * message_s
+        return 2 * waited_messages(job) * message_s
     return step_s(stages, job.microbatches, message_s) - step_s(stages, job.microbatches, 0.0)
 
 
+def waited_messages(job: Job) -> int:
+    """How many messages, one behind the other, a step waits for at least on its way forward; and as many on its way back.
+
+    They are those of the first micro-batch. With several chunks it passes every stage several times; only where groups of
+    micro-batches are larger than the pipeline has it come round before its next chunk has its turn. Where no message overlaps a
+    pass, every pass waits for one.
+    """
+    pipeline, chunks = job.parallel.pipeline, job.chunks
+    if chunks > 1 and not job.overlap.messages:
+        return job.microbatches * chunks + pipeline - 1
+    return pipeline * chunks - 1 if job.microbatch_group == pipeline else pipeline - 1
+
+
 def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int) -> StageSeconds:
-    """One micro-batch on one stage, with what the policy replays on demand. Whole layers repeat their collectives."""
+    """One micro-batch on a stage's device, with what the policy replays on demand. Whole layers repeat their collectives."""
     return stage_of_layers(job, profile, stage, _replaying_layer(job.policy, profile, message_bytes))
 
 
@@ -128,69 +139,3 @@ def exposed_copies_s(job: Job, stage: StageSeconds, number: int, copy_s: float, 
     late = max(0.0, copy_s - forward_s) + max(0.0, copy_s - backward_s)
     behind_pair_s = backward_s if avoid_messages(job) else forward_s + backward_s
     return ends * late + pairs * max(0.0, copy_s - behind_pair_s)
-
-
-def update_s(job: Job) -> float:
-    """Seconds of the update, once in a step, whatever the policy, on the stage with most parameters.
-
-    Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
-    Experts do that in groups of their own, after the others.
-    """
-    most = max(of_every_stage(job, lambda stage: stage_parameters(job, stage)), key=lambda parameters: parameters.total)
-    layout = job.parallel
-    seconds = _updated_s(job, most.others, layout.context * job.replicas, layout.tensor)
-    if most.experts:
-        seconds += _updated_s(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert)
-    return seconds
-
-
-def _updated_s(job: Job, count: int, sharers: int, stride: int) -> float:
-    """Seconds of updating `count` parameters that so many ranks share, `stride` ranks apart."""
-    owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
-    hbm = job.cluster.hbm
-    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
-    streamed += _cast_bytes(job)
-    if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
-        streamed += 2 * count * each.weight
-    adam_s = 0.0 if hbm is None else streamed / hbm.byte_per_s
-    moved = (sharers - 1) / sharers * count
-    gathered = each.weight if job.parallel.distributed_optimizer else each.gradient
-    return adam_s + moved * (each.gradient + gathered) / _replica_byte_per_s(job, sharers, stride)
-
-
-def _cast_bytes(job: Job) -> int:
-    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step."""
-    if job.model.fp8_recipe is None:
-        return 0
-    matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
-    casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
-    return casts.of(matrices, both=True)[0]
-
-
-def _stepped_bytes(job: Job) -> int:
-    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
-    Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
-    Beside these, gradients are cleared, and averaged in place if shared."""
-    each = bytes_each(job)
-    gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
-    parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight
-    return gradient + 2 * (each.main_parameter + each.moments) + parameter
-
-
-def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
-    """Rate of a ring over the ranks of one stage that hold the same parameters, for the stage that nodes cut worst.
-
-    t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
-                                     node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
-    Rings begin with a stage's first rank, because Megatron numbers tensor ranks first, then context, data and pipeline ranks.
-    The members in one node pool their NICs; where there are fewest, the ring is slowest.
-    """
-    node, nic, nvlink = job.cluster.node, job.cluster.nic, job.cluster.nvlink
-    if node is None or nic is None or sharers == 1:
-        return float("inf")
-    inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
-    starts = {stage * stride * sharers % node.gpus for stage in range(job.parallel.pipeline)}
-    together = min(fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
-    if together == sharers:
-        return inside
-    return min(inside, together * nic.per_node / node.gpus * nic.byte_per_s)

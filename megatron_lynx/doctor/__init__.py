@@ -2,6 +2,7 @@
 
 software   versions, fingerprints          machine   GPUs, NUMA, host memory
 environment   CUDA's queues, allocator     launch    flags that take windows away (where a launch was given)
+host_time   whether Python stays ahead of the GPU, measured here by whoever calls
 """
 
 from __future__ import annotations
@@ -9,18 +10,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.doctor.environment import environment
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import gpus, machine
 from megatron_lynx.doctor.software import software
 from megatron_lynx.launch_arguments import read_launch
 
-__all__ = ["Finding", "findings"]
+__all__ = ["Finding", "Unmeasured", "findings"]
 
 
-def findings(words: Sequence[str] = ()) -> Iterator[Finding]:
-    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch."""
+def findings(
+    words: Sequence[str] = (),
+    *,
+    measured: HostTime | Unmeasured | None = None,
+    cluster: str | None = None,
+    plan_file: str | os.PathLike[str] | None = None,
+) -> Iterator[Finding]:
+    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch.
+
+    Args:
+        measured: this machine's host time, or why it is not known; None: nothing is said of it.
+        cluster: where the launch is to run, by which its passes are priced.
+        plan_file: the launch's plan, which is judged by host time, too.
+    """
     reading = read_launch(words) if words else None
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
@@ -29,3 +44,5 @@ def findings(words: Sequence[str] = ()) -> Iterator[Finding]:
     yield from environment(variables, tensor=tensor, gpus=gpus())
     if reading is not None:
         yield from launch(reading, variables)
+    if measured is not None:
+        yield from host_time(measured, Asked(words, cluster, plan_file))

@@ -62,6 +62,7 @@ def _messages(reading: Reading) -> Finding:
     if chunked and given["overlap_p2p_comm"] is not False:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
     costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"
+    costs += ", and copies to the host that were asked for before it are waited for (plans: beside_messages: avoid)"
     if chunked:
         todo = "drop it: overlapped messages need no sync"
         return Finding("batch_p2p_sync", "slows", given.origin("overlap_p2p_comm"), costs, todo)

@@ -10,6 +10,9 @@
 `Waiting` returns when all of it has arrived. `Posted` starts it: what is received is waited for when the next action needs it,
 what is sent before the next message in that direction. So a stage that makes a deferred update need not find its neighbour at the
 same place: one message may be on its way meanwhile.
+
+Behind the last action of a run comes an update, and Megatron may wait there for the device and then for the other ranks. Nothing
+may be posted then that the neighbour matches only behind its own update: such an exchange is postponed until the next run begins.
 """
 
 from __future__ import annotations
@@ -18,10 +21,15 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_lynx.schedule.action import Action
+
+OUTPUTS = ("send_next", "recv_prev")
+GRADIENTS = ("send_prev", "recv_next")
+"""Megatron's names for the messages of either kind."""
 
 Tensors = list[torch.Tensor | None]
 """One tensor that stages exchange, in a list as Megatron's schedules keep it; none at the ends of the pipeline."""
@@ -35,6 +43,7 @@ class Exchange(ABC):
         self.config = config
         self.shape = shape
         self.first, self.last = group.rank() == 0, group.rank() == group.size() - 1
+        self._postponed: tuple[Action, Tensors, Action | None] | None = None
 
     @abstractmethod
     def take(self, action: Action) -> Tensors:
@@ -43,6 +52,16 @@ class Exchange(ABC):
     @abstractmethod
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
         """Send what `done` made, and receive what `following` needs."""
+
+    def postpone(self, done: Action, made: Tensors, following: Action | None) -> None:
+        """Pass on when the next run begins."""
+        self._postponed = done, made, following
+
+    def begin_postponed(self) -> None:
+        """A run begins: pass on what the run before has postponed."""
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None:
+            self.pass_on(*postponed)
 
 
 class Waiting(Exchange):
@@ -75,19 +94,25 @@ class Waiting(Exchange):
 
 
 class Posted(Exchange):
-    """Exchanges with the operations below the communicator, whose functions for messages in both directions all wait."""
+    """Exchanges with the operations below the communicator, whose functions for messages in both directions all wait.
+
+    Each message is posted on its own. NCCL has one stream for all messages of two ranks in a group, in both directions. With one
+    hardware queue a message behind an unmatched one holds up compute, and the replays there. So gradients go through the group of
+    all ranks, as Megatron does where a pipeline has two stages: that is a stream of its own.
+    """
 
     def __init__(self, group: Any, config: Any, shape: tuple[int, ...]) -> None:
         super().__init__(group, config, shape)
         self._group = group
+        self._group_of_gradients = group if group.size() == 2 else dist.group.WORLD  # of two stages Megatron makes two streams
         self._coming: torch.Tensor | None = None
-        self._work: dict[str, tuple[Any, torch.Tensor | None]] = {}
+        self._work: dict[str, tuple[Any, torch.Tensor]] = {}
         """Messages under way, by Megatron's name for the direction, with the tensors that must live until they have arrived."""
         self._begun = False
 
     def take(self, action: Action) -> Tensors:
         if not self._begun:
-            self._post({}, action)
+            self._receive(action)
         for name in ("recv_prev", "recv_next"):
             self._wait_for(name)
         coming, self._coming, self._begun = self._coming, None, False
@@ -95,36 +120,35 @@ class Posted(Exchange):
 
     def pass_on(self, done: Action, made: Tensors, following: Action | None) -> None:
         direction, at_end = ("send_next", self.last) if done.kind == "F" else ("send_prev", self.first)
-        message = None if at_end or made[0] is None else made[0].detach()
         self._wait_for(direction)
-        self._post({direction: message}, following)
-        if following is None:
-            for name in list(self._work):
-                self._wait_for(name)
-
-    def _post(self, sent: dict[str, torch.Tensor | None], following: Action | None) -> None:
-        wanted = None
+        if not at_end and made[0] is not None:
+            self._post(direction, made[0].detach())
         if following is not None:
-            self._begun = True
-            at_end = self.first if following.kind == "F" else self.last
-            wanted = None if at_end else "recv_prev" if following.kind == "F" else "recv_next"
-        if wanted:
-            self._coming = torch.empty(
-                self.shape, requires_grad=True, device=torch.cuda.current_device(), dtype=self.config.pipeline_dtype
-            )
-        under_way = p2p_communication._p2p_ops(
-            tensor_send_prev=sent.get("send_prev"),
-            tensor_recv_prev=self._coming if wanted == "recv_prev" else None,
-            tensor_send_next=sent.get("send_next"),
-            tensor_recv_next=self._coming if wanted == "recv_next" else None,
-            group=self._group,
+            self._receive(following)
+            return
+        for name in list(self._work):
+            self._wait_for(name)
+
+    def _receive(self, following: Action) -> None:
+        """Post the receive of what an action needs, if any stage sends it."""
+        self._begun = True
+        name, at_end = ("recv_prev", self.first) if following.kind == "F" else ("recv_next", self.last)
+        if at_end:
+            return
+        device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
+        self._coming = torch.empty(self.shape, requires_grad=True, device=device, dtype=dtype)
+        self._post(name, self._coming)
+
+    def _post(self, name: str, message: torch.Tensor) -> None:
+        works = p2p_communication._p2p_ops(
+            **{f"tensor_{other}": message if other == name else None for other in (*OUTPUTS, *GRADIENTS)},
+            group=self._group if name in OUTPUTS else self._group_of_gradients,
             prev_pipeline_rank=self.neighbours.prev_rank,
             next_pipeline_rank=self.neighbours.next_rank,
         )
-        for name, work in under_way.items():
-            self._work[name] = work, sent.get(name)
+        self._work[name] = works[name], message
 
     def _wait_for(self, name: str) -> None:
-        work, _ = self._work.pop(name, (None, None))
-        if work is not None:
+        if name in self._work:
+            work, _ = self._work.pop(name)
             work.wait()

@@ -3,7 +3,8 @@
     take what the action needs ──> forward_step or backward_step ──> pass on what it made, ask for what the next one needs
 
 A run may end in the middle of an order: the exchange that leads to its next action is begun, what is in flight stays here, and
-the next run goes on. So every stage has sent what the others wait for before it turns to an update, which may be a barrier.
+the next run goes on. So every stage has sent what the others wait for before it turns to an update, which may be a barrier. An
+exchange that its neighbour comes to only behind its own update is begun with the next run: until then it would not be over.
 
 Every function of Megatron's schedules is looked up when it is called, so that hooks on them see these calls too.
 """
@@ -83,6 +84,7 @@ class Interpreter:
         *,
         batch: int = 0,
         then: Action | None = None,
+        postpones: bool = False,
     ) -> list[Any]:
         """Run `actions`; then reduce the gradient of `batch`, as Megatron's schedules do at their end.
 
@@ -92,6 +94,7 @@ class Interpreter:
             batches: what `forward_step_func` reads from; forwards of the next batch that run ahead read from it too.
             batch: whose gradient is whole afterwards. Its micro-batches are numbered from `batch * microbatches`.
             then: the action that a later run begins with; none: nothing is in flight afterwards.
+            postpones: the exchange that leads there is begun by that run. The last of `actions` is a backward then.
 
         Returns:
             What the loss function reported, by micro-batch of `batch`: on the last stage, elsewhere nothing.
@@ -100,6 +103,7 @@ class Interpreter:
         overlaps = self.config.grad_sync_func is None or self.stage == 0
         no_sync = self.config.no_sync_func or nullcontext
         with self._timed():
+            self._exchange.begin_postponed()
             for action, following in pairwise([*actions, then]):
                 assert action is not None
                 with nullcontext() if action == last_backward and overlaps else no_sync():
@@ -107,7 +111,7 @@ class Interpreter:
                     if action.kind == "F":
                         self._forward(action, following, forward_step_func, batches)
                     else:
-                        self._backward(action, following)
+                        self._backward(action, following, postponed=postpones and action == actions[-1])
             self._before(last_backward)
             self._reduce_gradients(self._tokens.pop(batch, None), overlaps)
         return self._losses.pop(batch, [])
@@ -142,11 +146,11 @@ class Interpreter:
         self._in_flight[action.micro_batch] = inputs, outputs
         self._tokens[batch] += tokens
 
-    def _backward(self, action: Action, following: Action | None) -> None:
+    def _backward(self, action: Action, following: Action | None, *, postponed: bool) -> None:
         gradients = self._exchange.take(action)
         inputs, outputs = self._in_flight.pop(action.micro_batch)
         input_gradients = schedules.backward_step(inputs, outputs, gradients, config=self.config, **self._told_backward)
-        self._exchange.pass_on(action, input_gradients, following)
+        (self._exchange.postpone if postponed else self._exchange.pass_on)(action, input_gradients, following)
 
     def _reduce_gradients(self, tokens: torch.Tensor | None, begun: bool) -> None:
         """Reduce over replicas, tensor-parallel ranks and the ends of tied embeddings. What DDP has `begun`, it ends."""

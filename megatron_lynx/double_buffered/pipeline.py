@@ -32,7 +32,7 @@ from megatron_lynx.runtime.overlapping import BatchListener
 from megatron_lynx.runtime.stage_order import StageOrder
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.double_buffered import batch_order, deferral, version_of
+from megatron_lynx.schedule.double_buffered import batch_order, deferral, defers_more_than_before, version_of
 
 
 class DoubleBuffered:
@@ -76,6 +76,7 @@ class DoubleBuffered:
         self.made_for = {"num_microbatches": microbatches, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         self.versions = TwoVersions(model[0].parameters(), lambda: owners(model[0], optimizer))
         self._deferral = deferral(self._stage) if defer_updates else 0
+        self._postpones = defer_updates and defers_more_than_before(self._stage)
         self.gradients = TwoGradients(model[0]) if self._deferral else None
         self._scales = TwoLossScales(optimizer if defer_updates else None)
         self._batch = 0
@@ -119,7 +120,8 @@ class DoubleBuffered:
         steps = batch_order(self._pipeline, self._stage, self._microbatches, self._batch, deferral=self._deferral, drains=drains)
         actions = [step for step in steps if isinstance(step, Action)]
         then = None if drains else self._next_forward()
-        losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then)
+        postpones = self._postpones and not drains
+        losses = self._interpreter.run(actions, forward_step_func, batches, batch=self._batch, then=then, postpones=postpones)
         self._show_newest()
         self._drains = drains
         return losses

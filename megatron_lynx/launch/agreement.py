@@ -8,8 +8,8 @@ Without it the ranks that go on would wait in their next collective for the one 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,6 +28,10 @@ class Report:
     headline: str
     problems: tuple[Problem, ...]
     exit_status: int
+
+
+class Ended(SystemExit):
+    """All ranks end together, and rank 0 has said why."""
 
 
 def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -> None:
@@ -65,8 +69,9 @@ def _end(reports: Sequence[Report | None]) -> None:
     """Rank 0 speaks before anybody goes: torchrun ends all ranks as soon as one is gone."""
     first = next(report for report in reports if report is not None)
     on_rank_0("\n".join([f"megatron-lynx: {first.headline}", *_lines(reports)]))
-    dist.barrier()
-    sys.exit(max(report.exit_status for report in reports if report is not None))
+    with suppress(RuntimeError):  # who has left the barrier may be gone before its last message is out
+        dist.barrier()
+    raise Ended(max(report.exit_status for report in reports if report is not None))
 
 
 def _lines(reports: Sequence[Report | None]) -> list[str]:

@@ -18,8 +18,8 @@ from megatron_lynx.launch.message import say
 
 USAGE = """\
 usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
-                    [--lynx-check N [--lynx-check-against REFERENCE]] [--lynx-log LEVEL]
-                    [--lynx-schedule flush | double-buffered] <arguments of SCRIPT>
+                    [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
+                    [--lynx-schedule flush | double-buffered] [--lynx-log LEVEL] <arguments of SCRIPT>
 
 Runs SCRIPT, a training script of Megatron-LM, as `torchrun ... SCRIPT` would, and trains under PLAN, or without flushes.
 `SCRIPT --help` shows these flags among Megatron's, with what each does."""

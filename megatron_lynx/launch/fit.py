@@ -15,9 +15,10 @@ from megatron_lynx.plan import Plan
 def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
     """Every argument (validated: Megatron has filled in its defaults) that is not as the plan has it, or works against it."""
     yield from _sizes(plan, args)
-    if plan.schedule == "double_buffered" and getattr(args, "lynx_check", None) is not None:
+    if plan.schedule == "double_buffered" and isinstance(getattr(args, "lynx_check", None), int):
         found = "a plan without flushes, whose gradients are not complete when a step ends"
-        yield Problem("--lynx-check", found, "one that flushes", "check a plan for --lynx-schedule flush")
+        todo = "check frames, or a plan for --lynx-schedule flush"
+        yield Problem("--lynx-check", found, "--lynx-check frames, or a plan that flushes", todo)
     found, planned = getattr(args, "lynx_schedule", "flush"), plan.schedule.replace("_", "-")
     if found != planned:
         todo = "launch with the plan's, or make a plan for this one"

@@ -14,6 +14,9 @@ LEVELS = ("debug", "info", "warning", "error")
 REFERENCES = ("fitting", "none", "full")
 SCHEDULES = ("flush", "double-buffered")
 GROUP = "megatron-lynx"
+FRAMES = "frames:"
+FRAME_STEPS = 5
+"""Steps in which frames are checked where nobody says how many."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Flags:
     lynx_trace: str | None = None
     lynx_trace_step: int = 3
     lynx_log: str = "warning"
-    lynx_check: int | None = None
+    lynx_check: int | str | None = None
+    """A number of steps, or `frames:N`. Not an object of ours: Megatron records it in checkpoints."""
     lynx_check_against: str = "fitting"
     lynx_schedule: str = "flush"
 
@@ -35,6 +39,16 @@ class Flags:
     @property
     def without_flushes(self) -> bool:
         return self.lynx_schedule == "double-buffered"
+
+    @property
+    def checked_steps(self) -> int:
+        """How many steps are checked, in either way."""
+        return int(str(self.lynx_check or 0).removeprefix(FRAMES))
+
+    @property
+    def checks_frames(self) -> bool:
+        """Whether frames are checked, not whole steps."""
+        return isinstance(self.lynx_check, str)
 
     @property
     def trace(self) -> Path | None:
@@ -61,10 +75,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--lynx-check",
-        metavar="N",
-        type=_count,
-        help="In the first N steps of this run, run stock on the same batch, too, and compare losses and gradients bit for bit; "
-        "stop at the first difference. Needs --lynx-plan.",
+        metavar="N|frames[:N]",
+        type=_check,
+        help="N, for deterministic runs: in the first N steps of this run, run stock on the same batch, too, and compare losses "
+        "and gradients bit for bit. frames, for any run, also where backward is not deterministic (flash attention): in the "
+        "first N steps (5, if not said) keep what some layer halves save, and compare what replays and reloads made of it. "
+        "Both stop at the first difference. Needs --lynx-plan.",
     )
     group.add_argument(
         "--lynx-check-against",
@@ -92,10 +108,12 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1")
-    return int(text)
+def _check(text: str) -> int | str:
+    frames = text.startswith(FRAMES.rstrip(":"))
+    count = str(FRAME_STEPS) if f"{text}:" == FRAMES else text.removeprefix(FRAMES)
+    if not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}, needed how many steps, from 1, or frames, or frames:N")
+    return f"{FRAMES}{int(count)}" if frames else int(count)
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
@@ -114,6 +132,9 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         problems.append(Problem("--lynx-check", "no --lynx-plan", "one: without a plan there is nothing to check"))
     if flags.lynx_check is None and flags.lynx_check_against != Flags.lynx_check_against:
         problems.append(Problem("--lynx-check-against", "no --lynx-check", "one: how many steps are to be checked"))
+    if flags.checks_frames and flags.lynx_check_against != Flags.lynx_check_against:
+        compared = f"--lynx-check {flags.lynx_check}, which compares with no stock"
+        problems.append(Problem("--lynx-check-against", compared, "--lynx-check N, or without this flag"))
     if problems:
         raise ConfigError("the launch cannot be read", problems)
     return flags

@@ -20,6 +20,7 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError
 from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
+from megatron_lynx.launch.check.frames import FrameCheck
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.metrics import Metrics, writers
@@ -39,9 +40,12 @@ class Launch:
         self._plan: Plan | None = None
         self._trace = TraceFile(flags.trace, flags.lynx_trace_step)
         self._installation: Any = None
-        self._check: Check | None = None
+        self._check: Check | FrameCheck | None = None
         self._args: Any = None
         self._metrics: Metrics | None = None
+        self._steps = 0
+        self.how_far = "before its training loop began"
+        """Where this run is, in words."""
 
     def prepare(self, args: Any) -> None:
         """Read and check everything that can be checked before a model is built; all ranks go on, or none.
@@ -70,6 +74,14 @@ class Launch:
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
         """The schedule and the plan are in force inside."""
+        self.how_far = "when its training loop began"
+        with self._in_force(model, optimizer):
+            yield
+            self.how_far = f"when its training loop ended, behind {self._steps} steps"
+        self.how_far = f"behind its training loop, {self._steps} steps, when nothing of megatron-lynx ran any more"
+
+    @contextmanager
+    def _in_force(self, model: Any, optimizer: Any) -> Iterator[None]:
         if not self.flags.without_flushes:
             with self._planned(model):
                 yield
@@ -102,8 +114,11 @@ class Launch:
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
         """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
+        self._steps += 1
+        self.how_far = f"in step {self._steps} of this run"
         if self._installation is None:
             yield
+            self.how_far = f"between steps, behind step {self._steps} of this run"
             return
         if self._check is not None:
             schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
@@ -114,15 +129,20 @@ class Launch:
             self._metrics.step_ends(self._installation.engine)
         if self._check is not None and self._check.over:
             self._say_checked()
+        self.how_far = f"between steps, behind step {self._steps} of this run"
 
-    def _new_check(self) -> Check | None:
-        if self.flags.lynx_check is None:
+    def _new_check(self) -> Check | FrameCheck | None:
+        if self.flags.lynx_check is None or self._plan is None:
             return None
+        wanted = self.flags.checked_steps
         last = getattr(self._args, "train_iters", None)
         steps = None if last is None else last - (getattr(self._args, "iteration", None) or 0)
-        if steps is not None and steps < self.flags.lynx_check:
-            on_rank_0(f"megatron-lynx: --lynx-check {self.flags.lynx_check}: this run has {steps} steps; all of them are checked")
-        return Check(self.flags.lynx_check, self.flags.lynx_check_against)
+        if steps is not None and steps < wanted and not self.flags.checks_frames:
+            on_rank_0(f"megatron-lynx: --lynx-check {wanted}: this run has {steps} steps; all of them are checked")
+        if self.flags.checks_frames:
+            seed, lag = int(getattr(self._args, "seed", None) or 0), int(self.flags.without_flushes)
+            return FrameCheck(wanted, self._plan, seed=seed, lag=lag)
+        return Check(wanted, self.flags.lynx_check_against)
 
     def _say_checked(self) -> None:
         """Report the check, once; nothing is said where no step was checked."""

@@ -16,7 +16,8 @@ from importlib import import_module
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.errors import ConfigError, HookRefused, LynxError, Problem
 from megatron_lynx.launch.command import Command
-from megatron_lynx.launch.flags import Flags, read_flags
+from megatron_lynx.launch.ending import named_ending
+from megatron_lynx.launch.flags import read_flags
 from megatron_lynx.launch.hooks import arguments, initialisation, loop
 from megatron_lynx.launch.launch import Launch
 from megatron_lynx.launch.message import say
@@ -32,9 +33,11 @@ def run_script(command: Command) -> None:
     logging.getLogger("megatron_lynx").setLevel(command.flags.lynx_log.upper())
     with _as_its_own_process(command):
         _import_training(command)
-        hooks = _held(command.flags)
+        launch = Launch(command.flags)
+        hooks = _held(launch)
         try:
-            runpy.run_path(str(command.script), run_name="__main__")
+            with named_ending(lambda: launch.how_far):
+                runpy.run_path(str(command.script), run_name="__main__")
         finally:
             holding.give_back(hooks)
 
@@ -50,15 +53,14 @@ def hold(script_arguments: Sequence[str] | None = None) -> None:
     try:
         flags = read_flags(sys.argv[1:] if script_arguments is None else script_arguments)
         logging.getLogger("megatron_lynx").setLevel(flags.lynx_log.upper())
-        _held(flags)
+        _held(Launch(flags))
     except LynxError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"megatron-lynx: {error}")
         sys.exit(error.exit_status)
 
 
-def _held(flags: Flags) -> list[holding.Hook]:
-    launch = Launch(flags)
+def _held(launch: Launch) -> list[holding.Hook]:
     claims = [*arguments.claims(), *initialisation.claims(launch), *loop.claims(launch)]
     if refused := holding.verify(claims):
         raise HookRefused("this Megatron-LM cannot be launched under a plan", refused)

@@ -45,7 +45,7 @@ READ = names_in(
     """
     num_layers encoder_num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
     num_query_groups seq_length encoder_seq_length max_position_embeddings position_embedding_type
-    use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu
+    use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu squared_relu
     untie_embeddings_and_output_weights attention_dropout hidden_dropout transformer_impl attention_backend bf16 fp16
     vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by tokenizer_type vocab_file
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
@@ -58,10 +58,12 @@ READ = names_in(
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
-    first_last_layers_bf16
+    first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
+    cross_entropy_loss_fusion cross_entropy_fusion_impl
     """
 )
-"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`."""
+"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`,
+`overlap_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -91,8 +93,7 @@ REFUSED = {
     "use_legacy_models": _OTHER_LAYERS,
     "decoder_num_layers": "encoder-decoder models are not modelled",
     "relative_attention_num_buckets": "relative positions are not modelled",
-    "squared_relu": "only GELU and SwiGLU are modelled",
-    "quick_geglu": "only GELU and SwiGLU are modelled",
+    "quick_geglu": "only GELU, squared ReLU and SwiGLU are modelled",
     "use_te_activation_func": _OTHER_CALLS,
     "activation_func_clamp_value": _MORE_SAVED,
     "glu_linear_offset": _MORE_SAVED,
@@ -198,9 +199,8 @@ PRICED_AS = {
     "moe_shared_expert_overlap": "shared experts before the dispatch, not beside it",
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
-    "cross_entropy_loss_fusion": "the loss without fusion, which holds more",
-    "cross_entropy_fusion_impl": "the loss without fusion, which holds more",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
+    "deterministic_mode": "kernels that are as fast as any: leave room for attention's backward, which is slower",
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
     "bias_dropout_fusion": _FUSED,
@@ -210,8 +210,6 @@ PRICED_AS = {
     "apply_rope_fusion": _FUSED,
     "disable_jit_fuser": _FUSED,
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
-    "async_tensor_model_parallel_allreduce": "gradients that are reduced behind the GEMM of the weight gradient",
-    "overlap_p2p_comm": "messages as the simulator has them for this schedule",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
     "cp_comm_type": "a ring of point-to-point messages",
     "hierarchical_context_parallel_sizes": "a ring of point-to-point messages",
@@ -279,7 +277,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         apply_query_key_layer_scaling attention_softmax_in_fp32 layernorm_zero_centered_gamma layernorm_epsilon
         rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
         init_method_std embedding_init_method_std init_model_with_meta_device perform_initialization use_cpu_initialization
-        openai_gelu onnx_safe deterministic_mode batch_invariant_mode disable_bf16_reduced_precision_matmul
+        openai_gelu onnx_safe batch_invariant_mode disable_bf16_reduced_precision_matmul
         calculate_per_token_loss flash_attention_version no_persist_layer_norm
         """
     ),

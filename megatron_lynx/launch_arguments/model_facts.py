@@ -48,8 +48,7 @@ def _widths(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("model.kv_groups", heads, "heads: no --group-query-attention")
     size = given["kv_channels"]
     if size is not None and hidden and heads and size * heads != hidden:
-        needed = f"hidden / heads ({hidden} / {heads})"
-        problems.append(Problem(given.origin("kv_channels"), str(size), needed, "other sizes of a head are not modelled"))
+        yield Fact("model.kv_channels", size, given.origin("kv_channels"))
 
 
 def ffn_of(given: Given) -> tuple[int, str] | None:
@@ -96,8 +95,7 @@ def _entries(path: Path) -> int | None:
 
 
 def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
-    swiglu = given["swiglu"]
-    yield Fact("model.activation", "swiglu" if swiglu else "gelu", given.origin("swiglu"))
+    yield _activation(given, problems)
     yield Fact("model.norm", str(given["normalization"]).lower(), given.origin("normalization"))
     yield Fact("model.bias", given["add_bias_linear"], given.origin("add_bias_linear"))
     if given["qk_layernorm"]:
@@ -110,7 +108,10 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         problems.append(Problem("--transformer-impl", str(given["transformer_impl"]), "local or transformer_engine"))
     implementation = "local" if given["transformer_impl"] == "local" else "transformer_engine"
     yield Fact("model.implementation", implementation, given.origin("transformer_impl"))
-    yield _attention(given)
+    yield from _attention(given)
+    if given["cross_entropy_loss_fusion"]:
+        name = "cross_entropy_fusion_impl"
+        yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
     if given["fp16"] and given["bf16"]:
         problems.append(Problem("--fp16", "also --bf16", "one of them"))
     half = given["bf16"] or given["fp16"]
@@ -119,17 +120,28 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
 
 
 def _fusions(given: Given) -> Iterator[Fact]:
-    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled."""
+    """The fusions that are on, where a flag switches one off. Without `jit_fuser` nothing is compiled; squared ReLU is not fused
+    with its bias."""
     flags = {
         "bias_dropout": "bias_dropout_fusion",
         "bias_activation": "bias_swiglu_fusion" if given["swiglu"] else "bias_gelu_fusion",
         "rope": "apply_rope_fusion",
     }
+    if given["squared_relu"]:
+        del flags["bias_activation"]
     off = {fusion: flag for fusion, flag in flags.items() if not given[flag]}
     if given["disable_jit_fuser"]:
-        off |= dict.fromkeys(("bias_dropout", "bias_activation"), "disable_jit_fuser")
+        off |= dict.fromkeys({"bias_dropout", "bias_activation"} & flags.keys(), "disable_jit_fuser")
     if off:
         yield Fact("model.fusions", [fusion for fusion in flags if fusion not in off], given.origin(*off.values()))
+
+
+def _activation(given: Given, problems: list[Problem]) -> Fact:
+    if given["squared_relu"]:
+        if given["swiglu"]:
+            problems.append(Problem(given.origin("squared_relu"), "also --swiglu", "one of them"))
+        return Fact("model.activation", "squared_relu", given.origin("squared_relu"))
+    return Fact("model.activation", "swiglu" if given["swiglu"] else "gelu", given.origin("swiglu"))
 
 
 def _position(given: Given, problems: list[Problem]) -> Fact:
@@ -143,9 +155,12 @@ def _position(given: Given, problems: list[Problem]) -> Fact:
     return Fact("model.position", known.get(found, "rope"), origin)
 
 
-def _attention(given: Given) -> Fact:
+def _attention(given: Given) -> Iterator[Fact]:
     """Transformer Engine's fused kernels unless told otherwise; Megatron's own layers have an unfused one."""
     if given["transformer_impl"] == "local":
-        return Fact("model.attention", "unfused", given.origin("transformer_impl"))
-    unfused = given["attention_backend"] in ("unfused", "local")
-    return Fact("model.attention", "unfused" if unfused else "flash", given.origin("attention_backend"))
+        yield Fact("model.attention", "unfused", given.origin("transformer_impl"))
+        return
+    asked, origin = given["attention_backend"], given.origin("attention_backend")
+    yield Fact("model.attention", "unfused" if asked in ("unfused", "local") else "flash", origin)
+    if asked == "flash":
+        yield Fact("model.attention_kernel", "flash_attention_2", f"{origin} flash, unless FlashAttention-3 is installed")

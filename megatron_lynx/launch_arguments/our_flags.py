@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.errors import Problem
@@ -15,6 +16,12 @@ SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}
 
 FLAGS = tuple(f"{OURS}{name}" for name in ("plan", "trace", "trace-step", "check", "check-against", "schedule", "log"))
 """The launcher's flags, which a launch may already have before it is planned."""
+
+COUNTS = {
+    "--lynx-check": ("how many steps, from 1, or frames, or frames:N", re.compile(r"frames|(frames:)?0*[1-9][0-9]*")),
+    "--lynx-trace-step": ("a whole number from 1", re.compile(r"0*[1-9][0-9]*")),
+}
+"""Flags that are followed by a number, what they need in words, and how that is written."""
 
 WITHOUT_FLUSHES = {
     "rampup_batch_size": "every batch must have as many micro-batches",
@@ -54,10 +61,10 @@ def misread(arguments: Sequence[str]) -> Iterator[Problem]:
         if flag not in FLAGS:
             near = difflib.get_close_matches(flag, FLAGS, n=1)
             yield Problem(flag, "unknown", f"one of {', '.join(FLAGS)}", f"did you mean {near[0]}?" if near else "")
-    for flag in ("--lynx-check", "--lynx-trace-step"):
+    for flag, (needed, pattern) in COUNTS.items():
         for value in _values(arguments, flag):
-            if not value.isdecimal() or int(value) < 1:
-                yield Problem(flag, value or "nothing", "a whole number from 1")
+            if not pattern.fullmatch(value):
+                yield Problem(flag, value or "nothing", needed)
 
 
 def schedule_facts(arguments: Sequence[str], problems: list[Problem]) -> Iterator[Fact]:

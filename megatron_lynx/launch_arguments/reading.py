@@ -26,6 +26,7 @@ from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
+from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts, unlike_the_simulator
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 
@@ -62,7 +63,8 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*optimizer_facts(given, problems), *batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    facts += [*optimizer_facts(given, problems), *overlap_facts(given, planning=planning)]
+    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
     if gpus is None:
@@ -73,11 +75,11 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]
-    problems += _refused(kinds)
+    problems += _refused([(value, kind) for value, kind in kinds if planning or value.flag.sets != USERBUFFERS])
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given)]
+    priced += [*_positions(given), *_dispatch(given), *(unlike_the_simulator(given) if planning else ())]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
     return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))

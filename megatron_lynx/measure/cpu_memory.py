@@ -85,30 +85,34 @@ class CpuMeter(ActivationMeter):
 
     def _read(self, results: Any) -> MemoryUse:
         at_mark: dict[int, int] = {}
-        totals: list[int] = []
-        for mark, report in _reports(results.experimental_event_tree()):
-            if mark is None:
-                totals.append(report.total_allocated)
-            elif report.alloc_size > 0:
-                at_mark[mark] = report.total_allocated - report.alloc_size
+        most = [0] * len(self._names)  # from each mark to the next
+        now = 0
+        for _, mark, report in sorted(_reports(results.experimental_event_tree()), key=lambda each: each[0]):
+            total = report.total_allocated
+            if mark is not None and report.alloc_size > 0:
+                now, total = mark, total - report.alloc_size
+                at_mark[mark] = total
+            if mark is None or mark == now:
+                most[now] = max(most[now], total)
         entry, *inner = [(name, at_mark[index]) for index, name in enumerate(self._names)]
         level = entry[1]
         return MemoryUse(
-            peak_bytes=max([*totals, *at_mark.values()]) - level,
+            peak_bytes=max(most) - level,
             marks=tuple(Mark(name, total - level) for name, total in inner[:-1]),
             left_bytes=inner[-1][1] - level,
+            peaks=tuple(Mark(name, peak - level) for (name, _), peak in zip(inner[:-1], most[1:], strict=False)),
         )
 
 
-def _reports(tree: Any) -> Iterator[tuple[int | None, Any]]:
-    """The CPU allocator's reports, each with the number of the mark that made it (None: the step itself)."""
+def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
+    """The CPU allocator's reports: when, the number of the mark that made it (None: the step itself), and what it says."""
     pending: list[tuple[int | None, Any]] = [(None, event) for event in tree]
     while pending:
         mark, event = pending.pop()
         if event.name.startswith(_MARK):
             mark = int(event.name.removeprefix(_MARK))
         if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            yield mark, event.extra_fields
+            yield event.start_time_ns, mark, event.extra_fields
         pending += [(mark, child) for child in event.children]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
@@ -43,6 +43,8 @@ class MemoryUse:
     """The marks, in the order in which they were made."""
     left_bytes: int
     """What the step left behind when the meter was closed."""
+    peaks: tuple[Mark, ...] = field(default=(), compare=False)
+    """For each mark the most that was live from then until the next one, or until the meter was closed."""
 
     @property
     def resident_bytes(self) -> int:
@@ -121,14 +123,24 @@ class CudaMeter(ActivationMeter):
 
     def __enter__(self) -> CudaMeter:
         self._marks: list[Mark] = []
+        self._peaks: list[int] = []
         torch.cuda.reset_peak_memory_stats(self._device)
         self._level = torch.cuda.memory_allocated(self._device)
         return self
 
     def mark(self, name: str) -> None:
+        self._peaks.append(self._peak())
         self._marks.append(Mark(name, torch.cuda.memory_allocated(self._device) - self._level))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
-            peak = torch.cuda.max_memory_allocated(self._device) - self._level
-            self.use = MemoryUse(peak, tuple(self._marks), torch.cuda.memory_allocated(self._device) - self._level)
+            self._peaks.append(self._peak())
+            left, marks = torch.cuda.memory_allocated(self._device) - self._level, tuple(self._marks)
+            peaks = tuple(Mark(mark.name, peak) for mark, peak in zip(marks, self._peaks[1:], strict=True))
+            self.use = MemoryUse(max(self._peaks), marks, left, peaks)
+
+    def _peak(self) -> int:
+        """The most since this was last asked."""
+        peak = torch.cuda.max_memory_allocated(self._device) - self._level
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak

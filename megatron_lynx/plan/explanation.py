@@ -63,6 +63,8 @@ def _heading(plan: Plan) -> Iterator[Text]:
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
     yield Text(f"made by {plan.provenance.made_by}{f': {plan.provenance.note}' if plan.provenance.note else ''}")
+    if not any(stage.predicted.host_s for stage in plan.stages):
+        yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
 
 
@@ -105,7 +107,7 @@ def _beside(stage: Stage) -> Text | None:
         rest = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay, the copy comes back during {coming_back}"
         lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
         if offload.beside_messages == "avoid":
-            lines.append("copies and messages between stages take turns: they share a link")
+            lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None
@@ -125,4 +127,7 @@ def _expected(predicted: Predicted) -> Text:
         facts.append(f"waiting for copies {format_seconds(predicted.exposed_copy_s)}")
     if predicted.memory_bytes:
         facts.append(f"whole device {format_bytes(predicted.memory_bytes)}")
+    if predicted.host_s:
+        device = format_seconds(predicted.device_s)
+        facts.append(f"host-bound: the host needs {format_seconds(predicted.host_s)} to issue what takes the device {device}")
     return Text(f"predicted: {'; '.join(facts)}\n")

@@ -46,7 +46,7 @@ def schedule_flags(plan: Plan) -> tuple[str, ...]:
 
 def layout_text(counts: Sequence[int]) -> str:
     """Megatron's text for these layers of virtual stages, in layer order."""
-    decoders = ["t" if count == 1 else f"t*{count}" for count in counts]
+    decoders = [f"t*{count}" if count > 1 else "t" * count for count in counts]
     decoders[0] = f"E{decoders[0]}"
     *before, last = decoders
     runs = ((text, len(list(same))) for text, same in groupby(before))

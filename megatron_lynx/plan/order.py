@@ -65,6 +65,11 @@ def window_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window:
     return stretches_of(stage, frame, phase)[-1][0]
 
 
+def receives_in(stage: Stage, phase: BackwardPhase) -> bool:
+    """Whether a plan replays anything of a stage while a gradient is received in that phase."""
+    return any(window == RECV_BACKWARD for frame in frames_of(stage) for window, _ in stretches_of(stage, frame, phase))
+
+
 def gather_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window | None:
     """Behind which window a plan gathers a frame's input; None where it gathers nothing."""
     layer, half = frame

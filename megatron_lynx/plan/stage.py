@@ -34,6 +34,10 @@ class Predicted(Part):
     """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
     """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
+    host_s: float = 0.0
+    """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
+    device_s: float = 0.0
+    """Of such a stage: seconds of the device to run what the host issues, if it never waited for the host."""
 
 
 class Offload(Part):
@@ -47,7 +51,8 @@ class Offload(Part):
     """How many backwards before its own a micro-batch's copy comes back."""
     beside_messages: Literal["allow", "avoid"] = "allow"
     """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
-    each other. Stages that overlap messages with passes cannot avoid them."""
+    each other, and an exchange that ends in a synchronisation (Megatron's without chunks) waits for every copy before it. Stages
+    that overlap messages with passes cannot avoid them."""
 
 
 class Whole(Part):

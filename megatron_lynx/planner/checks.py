@@ -16,6 +16,11 @@ def check_plannable(job: Job) -> None:
     if job.model.fp8 is not None and job.model.fp8.recipe not in RUN_BY_PLANS:
         needed = f"{' or '.join(RUN_BY_PLANS)}, or none"
         problems.append(Problem("job: model.fp8.recipe", job.model.fp8.recipe, needed, "the job can be estimated"))
+    if 0 in job.partition:
+        empty, needed = job.partition.index(0), "at least one layer in every chunk"
+        problems.append(Problem(f"job: parallel.partition.{empty}", "0", needed, "the job can be estimated"))
+    if job.overlap.userbuffers:
+        problems.append(Problem("job: overlap.userbuffers", "true", "false: they leave no windows", "the job can be estimated"))
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

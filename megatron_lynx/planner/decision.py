@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import StageMemory
+from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
@@ -23,7 +24,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice
 from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import layers_budget_bytes
+from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.solver.stages import Stages
 
 WORTH_READING = 1e-3
@@ -40,6 +41,8 @@ class Decision:
     plan: Plan
     simulation: Simulation
     """One step under the plan."""
+    host: HostReport
+    """Which stages wait for Python."""
 
     @property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -98,10 +101,11 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
         over = {
             (answer.stage, answer.offload_ratio)
             for answer in answers
-            if answer.offload_ratio and _over_budget(parted, answer.stage, simulation)
+            if answer.offload_ratio and _over_budget(parted, answer, simulation)
         }
         if not over:
-            return Decision(parted, answers, with_rehearsed(plan, parted, answers, simulation), simulation)
+            rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
+            return Decision(parted, answers, rehearsed, simulation, host)
         stages = Stages(parted, profile, stages.excluded | over)
 
 
@@ -118,9 +122,10 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
     simulation = rehearse(plan, profile)
     slower = simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    if slower or any(_over_budget(decision.job, answer.stage, simulation) for answer in answers):
+    if slower or any(_over_budget(decision.job, answer, simulation) for answer in answers):
         return decision
-    return Decision(decision.job, answers, with_rehearsed(plan, decision.job, answers, simulation), simulation)
+    rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
+    return Decision(decision.job, answers, rehearsed, simulation, host)
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:
@@ -142,6 +147,11 @@ def _answers(stages: Stages) -> tuple[StageAnswer, ...]:
     return tuple(answers)
 
 
-def _over_budget(job: Job, stage: int, simulation: Simulation) -> bool:
-    budget_bytes = layers_budget_bytes(job, stage)
-    return budget_bytes is not None and simulation.memory(stage).peak_bytes > budget_bytes
+def _over_budget(job: Job, answer: StageAnswer, simulation: Simulation) -> bool:
+    """Whether layers hold more than they may in the rehearsal, or with them the device does at some other moment."""
+    budget_bytes, held_bytes = layers_budget_bytes(job, answer.stage), simulation.memory(answer.stage).peak_bytes
+    if budget_bytes is None:
+        return False
+    if bounded_by_device(job) and device_memory(job, answer, held_bytes).total > job.memory_budget_bytes:
+        return True
+    return held_bytes > budget_bytes

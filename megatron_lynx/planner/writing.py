@@ -15,7 +15,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.cost.stage_memory import StageMemory
+from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -49,6 +49,7 @@ def written(parted: Job, answers: Sequence[StageAnswer], *, job: str, profile: s
 
 def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simulation: Simulation) -> Plan:
     """The plan with what a rehearsal predicts of its step, its copies and its memory."""
+    loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
@@ -58,6 +59,8 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
             "exposed_copy_s": waits_s[entry.stage],
             "memory_bytes": memory.total,
         }
+        if (load := loads.get(entry.stage)) is not None:
+            found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
             found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
@@ -72,9 +75,15 @@ def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMe
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
-    lagging = max(0, held_bytes - answer.peak_bytes)
-    made_again = answer.peak_bytes - kept - staging
-    return replace(beside_layers(job, answer.stage), activations=kept + lagging, staging=staging, recomputed=made_again)
+    lagging = max(0, held_bytes - answer.layers_peak_bytes)
+    return replace(
+        beside_layers(job, answer.stage),
+        activations=kept + lagging,
+        activations_at_loss=answer.chunks.before_loss_bytes + lagging - staging,
+        staging=staging,
+        recomputed=answer.layers_peak_bytes - kept - staging,
+        chunk=answer.chunk_bytes,
+    ).fullest
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:

@@ -15,14 +15,29 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.expert_seconds import expert_half
 from megatron_lynx.profiler.item_seconds import item_profile, unmultiplied_s
 from megatron_lynx.profiler.link_levels import link_among
-from megatron_lynx.profiler.profile import BlockProfile, ExpertHalf, HalfProfile, LinkKind, LinkPoint, Profile, Source, shape_of
+from megatron_lynx.profiler.profile import (
+    BlockProfile,
+    ExpertHalf,
+    HalfProfile,
+    LinkKind,
+    LinkPoint,
+    Profile,
+    Source,
+    hiding_of,
+    shape_of,
+)
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, half_tensors, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
-LOSS_BYTES = (24, 12)
-"""Read and written for each logit by the fp32 loss. Forward: copy, maximum, exponentials, sums; backward: gradient, copy."""
+LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
+"""Read and written for each logit by the loss, forward and backward, as its operators are written in megatron-core.
+
+unfused   copy in fp32 6, maximum 4, difference 8, exponential 8, sum 4, quotient 8     product 8, copy in 16 bits 6
+native    copy and maximum 6; difference, exponential and sum 8; quotient 8             product and copy 6
+te        maximum and sum 2, gradient in place 4                                        product 4
+"""
 
 
 def analytic_profile(job: Job) -> Profile:
@@ -38,14 +53,19 @@ def analytic_profile(job: Job) -> Profile:
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
         interference=1 / (1 - roof.matmul.beside_collective),
+        host_time=job.cluster.host_time,
+        hiding=hiding_of(job),
     )
 
 
 def on_cluster(profile: Profile, job: Job) -> Profile:
-    """A profile measured elsewhere, on one device say, with the links of the job's cluster. Raises as `analytic_profile` does."""
+    """A profile measured elsewhere, on one device say, with the links of the job's cluster, and with its host time where the
+    profile knows none. Raises as `analytic_profile` does."""
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
-    return profile.model_copy(update={"source": source, "links": _links(job, LayerShape.of(job))})
+    host_time = profile.host_time or job.cluster.host_time
+    changed = {"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time, "hiding": hiding_of(job)}
+    return profile.model_copy(update=changed)
 
 
 def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:
@@ -74,7 +94,7 @@ def _head(shape: LayerShape, roof: Roofline) -> BlockProfile:
     logits = shape.tokens * shape.model.vocab // shape.parallel.tensor
     gemm_s = roof.seconds(2 * logits * shape.model.hidden, shape.gathered_bytes + shape.model.element_bytes * logits)
     norm = unmultiplied_s(shape, ATTENTION.item("norm"), roof)
-    loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES]
+    loss_s = [roof.seconds(0, moved * logits) for moved in LOSS_BYTES[shape.model.cross_entropy]]
     return BlockProfile(
         forward_s=gemm_s + norm.forward_s + loss_s[0],
         backward_s=2 * gemm_s + norm.backward_s + loss_s[1],
@@ -93,9 +113,10 @@ def _links(job: Job, shape: LayerShape) -> tuple[LinkPoint, ...]:
         kinds["p2p"] = (link_among(job.cluster, job.gpus), 1.0)
     if job.cluster.pcie is not None:
         kinds["host"] = (job.cluster.pcie, job.cluster.pcie.gpus_per_link)  # their copies share the uplink
-    size = shape.gathered_bytes
-    return tuple(
-        LinkPoint(kind=kind, bytes=each, seconds=link.seconds(share * each))
-        for kind, (link, share) in kinds.items()
-        for each in (1, size)
-    )
+    size, scattered = shape.gathered_bytes, job.parallel.scattered_messages and tensor > 1
+    points = {(kind, each): link.seconds(share * each) for kind, (link, share) in kinds.items() for each in (1, size)}
+    if scattered and "p2p" in kinds:
+        link = kinds["p2p"][0]
+        for each in (1, size):
+            points["p2p", each] = link.seconds(each / tensor) + points["all_gather", each]
+    return tuple(LinkPoint(kind=kind, bytes=each, seconds=seconds) for (kind, each), seconds in points.items())

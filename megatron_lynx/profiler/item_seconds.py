@@ -106,17 +106,18 @@ def _casts_s(shape: LayerShape, item: Item, size: LinearShape, roof: Roofline) -
 
 
 def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
-    """Unfused: two batched GEMMs, softmax with its mask and dropout pass over all scores."""
+    """Unfused: two batched GEMMs, a head of a sequence each, and softmax with its mask and dropout pass over all scores."""
     element = shape.model.element_bytes
     read = element * shape.tokens * 2 * (shape.query_width + shape.key_width)
     if shape.model.attention == "flash":
         causal = flops / 2
-        return Passes(roof.attention_s(causal, read), roof.attention_s(FUSED_BACKWARD * causal, 2 * read))
-    scores = element * shape.scores
-    gemms_s = roof.seconds(flops, read + 2 * scores)
+        kernel = shape.model.attention_kernel
+        return Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+    scores, heads = element * shape.scores, shape.micro * shape.model.heads // shape.parallel.tensor
+    gemms_s = 2 * roof.batched_s(heads, flops / 2, read / 2 + scores)
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
-    forward_s = gemms_s + roof.seconds(0, 2 * scores) + roof.seconds(0, dropout)
-    return Passes(forward_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + roof.seconds(0, dropout))
+    dropout_s = roof.seconds(0, dropout) if dropout else 0.0
+    return Passes(gemms_s + roof.seconds(0, 2 * scores) + dropout_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + dropout_s)
 
 
 def _in_turns(alone: Passes, shape: LayerShape, roof: Roofline) -> Passes:

@@ -19,10 +19,15 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
+
+Hiding = Literal["nothing", "stock", "userbuffers"]
+"""Which tensor-parallel collectives GEMMs hide, as far as these last: none; those beside a column-parallel linear's backward;
+all, each behind its own linear."""
 
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p", "host"]
 """Messages between tensor-parallel ranks, between stages, and to host memory or back, one way at a time."""
@@ -121,6 +126,8 @@ class Shape(Part):
     context: int = 1
     implementation: str = "local"
     qk_norm: bool = False
+    kv_channels: int | None = None
+    """The width of a head where it is not hidden / heads."""
     fp8: str | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
@@ -129,7 +136,7 @@ class Shape(Part):
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
 
-LATER: dict[str, Any] = {"qk_norm": False, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
+LATER: dict[str, Any] = {"qk_norm": False, "kv_channels": None, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
@@ -175,6 +182,10 @@ class Profile(Part):
     """Final norm, output projection and loss."""
     interference: float = Field(default=1.0, ge=1.0)
     """How many times longer a replay takes while a collective is under way."""
+    host_time: HostTime | None = None
+    """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
+    hiding: Hiding = "stock"
+    """Nobody measures it: the job says it (`config.overlap`)."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -215,10 +226,14 @@ class Profile(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON, less what came later and is off: what a plan records as its origin."""
+        """SHA-256 of the profile's canonical JSON, less what came later and is off, and host time (see `Job.digest`): what a plan
+        records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
+        off["host_time"] = True
         if self.experts is None:
             off["experts"] = True
+        if self.hiding == "stock":
+            off["hiding"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
@@ -235,10 +250,16 @@ def shape_of(job: Job) -> Shape:
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
+    facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if model.experts is not None:
         layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}
     return Shape(micro=job.batch.micro, **layout, **facts)
+
+
+def hiding_of(job: Job) -> Hiding:
+    """What the GEMMs of a job hide for certain. Userbuffers may hide nothing more, at worst."""
+    return "stock" if job.overlap.linears or job.parallel.sequence_parallel else "nothing"
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

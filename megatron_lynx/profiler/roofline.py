@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.config.cluster import Link, Matmul
+from megatron_lynx.config.cluster import AttentionKernel, Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.link_levels import link_among
+from megatron_lynx.profiler.profile import hiding_of
 from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -57,7 +58,8 @@ class Roofline:
         units, recipe = job.cluster.fp8, job.model.fp8_recipe
         casts, speed = None, 1.0
         if recipe is not None and units is not None:
-            casts, speed = Casts(recipe, units.transposes), 1e12 * units.tflop_per_s / matmul.peak_flop_per_s("bf16")
+            achieved = units.tflop_per_s * (units.efficiency or matmul.efficiency)
+            casts, speed = Casts(recipe, units.transposes), achieved / (matmul.bf16_tflop_per_s * matmul.efficiency)
         return cls(matmul, hbm, job.model.dtype, ring, casts, speed, _beside_s(job))
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
@@ -72,9 +74,13 @@ class Roofline:
         moved, kernels = cast
         return kernels * self.hbm.latency_us * 1e-6 + moved / self.hbm.byte_per_s
 
-    def attention_s(self, flops: float, moved_bytes: float) -> float:
+    def attention_s(self, flops: float, moved_bytes: float, kernel: AttentionKernel) -> float:
         """Attention in fused kernels."""
-        return self._seconds(self.matmul.attention_s(flops, self.dtype), moved_bytes)
+        return self._seconds(self.matmul.attention_s(flops, self.dtype, kernel), moved_bytes)
+
+    def batched_s(self, count: int, flops: float, moved_bytes: float) -> float:
+        """So many GEMMs of one shape in one kernel, each only as efficient as its own size lets it be. FLOPs and bytes of all."""
+        return self._seconds(count * self.matmul.gemm_s(flops / count, self.dtype), moved_bytes)
 
     def slowed_s(self, alone_s: float, collective_s: float) -> float:
         """A GEMM beside a collective, which may outlast it."""
@@ -88,7 +94,7 @@ class Roofline:
 def _beside_s(job: Job) -> tuple[float, float]:
     """The input gathered again beside the dgrad, under sequence parallelism; its gradient reduced beside the wgrad."""
     tensor = job.parallel.tensor
-    if tensor == 1:
+    if tensor == 1 or hiding_of(job) == "nothing":
         return 0.0, 0.0
     link, share, shape = link_among(job.cluster, tensor), (tensor - 1) / tensor, LayerShape.of(job)
     sent = share * shape.gathered_bytes

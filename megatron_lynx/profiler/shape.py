@@ -47,7 +47,7 @@ class LayerShape:
 
     @property
     def query_width(self) -> int:
-        return self.model.hidden // self.parallel.tensor
+        return self.model.query_width // self.parallel.tensor
 
     @property
     def key_width(self) -> int:

@@ -113,11 +113,12 @@ def _mlp(shape: LayerShape) -> list[SavedTensor]:
     rows = shape.tokens * model.element_bytes
     own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}
     fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
-    biased = model.bias and shape.eager  # eager: the sum with the bias is a block of its own
+    squared = model.activation == "squared_relu"
+    apart = shape.eager and (model.bias or squared)  # eager: the sum with the bias, or what ReLU made, is a block of its own
     blocks = [
         *_norm(shape, MLP),
-        SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if biased else (ACTIVATION,), output=True),
-        SavedTensor(bytes=fc1_out if biased else 0, **own),
+        SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if apart else (ACTIVATION,), output=True),
+        SavedTensor(bytes=fc1_out if apart else 0, **own),
     ]
     if model.activation == "swiglu":
         blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
@@ -153,7 +154,8 @@ def _dropout(shape: LayerShape, section: Section) -> SavedTensor:
 
 def embedding_bytes(shape: LayerShape) -> int:
     """What the embedding keeps of one micro-batch: its dropout's mask."""
-    return MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
+    size = shape.model.element_bytes if shape.eager else MASK_BYTES
+    return size * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
 
 
 def head_bytes(shape: LayerShape) -> int:

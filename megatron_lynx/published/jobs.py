@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.config import Job
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config import Job, Model
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
 
 def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields: Any) -> Job:
     """A job on `models/MODEL`, with another sequence length if one is given, and `clusters/CLUSTER`; `fields`: its other keys."""
-    shape = _catalogued(f"models/{model}")
-    data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": _catalogued(f"clusters/{cluster}"), **fields}
+    shape = read_yaml(bundled_configs() / f"models/{model}.yaml")
+    described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
+    data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": described, **fields}
     return validated(Job, data, f"{model} on {cluster}")
 
 
-def published_figures() -> dict[str, Any]:
-    """The file of figures, as it stands."""
-    return read_yaml(bundled_configs() / "published.yaml")
+def described_job(model: Model, cluster: str, **fields: Any) -> Job:
+    """A job on a model that is written out, and `clusters/CLUSTER`."""
+    described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
+    return validated(Job, {"model": model.model_dump(mode="json"), "cluster": described, **fields}, f"a model on {cluster}")
 
 
-def _catalogued(name: str) -> dict[str, Any]:
+def published_figures(name: str = "published") -> dict[str, Any]:
+    """A file of figures, as it stands."""
     return read_yaml(bundled_configs() / f"{name}.yaml")

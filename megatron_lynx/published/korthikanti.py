@@ -13,7 +13,7 @@ from megatron_lynx.config import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.parameters import gradient_bytes, optimizer_bytes, parameter_bytes, stage_parameters
-from megatron_lynx.cost.stage_memory import stage_memory
+from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -59,8 +59,10 @@ def rows(figures: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def job_of(config: Mapping[str, Any], technique: str) -> Job:
+    """With Megatron of 2022: messages are cut among tensor ranks (since January 2021), none overlaps a pass (until May 2023)."""
     policy, sequence_parallel = TECHNIQUES[technique]
     layout: dict[str, Any] = {"tensor": config["t"], "pipeline": config["p"], "sequence_parallel": sequence_parallel}
+    layout["scattered_messages"] = not sequence_parallel
     if config["interleave_m"] > 1:
         layout["layers_per_chunk"] = config["layers"] // (config["p"] * config["interleave_m"])
     return catalogued_job(
@@ -68,6 +70,7 @@ def job_of(config: Mapping[str, Any], technique: str) -> Job:
         "a100-80g",
         gpus=config["gpus"],
         parallel=layout,
+        overlap={"messages": False},
         batch={"micro": config["micro_batch"], "global": config["global_batch"]},
         policy=policy,
     )
@@ -79,14 +82,14 @@ def _memory(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator
     states = parameter_bytes(job, count) + gradient_bytes(job, count) + optimizer_bytes(job, count)
     yield Row(SOURCE, f"figure 1: parameters and optimizer, {name}", published["params_opt"], states / GIB, "GiB", bound=1.0)
     for key, technique in (("act_tp_only", "none"), ("act_seqsel", "seqsel")):
-        computed = stage_memory(job_of(config, technique), 0).activations / GIB
+        computed = stage_parts(job_of(config, technique), 0).activations / GIB
         yield Row(SOURCE, f"figure 1: activations, {name}, {key}", published[key], computed, "GiB", bound=1.0)
 
 
 def _shares(config: Mapping[str, Any], published: Mapping[str, Any]) -> Iterator[Row]:
-    whole = stage_memory(job_of(config, "none"), 0).activations
+    whole = stage_parts(job_of(config, "none"), 0).activations
     for technique in TECHNIQUES:
-        computed = 100 * stage_memory(job_of(config, technique), 0).activations / whole
+        computed = 100 * stage_parts(job_of(config, technique), 0).activations / whole
         what = f"figure 7: activations of tensor parallelism alone, {config['model']}, {technique}"
         yield Row(SOURCE, what, published[technique], computed, "%", bound=1.0, error_in="unit")
 

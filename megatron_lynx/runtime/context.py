@@ -62,8 +62,13 @@ class Surroundings:
     def capture(self) -> tuple[Any, ...]:
         return tuple(context.capture() for context in self._contexts)
 
+    def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
+        if len(self._contexts) == 1:
+            return self._contexts[0].as_captured(captured[0])
+        return self._all_as_captured(captured)
+
     @contextmanager
-    def as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
+    def _all_as_captured(self, captured: tuple[Any, ...]) -> Iterator[None]:
         with ExitStack() as stack:
             for context, then in zip(self._contexts, captured, strict=True):
                 stack.enter_context(context.as_captured(then))

@@ -35,7 +35,7 @@ from megatron_lynx.runtime.offload import Offloader, Shipment
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
-from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.record import Passage
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
@@ -43,6 +43,7 @@ from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
+from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
@@ -73,6 +74,8 @@ class Engine:
         self._recipes = Recipes()
         self._waits = Waits(self._progress, self._windows, self._replays)
         self._entered_at: Any = None
+        self.observer: Observer | None = None
+        """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
 
     @property
     def in_half(self) -> bool:
@@ -152,7 +155,7 @@ class Engine:
             outputs = self._record(frame, shipment, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
-        self.trace.add("forward", *frame.key, micro_batch.number, None, begin)
+        self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         self._mark(frame, (args, kwargs), outputs)
@@ -167,7 +170,7 @@ class Engine:
             frame.surroundings = self._surroundings.capture()
         half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
         recipe = self._recipes.find(half, signature)
-        recorder = Recorder(frame, self._random, self._replays.take, shipment, recipe)
+        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, shipment, recipe)
         outputs = self._progress.run(recorder, args, kwargs)
         if recorder.recipe is not recipe:
             self._recipes.put(half, signature, recorder.recipe)
@@ -206,7 +209,7 @@ class Engine:
     def _close_backward_span(self) -> None:
         frame = self._ledger.entered
         if frame is not None:
-            self.trace.add("backward", *frame.key, frame.micro_batch.number, None, self._entered_at)
+            self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
 
     # --- windows -------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ trace      when it was done, if somebody asked for that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.device import Event
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import Offloader
@@ -71,6 +72,6 @@ class Progress:
         finally:
             self.scope = outer
 
-    def span(self, kind: SpanKind, frame: Frame, window: str | None = None) -> AbstractContextManager[None]:
-        """An event of a frame, in the trace."""
-        return self.trace.span(kind, *frame.key, frame.micro_batch.number, window)
+    def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
+        """Something was done for a frame since `begin`, which was asked of the trace."""
+        self.trace.add(kind, *frame.key, frame.micro_batch.number, window, begin)

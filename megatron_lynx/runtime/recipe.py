@@ -98,6 +98,8 @@ class HalfRecipe:
     sites: dict[int, SiteRecipe] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)
     """Of the kept sites that a replay passes: whether with values."""
+    inert: frozenset[int] = frozenset()
+    """Sites of which nothing is let go, sent out or remembered, and neither of the code behind them."""
     lets_go: frozenset[int] = frozenset()
     """Where anything is let go. A replay needs the memos before the last of these, so elsewhere nothing may be."""
 

@@ -53,6 +53,7 @@ class Recorder:
         self._ordinal = 0
         self._row_segment = -1
         self._packing: Packing | None = None
+        self._maybe_inert: list[int] = []
         self._teaches = recipe is None
         self._recipe = HalfRecipe() if recipe is None else recipe
         self._fits = True
@@ -79,6 +80,9 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
+        segment = self._segment + (1 if site.first is None else 2)
+        if segment in self._recipe.inert:
+            return self._pass_over(call, segment)
         if self._teaches and self._item not in self._replay:
             self._resident.update(map(storage_of, call.arguments))  # [5]
         if site.first is not None:
@@ -86,11 +90,19 @@ class Recorder:
         self._enter(site.name)
         outputs = self._called(call)
         if site.state is not None and self._replay:
-            self.frame.site_states[self._segment] = site.state.capture()  # [8]
+            self.frame.site_states[segment] = site.state.capture()  # [8]
         code = self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
         self._packs(code in self._replay or self._shipment is not None)  # [1]
+        if site.state is None and code not in self._replay and self._shipment is None:
+            self._maybe_inert.append(segment)
         return outputs
+
+    def _pass_over(self, call: SiteCall, segment: int) -> Any:
+        """A site of which nothing is let go or remembered, and neither of the code behind it."""
+        self._packs(False)
+        self._segment, self._item = segment + 1, None
+        return call()
 
     def _called(self, call: SiteCall) -> Any:
         site, kept = call.site, call.site.name not in self._replay
@@ -195,6 +207,8 @@ class Recorder:
             elif segment >= last_with_values:
                 memos[segment] = Memo(map_nest(Tensor, absent, memos[segment].outputs), memos[segment].random)
         self._recipe.lets_go = lets_go
+        sites = self._recipe.sites
+        self._recipe.inert = frozenset(at for at in self._maybe_inert if at not in memos and at in sites and not sites[at].picks)
         self._recipe.memos = {segment: segment < last_with_values for segment in memos}
 
     def _stow_what_replay_needs(self, shipment: Shipment) -> None:

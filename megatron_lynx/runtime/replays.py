@@ -49,11 +49,12 @@ class Replays:
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
-        with self._progress.span("replay", frame, window):
-            if self.would_gather(frame, until):
-                self.gather(frame)
-            if frame.wanted:
-                self._run(frame, until)
+        begin = self._progress.trace.now()
+        if self.would_gather(frame, until):
+            self.gather(frame)
+        if frame.wanted:
+            self._run(frame, until)
+        self._progress.add_span("replay", frame, window, begin)
         if not frame.wanted:
             frame.give_up_inputs()
         elif until is None:

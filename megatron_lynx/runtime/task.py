@@ -88,6 +88,7 @@ class Gather:
     def run(self, opening: Opening) -> bool:
         frame = opening.frame_of(self.half)
         if frame is not None and frame.gathering is None:
-            with opening.progress.span("gather", frame, opening.window):
-                opening.replays.gather(frame)
+            begin = opening.progress.trace.now()
+            opening.replays.gather(frame)
+            opening.progress.add_span("gather", frame, opening.window, begin)
         return True

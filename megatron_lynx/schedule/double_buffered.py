@@ -69,6 +69,18 @@ def deferral(stage: int, backward_share: float = 2 / 3) -> int:
     return round(stage * backward_share)
 
 
+def defers_more_than_before(stage: int) -> bool:
+    """Whether a stage runs more backwards before a deferred update than the stage before it, which is one more.
+
+    What the two then exchange behind the stage's last backward is exchanged behind the update: the gradient that it made there
+    serves a backward that the stage before runs only then, and so does the forward whose output it needs next.
+
+        stage 0   ... 4F0 2B0 U0  5F0 3B0        between 3B0 and U0 of stage 1: 3B0's gradient, 5F0's output
+        stage 1   ... 3F0 2B0  4F0 3B0 U0  5F0
+    """
+    return stage > 0 and deferral(stage) > deferral(stage - 1)
+
+
 def batch_order(
     pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int = 0, drains: bool = False
 ) -> tuple[Action | Update, ...]:

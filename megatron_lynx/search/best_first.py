@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
-from megatron_lynx.cost.step import update_s
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
 from megatron_lynx.search import planned
@@ -51,7 +51,7 @@ class BestFirst:
     excesses: list[Excess] = field(default_factory=list)
     """What is too much for those that do not fit, although their parameters, gradients and optimizer do."""
     _costs: dict[tuple[Any, ...], LayerCost] = field(default_factory=dict)
-    _updates_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+    _updates_s: dict[tuple[object, ...], float] = field(default_factory=dict)
     _queue: list[tuple[float, int, Entry | Candidate]] = field(default_factory=list)
     _taken: set[Layout] = field(default_factory=set)
     """Layouts whose best is simulated."""
@@ -131,11 +131,12 @@ class BestFirst:
         return self._costs[key]
 
     def _update_s(self, job: Job) -> float:
-        """Seconds of gradients, optimizer and parameters, which are the same for many micro-batch sizes and policies."""
-        layout = job.parallel
-        key = (layout.tensor, layout.context, layout.pipeline, job.schedule == "flush", layout.expert)
+        """Seconds of gradients, optimizer and parameters, which are the same for many policies, and unless something overlaps for
+        many micro-batch sizes."""
+        layout, behind = job.parallel, (job.batch.micro, job.parallel.sequence_parallel) if job.overlap.gradients else None
+        key = (layout.tensor, layout.context, layout.pipeline, job.schedule == "flush", layout.expert, behind)
         if key not in self._updates_s:
-            self._updates_s[key] = update_s(job)
+            self._updates_s[key] = update_s(job, self._cost(job).profile)
         return self._updates_s[key]
 
 

@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.step import step_seconds, update_s
+from megatron_lynx.cost.step import step_seconds
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
@@ -58,5 +59,5 @@ class StockFitting(Entry):
     def closer(self) -> Candidate:
         """Simulates it. The closed form alone knows that copies and messages take turns, so no less than it says is taken."""
         profile, ratio = self.cost.profile, self.fit.offload_ratio
-        step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job), self.spent.total_s)
+        step_s = max(pipeline_s(self.job, profile, ratio) + update_s(self.job, profile), self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, self.fit.memory.total)

@@ -8,10 +8,11 @@ else                                                  the smallest share that fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, memory_of_stages
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.offload import smallest_ratio
 from megatron_lynx.units import GIB, format_bytes
@@ -36,8 +37,9 @@ class Excess:
     @property
     def most(self) -> str:
         """The part of the stage's memory that is largest."""
-        name = max((field.name for field in fields(self.memory)), key=lambda part: getattr(self.memory, part))
-        return f"{name} {format_bytes(getattr(self.memory, name))}"
+        kinds = self.memory.kinds
+        name = max(kinds, key=lambda kind: kinds[kind])
+        return f"{name} {format_bytes(kinds[name])}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, PASSES
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
-from megatron_lynx.cost.step import replaying_stage_s
+from megatron_lynx.cost.step import replaying_stage_s, waited_messages
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -72,7 +72,7 @@ class LayerCost:
         return Spent(
             compute_s=microbatches * self.slowest_s(job) - collectives_s,
             replay_s=microbatches * layers * replay_s,
-            communication_s=collectives_s + (2 * (pipeline - 1) * self.message_s if flushes else 0.0),
+            communication_s=collectives_s + (2 * waited_messages(job) * self.message_s if flushes else 0.0),
             bubble_s=others_s / job.chunks if flushes else 0.0,
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.step import update_s
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, least_memory
@@ -81,7 +81,7 @@ class AllStages(Entry):
                 return _excess(self.job, self.stages)
             answers, pipeline_s = decision.stages, decision.simulation.step_s
             memory_bytes = max(memory.total for memory in decision.memory)
-        step_s, ratio = pipeline_s + update_s(self.job), max(answer.offload_ratio for answer in answers)
+        step_s, ratio = pipeline_s + update_s(self.job, self.cost.profile), max(answer.offload_ratio for answer in answers)
         step_s = max(step_s, self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.stage_memory import chunk_bytes, offloads
 from megatron_lynx.cost.step import replaying_stage_s
@@ -57,7 +58,7 @@ def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, messag
 def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:
     """The first chunk of the first stage has the embedding, the last one of the last stage the head."""
     message_bytes = LayerShape.of(job).gathered_bytes
-    whole = replaying_stage_s(job, profile, stage, message_bytes)
+    whole = issued(replaying_stage_s(job, profile, stage, message_bytes), job, profile, stage)
     first = embedding_of(profile, message_bytes) if stage == 0 else NO_BLOCK
     last = head_of(profile, message_bytes) if stage == job.parallel.pipeline - 1 else NO_BLOCK
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks

@@ -83,9 +83,17 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "hidden_replay_s": simulation.hidden_replay_s(stage),
         "exposed_replay_s": simulation.exposed_replay_s(stage),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
+        **_of_host(simulation, stage),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,
         "actions": actions,
     }
+
+
+def _of_host(simulation: Simulation, stage: int) -> dict[str, float]:
+    """Host time, where it is known: `host_late_s` is above 0 where passes wait for Python."""
+    if not simulation.host_s(stage):
+        return {}
+    return {"host_s": simulation.host_s(stage), "host_late_s": simulation.host_late_s(stage)}
 
 
 def _share(simulation: Simulation, seconds: float) -> str:

@@ -10,6 +10,7 @@
 [1] what is left of a replay for on demand runs when backward enters its half; its gather, as far as it delays, comes before
 [2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
+[4] a pass takes as long as the host needs to issue its halves, at least
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
 from megatron_lynx.simulator.treated import Part, Treated
@@ -69,14 +71,18 @@ def stage_passes(
     )
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
+    host = sum((half.host for half in treated), start=NO_HOST_TIME)  # [4]
+
+    def forward_pass(served: Served, gathered: Gathered) -> TimedPass:
+        return _forward(treated, served, gathered, forward, profile.interference, first).issued_in(host.forward_s)
+
     return ChunkPasses(
-        forward={phase: _forward(treated, *_hidden(treated, phase), forward, profile.interference, first) for phase in PHASES},
-        backward={phase: _backward(treated, phase, backward, profile.interference, back) for phase in PHASES},
-        received={phase: _received(treated, phase) for phase in PHASES},
-        hiding={
-            chunk: _forward(treated, *_as_seen_by(treated, other), forward, profile.interference, first)
-            for chunk, other in others.items()
+        forward={phase: forward_pass(*_hidden(treated, phase)) for phase in PHASES},
+        backward={
+            phase: _backward(treated, phase, backward, profile.interference, back).issued_in(host.backward_s) for phase in PHASES
         },
+        received={phase: _received(treated, phase) for phase in PHASES},
+        hiding={chunk: forward_pass(*_as_seen_by(treated, other)) for chunk, other in others.items()},
     )
 
 

@@ -6,13 +6,15 @@
     cool-down                                      its windows' replays                 its windows' replays
 
 The next backward may be another chunk's, and a forward hides nothing where that is its own, or of a micro-batch that is whole.
-A pass is timed from its own beginning; the simulator puts it in its place.
+A pass is timed from its own beginning; the simulator puts it in its place. No pass is shorter than its host time:
+
+    device    ├F─┤├F─┤├──B──┤         host    ├─F─┤├─F─┤├───────B───────┤         what is run     ├─F─┤├─F─┤├───────B───────┤
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import HostCopy
@@ -34,6 +36,24 @@ class TimedPass:
     """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
     spans: tuple[Span, ...] = ()
     """What a picture shows, from the beginning; without micro-batch."""
+    host_s: float = 0.0
+    """What the host needs to issue it; 0 where that is not known."""
+    host_late_s: float = 0.0
+    """By how much it is longer than on the device alone, because the host is slower."""
+
+    def issued_in(self, host_s: float) -> TimedPass:
+        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""
+        if host_s <= self.seconds:
+            return replace(self, host_s=host_s)
+        slower = host_s / self.seconds if self.seconds else 1.0
+        return replace(
+            self,
+            seconds=host_s,
+            memory=tuple((slower * at_s, change) for at_s, change in self.memory),
+            spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
+            host_s=host_s,
+            host_late_s=host_s - self.seconds,
+        )
 
 
 NOTHING = TimedPass()

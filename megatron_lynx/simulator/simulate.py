@@ -139,8 +139,10 @@ class Run:
                 continue
             over = self._behind_copies(stage, before, action, free) if stage.asked_by else free
             ready, arrived = yield from self._exchange(stage, before, action, over)
+            synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
+            held_up_s, arrived = over - free + synchronised - arrived, synchronised
             begin = self._replayed(stage, action, phase, replay, ready, arrived) if replay.seconds else arrived
-            free = self._execute(stage, action, phase, behind, (arrived, begin, over - free))
+            free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s))
             before, replay = action, NOTHING
         yield from self._end(stage, before, free)
 
@@ -171,8 +173,12 @@ class Run:
 
     def _behind_copies(self, stage: RunningStage, before: Action | None, action: Action, free: float) -> float:
         """When an exchange can begin where copies avoid messages (if blocking; else there is always one under way)."""
+        return max(free, self._copied_s(stage, before, action))
+
+    def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
+        """When all copies asked for before an exchange are over; 0 where there is none, or it does not synchronise."""
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
-        return max(free, stage.copies.free_s) if self._schedule.blocking and exchanges else free
+        return stage.copies.free_s if self._schedule.blocking and exchanges else 0.0
 
     def _replayed(
         self, stage: RunningStage, action: Action, phase: Phase, replay: TimedPass, free: float, arrived: float

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from megatron_lynx.cost.host import HostLoad
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
@@ -64,6 +65,22 @@ class Simulation:
 
     def hidden_replay_s(self, stage: int) -> float:
         return sum([each.content.hidden_s for each in self.counted(stage)])
+
+    def host_s(self, stage: int) -> float:
+        """Seconds that the host needs to issue the passes; 0 where its time is not known."""
+        return sum([each.content.host_s for each in self.counted(stage)])
+
+    def host_late_s(self, stage: int) -> float:
+        """Seconds by which passes are longer because the host is slower than the device."""
+        return sum([each.content.host_late_s for each in self.counted(stage)])
+
+    @cached_property
+    def host_bound(self) -> tuple[HostLoad, ...]:
+        """The stages on which some pass waits for the host: its seconds, beside those of the device for the same passes."""
+        late = {stage: self.host_late_s(stage) for stage in range(len(self.executed))}
+        return tuple(
+            HostLoad(stage, self.host_s(stage), self.busy_s(stage) - late_s) for stage, late_s in late.items() if late_s > 0
+        )
 
     def replays_of(self, stage: int, chunk: int) -> tuple[float, float]:
         """Seconds of one chunk's replays: hidden, exposed. Those that a forward hides are the next backward's."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
 from megatron_lynx.schedule.schedule import Phase
@@ -58,6 +59,8 @@ class Treated:
     cooldown: Seating = SEATED_ON_DEMAND
     stops: Mapping[str, Stop] = field(default_factory=dict)
     """How far the replay is where it stops."""
+    host: HostSeconds = NO_HOST_TIME
+    """How long the host takes to issue it. Its replay is issued with its backward, wherever it runs."""
 
     @property
     def half(self) -> Half:

@@ -49,7 +49,7 @@ class WholeMicroBatches:
     resident_bytes: int
     """What one of them holds from forward to backward."""
     peak_bytes: int
-    """The most that one of them holds at once."""
+    """The most that one of them holds at once, the loss included."""
 
     @property
     def replaying_share(self) -> float:
@@ -71,6 +71,8 @@ class Solved:
     whole: WholeMicroBatches | None = None
     cooldown_peak_bytes: int = 0
     """The most that is held in cool-down, where that is more than the options say (`solver.receive`)."""
+    loss_bytes: int = 0
+    """What the loss holds before backward reaches the layers, beyond what is held beside them then (`StageProblem`)."""
 
     @property
     def proven(self) -> bool:
@@ -111,11 +113,12 @@ class Solved:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it."""
+        """While a micro-batch that replays runs backward, or one that is whole, with all others that are in flight beside it; or
+        while the loss is computed."""
         if self.whole is None:
-            return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight))
+            return max(self.cooldown_peak_bytes, peak_bytes(self.backward_order, self.in_flight, self.loss_bytes))
         count, others = self.whole.count, self.whole.of_every - self.whole.count
-        replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others)
+        replaying = count * self.whole.resident_bytes + peak_bytes(self.backward_order, others, self.loss_bytes)
         whole = (count - 1) * self.whole.resident_bytes + self.whole.peak_bytes + others * self.resident_bytes
         return max(replaying, whole)
 

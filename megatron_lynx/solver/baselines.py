@@ -67,7 +67,8 @@ def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp:
     if problem.mixed is not None:
         return _beside_experts(problem, problem.mixed, attention, mlp, last_mlp)
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
-    return Solved((*below, LayerChoice(problem.at_top(attention), last_mlp)), problem.in_flight)
+    last = LayerChoice(problem.at_top(attention), last_mlp)
+    return Solved((*below, last), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
@@ -79,7 +80,7 @@ def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp:
         LayerChoice(below, mixed.experts) if experts else LayerChoice(attention, last_mlp if last else mlp)
         for experts, last in zip(mixed.layers, [False] * (problem.layers - 1) + [True], strict=True)
     ]
-    return Solved(tuple(layers), problem.in_flight)
+    return Solved(tuple(layers), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
 def _most_replayed(options: Choices) -> list[Option]:

@@ -8,7 +8,7 @@ layers that are alike, the first that backward reaches holds the most. So with u
 straight lines in k, whatever the number of layers:
 
     (in flight - 1) x resident  +  max(top + k held(Y) + u held(X),  middle + u held(X))
-    top       what Z, the attention half below it, or the first layer of Y needs on top of what is held behind them
+    top       what the loss, Z, the attention half below it, or the first layer of Y needs on top of what is held behind them
     middle    the same of the last half of Y while the first one of X is regenerated, and of the first layer of X
 
 X, Y and Z are given as numbers, or as arrays of numbers: of layers (every attention half with every MLP half), and of last MLP
@@ -64,7 +64,7 @@ class Form:
         attention = self.problem.at_top(self._layer(above).attention)
         end = LayerChoice(attention, self.problem.last_mlp.unbeaten[last])
         lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
-        return Solved((*lower, end), self.problem.in_flight)
+        return Solved((*lower, end), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     def exposed_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
         ends_s = self.first.exposed_s[above] + self.last.exposed_s[last]
@@ -84,8 +84,10 @@ class Form:
 
     def top(self, above: Numbers, last: Numbers, count: Floats | int = 2) -> Floats:
         """Without a count: as if there were two layers of Y, which may be more than one needs."""
-        moments = _moments(self.first.at(above), self.last.at(last))
-        highest = np.maximum.reduce(np.broadcast_arrays(*moments))
+        attention, end = self.first.at(above), self.last.at(last)
+        moments = _moments(attention, end)
+        before = end.held + attention.held + self.problem.loss_bytes
+        highest = np.maximum.reduce(np.broadcast_arrays(before, *moments))
         for number in self._overlapping if self.below_last else ():
             highest = np.maximum(highest, moments[number] + self._ahead[number][above])
         return np.maximum(highest, np.where(np.asarray(count) > 1, self._chained[above], self._alone[above]))

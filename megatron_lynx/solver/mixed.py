@@ -61,7 +61,7 @@ class Combinations:
 
     def answer(self, number: int) -> Solved:
         forward = [self.kinds[kind][self._picked[kind][number]] for kind in self._kind_of_half]
-        return Solved(layers_of(forward), self.problem.in_flight)
+        return Solved(layers_of(forward), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     @cached_property
     def exposed_s(self) -> Floats:
@@ -76,7 +76,7 @@ class Combinations:
         """[A] [B] of `cost.memory`."""
         backward = self._halves[::-1]
         behind = sum((columns.held for columns in backward), np.zeros(self._size))
-        peak = behind
+        peak = behind + self.problem.loss_bytes
         for number, half in enumerate(backward):
             following = backward[number + 1 : number + 3]
             begins = sum((each.ahead2 for each in following[:1]), sum(each.ahead4 for each in following[1:]))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import StageMemory, host_bytes, memory_of_stages
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.units import GIB, format_bytes
 
@@ -47,9 +48,9 @@ def shortages(job: Job, ratio: float) -> list[Problem]:
 
 
 def _largest(memory: StageMemory) -> str:
-    parts = {name: size for name, size in memory.named.items() if name != "total"}
-    name = max(parts, key=lambda part: parts[part])
-    return f"{name} ({format_bytes(parts[name])})"
+    kinds = memory.kinds
+    name = max(kinds, key=lambda kind: kinds[kind])
+    return f"{name} ({format_bytes(kinds[name])})"
 
 
 def _host_shortage(job: Job, ratio: float) -> Problem | None:

@@ -11,16 +11,20 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import PricedSection, priced
+from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.held import held_in
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
 from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
+from megatron_lynx.solver.stage_budget import loss_bytes
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
 
@@ -43,11 +47,21 @@ class Subset:
     """In windows of the stage's backward, the best first."""
     price: PricedSection
     """What it costs, and what it holds if it is replayed on demand."""
+    host: HostSeconds
 
     def option(self, seat: Seat, profile: Profile) -> Option:
-        price, exposed_s = self.price, seat.exposed_s(self.price.replay_s, profile.interference)
+        price = self.price
         steady, cooldown = (self._held(placement, seat.gather, profile) for placement in (seat.steady, seat.cooldown))
-        return Option(self.replay, steady, seat, price.replay_s, exposed_s, price.flops, cooldown)
+        return Option(
+            self.replay,
+            steady,
+            seat,
+            replay_s=price.replay_s,
+            exposed_s=seat.exposed_s(price.replay_s, profile.interference),
+            flops=price.flops,
+            cooldown_memory=cooldown,
+            host=self.host,
+        )
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
         sequence_parallel = profile.shape.sequence_parallel
@@ -82,6 +96,8 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
+            device=self._device(stage, seats.chunks),
+            loss_bytes=self._loss_bytes(seats),
         )
 
     def _at_top(self, attention: Choices) -> Choices | None:
@@ -105,6 +121,19 @@ class StageProblems:
     def _tops(self) -> dict[int, tuple[Choices, Choices]]:
         """By identity of the choices below."""
         return {}
+
+    def _device(self, stage: int, chunks: tuple[int, ...]) -> StageSeconds | None:
+        """One micro-batch on the device, in one of the chunks. Ends of the model are shared out among all chunks of the stage."""
+        if self.profile.host_time is None:
+            return None
+        whole = stage_seconds(self.job, self.profile, stage, LayerShape.of(self.job).gathered_bytes)
+        part = self.job.chunk_layers(stage)[chunks[0]] / self.job.layers_on(stage)
+        return StageSeconds(part * whole.forward_s, part * whole.backward_s)
+
+    def _loss_bytes(self, seats: StageSeats) -> int:
+        """The loss comes after the model's last chunk, and is taken to come after all that are treated as that one is."""
+        last = seats.stage == self.job.parallel.pipeline - 1 and self.job.chunks - 1 in seats.chunks
+        return loss_bytes(self.job, seats.stage) if last else 0
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
         """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
@@ -181,4 +210,5 @@ class StageProblems:
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
             price = priced(self.profile, kind.section, items)
-            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price)
+            host = half_host_s(self.profile, kind.section, items)
+            yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)

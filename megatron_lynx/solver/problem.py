@@ -5,7 +5,7 @@
       ├── mlp         the MLP halves but the last
       ├── last_mlp    the stage's last MLP half: no backward of this stage comes before it
       ├── mixed       where some layers have experts: which, and the choices of their halves
-      └── in_flight, budget_bytes
+      └── in_flight, budget_bytes, loss_bytes
 
 An option is a set of replayed items with what follows from it. Its seat says where that replay runs, and how much of it the
 windows there hide (`solver.placement`). Seconds and bytes are those of one micro-batch on one rank.
@@ -21,7 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import AHEAD, HalfMemory
+from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.placement import Seat
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -45,6 +47,8 @@ class Option:
     flops: int
     cooldown_memory: HalfMemory | None = None
     """What it holds in cool-down; None: the same."""
+    host: HostSeconds = NO_HOST_TIME
+    """How long the host takes to issue the half so."""
 
     @property
     def hidden_s(self) -> float:
@@ -164,6 +168,10 @@ class StageProblem:
     """None on the last stage."""
     mixed: Mixed | None = None
     """None where no layer has experts."""
+    device: StageSeconds | None = None
+    """One micro-batch on the device, nothing replayed. None where the host's time is not known."""
+    loss_bytes: int = 0
+    """What the loss holds while all of this is kept, before backward reaches it, beyond what is held beside the layers then."""
     last_attention: Choices | None = None
     """What each attention half is in the stage's last layer, where fewer windows come before it; None: the same."""
 

@@ -4,7 +4,7 @@
                        these are chosen one by one    | of these only how many choose each option
 
     x[half, option] in {0, 1}, y[kind of half, option] a count;  every half has one option
-    while the backward of each half on the left begins [A], and when it ends [B] (`cost.memory`):
+    before backward begins, beside the loss; while that of each half on the left begins [A], and when it ends [B] (`cost.memory`):
         (in flight - 1) x resident  +  held behind it  +  what it needs itself  +  what is there ahead of two  <=  budget
 
 Either the exposed seconds are least and the budget is given, or the budget itself is least. What the halves on the right need
@@ -35,6 +35,9 @@ PRECISION = 1e3
 HOPELESS = 1e6
 """Options that expose more than so many times the least are treated as equally slow."""
 
+MOST_EXACT = 2**53
+"""Up to here float64 counts every byte."""
+
 IMPOSSIBLE = 2
 """`status` of scipy's `milp`."""
 
@@ -61,12 +64,17 @@ class Programme:
         """`enough`: the part of the costs that need not be gained."""
         costs, unit = (self._seconds, self._second_unit) if goal == "time" else (np.zeros(self._width), self._byte_unit)
         rows, one = self._needs / self._byte_unit, self._one_option_each
-        budget = 0.0 if goal == "memory" else min((self.problem.budget_bytes or 0) / self._byte_unit, 2 * LARGEST)
+        beside = np.append(self.problem.loss_bytes, np.zeros(len(rows) - 1))
+        room = -beside if goal == "memory" else self._between_grains((self.problem.budget_bytes or 0) - beside)
         least = goal == "memory"  # one more column: the budget itself
         result = milp(
             np.append(costs / unit, float(least)),
             constraints=[
-                LinearConstraint(np.column_stack([rows, np.full(len(rows), -float(least))]), -np.inf, budget),
+                LinearConstraint(
+                    np.column_stack([rows, np.full(len(rows), -float(least))]),
+                    -np.inf,
+                    np.minimum(room / self._byte_unit, 2 * LARGEST),
+                ),
                 LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
             ],
             integrality=np.append(np.ones(self._width), 0),
@@ -89,7 +97,7 @@ class Programme:
         backward += [next(counted[half]) for half in self._backward[self.explicit :]]
         if self.explicit == 1:
             backward[1] = self.problem.at_top(backward[1])
-        return Solved(layers_of(backward[::-1]), self.problem.in_flight)
+        return Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     @cached_property
     def _backward(self) -> list[Half]:
@@ -143,10 +151,10 @@ class Programme:
 
     @cached_property
     def _needs(self) -> Floats:
-        """A row for [A] and one for [B] of each half on the left."""
+        """A row for the loss, before backward begins, then one for [A] and one for [B] of each half on the left."""
         columns, ends = self._columns, np.cumsum(self._widths)
         starts = ends - self._widths
-        rows = []
+        rows = [(self.problem.in_flight - 1) * columns.resident + columns.held]
         for half in range(self.explicit):
             behind = (self.problem.in_flight - 1) * columns.resident
             behind[ends[half] :] += columns.held[ends[half] :]
@@ -160,6 +168,14 @@ class Programme:
                     over[own] += getattr(columns, at_end)[own]
             rows += [begins, over]
         return np.array(rows)
+
+    def _between_grains(self, room_bytes: Floats) -> Floats:
+        """What rows may hold is a multiple of a grain: as much room to the multiple that fits as to the one that does not. HiGHS
+        takes a number that is nearly whole for a whole one, which makes some bytes of a large row."""
+        if self._needs.max() > MOST_EXACT or (self._needs % 1).any():
+            return room_bytes
+        grain = max(1, int(np.gcd.reduce(self._needs.astype(np.int64), axis=None)))
+        return np.asarray(np.floor(room_bytes / grain) * grain + grain // 2)
 
     @cached_property
     def _one_option_each(self) -> Floats:

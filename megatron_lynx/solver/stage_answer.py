@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.stage import StageSeconds
 from megatron_lynx.solver.answer import Solved
 
@@ -33,6 +34,11 @@ class SolvedChunks(tuple[Solved, ...]):
         """What is held of the others at most while one runs backward."""
         return ceil((self[0].in_flight - 1) * self.most_resident_bytes)
 
+    @property
+    def before_loss_bytes(self) -> int:
+        """What is held when the model's last chunk has run forward: of itself, and of all that are in flight beside it."""
+        return ceil(self[-1].resident_bytes + (self[0].in_flight - 1) * self.most_resident_bytes)
+
     def _more_beside(self, chunk: Solved) -> int:
         """How much more the others hold than as many chunks of its own kind would."""
         counted = chunk.resident_bytes if chunk.in_flight == self[0].in_flight else 0
@@ -59,6 +65,13 @@ class StageAnswer:
     """The input of a micro-batch from the stage before. Megatron itself holds it, so it stays on the device."""
     offloaded_share: float = 0.0
     """The share of what every chunk keeps that is offloaded at least: what was asked for, or what can be moved."""
+    host: HostSeconds = NO_HOST_TIME
+    """What the host takes to issue all of it; 0 where that is not known."""
+
+    @property
+    def host_late_s(self) -> float:
+        """By how much its passes are longer than on the device alone, because the host is slower."""
+        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.exposed_s)
 
     @property
     def exposed_s(self) -> float:
@@ -66,8 +79,13 @@ class StageAnswer:
 
     @property
     def peak_bytes(self) -> int:
-        """What all its layers hold at most, all chunks in flight. No less than what a simulation finds."""
+        """What all its layers hold at most, all chunks in flight, or they and the loss. No less than what a simulation finds."""
         return self.chunks.peak_bytes
+
+    @property
+    def layers_peak_bytes(self) -> int:
+        """The same without the loss, while layers run backward."""
+        return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -96,4 +114,4 @@ class StageAnswer:
 
     def seconds(self, microbatches: int) -> float:
         """How long one micro-batch takes, with its part of the exposed copies."""
-        return self.stock.both_s + self.exposed_s + self.exposed_copies_s / microbatches
+        return self.stock.both_s + self.exposed_s + self.host_late_s + self.exposed_copies_s / microbatches

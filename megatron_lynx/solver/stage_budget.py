@@ -1,38 +1,76 @@
-"""The memory that the layers of a stage may use: the device's budget less everything else on the device.
+"""The memory that the layers of a stage may use: the device's budget less everything else on the device at that moment.
 
-budget of the device   -   parameters, gradients, optimizer, embedding, head, logits, the rest      =  layers may hold
-                           `cost.stage_memory` names each
+budget of the device   -   states, buffers, messages, what a backward has in hand  =  layers may hold while they run backward
+                       -   states, ..., the head's inputs, copies of the logits    =  layers may hold while the loss is computed
+                       -   states, copies that an update makes                     =  nothing of the layers is left then
+                           `cost.stage_memory` names each, `cost.moments` says when it is there
 
 budget.activation_mib   bounds the layers alone
 budget.memory_gib       bounds the device; without one, its memory less the cluster's reserve
 neither, on a GPU       the device's memory: the fastest plan that fits is wanted
 neither, on the testbed no bound, because other processes share that memory: the plan with the least memory is wanted
+
+A solver is given the first of these bounds, and by how much the second one is smaller (`loss_bytes`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.stage_memory import StageMemory, stage_memory
+from megatron_lynx.cost.moments import Parts, StageMemory
+from megatron_lynx.cost.stage_memory import parts_beside_layers
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.units import MIB
 
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
-    """The smallest of the bounds, which is below 0 where the rest alone is too much; None where there is no bound."""
+    """The smallest of the bounds on layers that run backward, below 0 where the rest alone is too much; None without a bound."""
     bounds = []
     if job.budget.activation_mib is not None:
         bounds.append(int(job.budget.activation_mib * MIB))
     if bounded_by_device(job):
-        bounds.append(job.memory_budget_bytes - beside_layers(job, stage).total)
+        bounds.append(_on_device_bytes(job, stage))
     return min(bounds, default=None)
+
+
+def loss_bytes(job: Job, stage: int) -> int:
+    """By how much less the layers may hold while the loss is computed than while they run backward."""
+    budget_bytes = layers_budget_bytes(job, stage)
+    if budget_bytes is None or not bounded_by_device(job):
+        return 0
+    parts = beside_layers(job, stage)
+    at_loss = max(parts.at(moment).total for moment in parts.moments if moment in ("forward", "loss", "head_backward"))
+    return max(0, budget_bytes - (job.memory_budget_bytes - at_loss))
 
 
 def bounded_by_device(job: Job) -> bool:
     return job.budget.memory_gib is not None or job.cluster.device == "cuda"
 
 
-def beside_layers(job: Job, stage: int) -> StageMemory:
-    """Everything on a device of a stage but what its layers hold."""
-    everything = stage_memory(job.model_copy(update={"policy": "none"}), stage)
-    return replace(everything, activations=0, staging=0, recomputed=0)
+def beside_layers(job: Job, stage: int) -> Parts:
+    """Everything that a device of a stage ever holds but what its layers hold."""
+    return parts_beside_layers(job, stage)
+
+
+def most_beside_layers(job: Job, stage: int) -> StageMemory:
+    """What is held beside layers that run backward, or by an update, where that alone is too much."""
+    parts = beside_layers(job, stage)
+    update = max(parts.at("reduction"), parts.at("update"), key=lambda memory: memory.total)
+    return update if update.total > job.memory_budget_bytes else parts.at("backward")
+
+
+def _on_device_bytes(job: Job, stage: int) -> int:
+    """Where an update alone is too much, what is missing, below 0."""
+    beside = most_beside_layers(job, stage)
+    if beside.moment != "backward":
+        return job.memory_budget_bytes - beside.total
+    return job.memory_budget_bytes - beside.total - _more_for_embedding(job, stage)
+
+
+def _more_for_embedding(job: Job, stage: int) -> int:
+    """How much more the embedding's backward has in hand than the layers'.
+
+    Less what the layers of that micro-batch no longer hold then: at least their inputs.
+    """
+    parts = beside_layers(job, stage)
+    least = min(job.chunk_layers(stage)) * LayerShape.of(job).input_bytes
+    return max(0, parts.embedding_gradient - parts.in_hand - least)

@@ -26,14 +26,14 @@ from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.host_pool import sets_on_host
-from megatron_lynx.solver import baselines, exact
+from megatron_lynx.solver import baselines, exact, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Solved, Solver, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
-from megatron_lynx.solver.stage_budget import beside_layers, bounded_by_device, layers_budget_bytes
+from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -62,9 +62,9 @@ class Stages:
     def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> StageAnswer:
         """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive.
         Layers differ only where that may save more than `enough_s` of a micro-batch."""
-        if answer.exposed_s == 0:
+        if answer.exposed_s == answer.host_late_s == 0:
             return answer
-        solver = partial(self._refined, solver=partial(exact.solve, enough_s=enough_s))
+        solver = partial(self._refined, solver=partial(host_bound.solve, solver=partial(exact.solve, enough_s=enough_s)))
         return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), solver)
 
     def _best(self, stage: int) -> StageAnswer:
@@ -117,7 +117,10 @@ class Stages:
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
         stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         received_bytes = self._shape.input_bytes
-        return StageAnswer(stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share)
+        host = host_bound.host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
+        return StageAnswer(
+            stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
+        )
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
@@ -127,7 +130,8 @@ class Stages:
         return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
 
     def _late_s(self, answer: StageAnswer) -> float:
-        return round(self.job.microbatches * answer.exposed_s + answer.exposed_copies_s, SECOND_DIGITS)
+        late_s = answer.exposed_s + answer.host_late_s
+        return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
         node, devices = self.job.cluster.node, self.job.host_sharers
@@ -138,7 +142,7 @@ class Stages:
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Says by how much the device's memory is exceeded, if that is what binds; else what the solver says."""
-        beside, budget_bytes = beside_layers(self.job, stage), self.job.memory_budget_bytes
+        beside, budget_bytes = most_beside_layers(self.job, stage), self.job.memory_budget_bytes
         least = self.least(stage)
         missing = beside.total + least.peak_bytes - budget_bytes
         if not bounded_by_device(self.job) or missing <= 0:
@@ -172,7 +176,7 @@ class Stages:
 def _solved(job: Job, problem: StageProblem) -> Solved:
     """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
     if job.policy == "planned":
-        return solve(problem)
+        return host_bound.solve(problem, solve)
     answer = baselines.of_policy(problem, job.policy)
     if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
         raise infeasible(problem, answer)

@@ -7,7 +7,8 @@ What megatron.core asks, and who answers while the stand-in is active:
     torch.zeros(..., device="cuda"), .to, .cuda()    the same call with device="cpu"
     torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
       default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
-    streams, events, synchronize, empty_cache        torch.cpu's empty versions
+    streams, events, empty_cache                     torch.cpu's empty versions
+    torch.cuda.synchronize()                         `posted`: it waits for copies and for all that this rank has posted
     all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -28,9 +30,13 @@ import torch
 import torch._dynamo  # Megatron's import loads it; its tables must be made of torch's own functions, before they are replaced
 
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.testbed.posted import LONGEST_S, PostedWorks, Synchronize
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
 CPU = torch.device("cpu")
+
+SYNCHRONIZE_S = "TESTBED_SYNCHRONIZE_S"
+"""The environment variable with the seconds after which a synchronisation is taken for a hang; 0: it waits for nothing."""
 
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye"),
@@ -56,6 +62,7 @@ def stand_in_for_cuda() -> StandIn:
     undo = ExitStack()
     if not isinstance(torch.cuda.default_generators, OneGenerator):
         answer_device_calls(undo)
+        answer_synchronize(undo)
         answer_random_numbers(undo)
         answer_placement(undo)
         answer_exchanges(undo)
@@ -76,7 +83,6 @@ def answer_device_calls(undo: ExitStack) -> None:
         "device": OnlyDevice,
         "is_initialized": lambda: True,
         "set_device": ignore,
-        "synchronize": ignore,
         "empty_cache": ignore,
         "Stream": CpuStream,
         "Event": CpuEvent,
@@ -86,6 +92,13 @@ def answer_device_calls(undo: ExitStack) -> None:
     }
     for name, answer in answers.items():
         replace(undo, torch.cuda, name, answer)
+
+
+def answer_synchronize(undo: ExitStack) -> None:
+    """A synchronisation ends when this rank's copies, messages and collectives have ended."""
+    works = PostedWorks()
+    works.watch(undo)
+    replace(undo, torch.cuda, "synchronize", Synchronize(works, float(os.environ.get(SYNCHRONIZE_S, LONGEST_S))))
 
 
 def answer_random_numbers(undo: ExitStack) -> None:

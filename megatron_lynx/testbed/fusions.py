@@ -39,7 +39,7 @@ def fusions_of(job: Job) -> tuple[Fusion, ...]:
         return ()
     offered = {
         "bias_dropout": True,
-        "bias_activation": model.activation == "swiglu" or (model.bias and model.experts is None),
+        "bias_activation": model.activation == "swiglu" or (model.activation == "gelu" and model.bias and model.experts is None),
         "rope": model.position == "rope" and importlib.util.find_spec(PACKAGE) is not None,
     }
     return tuple(name for name in FIELDS if offered[name])
@@ -67,4 +67,6 @@ def fusion_problems(job: Job) -> list[Problem]:
         problems.append(Problem("job: model.fusions", "rope", needed, "leave it out"))
     if "bias_activation" in said and model.activation == "gelu" and not model.bias:
         problems.append(Problem("job: model.fusions", "bias_activation", "biases (model.bias), or swiglu", "leave it out"))
+    if "bias_activation" in said and model.activation == "squared_relu":
+        problems.append(Problem("job: model.fusions", "bias_activation", "gelu or swiglu (model.activation)", "leave it out"))
     return problems

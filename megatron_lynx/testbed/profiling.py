@@ -3,6 +3,7 @@
 each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
    (all at once, as       embedding, and head with loss, of the same shard ──measure_block──> seconds
     in training)          messages over the job's own groups and links ──measure_links──> points
+                          tiny layers under every setting ──measure_host_time──> host time
 parent                    the slowest rank's figures ──> Profile
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.anatomy import Half
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure.machine import this_machine
@@ -37,6 +39,8 @@ class RankFigures:
     head: BlockProfile
     links: tuple[LinkPoint, ...]
     interference: float
+    host_time: HostTime | None
+    """None where a stand-in's kernels would be in it."""
     stood_in_for: str | None = None
 
     @property
@@ -70,6 +74,7 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         embedding=slowest.embedding,
         head=slowest.head,
         interference=max(each.interference for each in figures),
+        host_time=slowest.host_time,
     )
 
 
@@ -77,6 +82,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.profiler.measured import measure_layer, shard_arguments
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.host_time import asked_by, measure_host_time
     from megatron_lynx.testbed.te_layer import fp8_context, stood_in_for, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
@@ -101,8 +107,9 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
     initialise(job)
     links = _messages(job, hidden.device, repetitions)
-    interference = _interference(job, links, hidden.device, repetitions)
-    return RankFigures(halves, embedding, head, links, interference, stood_in_for(job))
+    interference, missing = _interference(job, links, hidden.device, repetitions), stood_in_for(job)
+    host_time = measure_host_time(rank, job.gpus, asked_by(job)) if missing is None else None
+    return RankFigures(halves, embedding, head, links, interference, host_time, missing)
 
 
 def _alone(job: Job) -> Job:

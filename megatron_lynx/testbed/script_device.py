@@ -7,9 +7,6 @@
 
     processes for writing checkpoints                as asked, but they do not import the script again, which they could not here
 
-and one thing that gloo needs: the interleaved schedule frees what it sends as soon as `isend` returns, so an alias is sent, which
-keeps the storage.
-
 Found by removing each alone and running the scripts of 0.16 to 0.19 on a CPU. To be in place before Megatron is imported.
 """
 
@@ -26,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stay
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
@@ -48,7 +44,6 @@ def stand_in_for_gpu_machine() -> StandIn:
     undo.enter_context(stand_in_for_missing_modules(apex=True))
     build_nothing(undo)
     spare_children_the_script(undo)
-    keep_what_is_sent(undo)
     return StandIn(undo)
 
 
@@ -95,15 +90,3 @@ def spare_children_the_script(undo: ExitStack) -> None:
         return {key: value for key, value in original(name).items() if key != "init_main_from_path"}
 
     replace(undo, spawn, "get_preparation_data", get_preparation_data)
-
-
-def keep_what_is_sent(undo: ExitStack) -> None:
-    """Send an alias, whose storage outlives the sender's (`deallocate_output_tensor`)."""
-    original = c10d.isend
-
-    @functools.wraps(original)
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.detach(), *args, **kwargs)
-
-    for owner in (torch.distributed, c10d):
-        replace(undo, owner, "isend", isend)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
@@ -28,6 +29,7 @@ from megatron_lynx.testbed.fusions import fusion_fields
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "swiglu": torch.nn.functional.silu, "squared_relu": squared_relu}
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -49,6 +51,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "ffn_hidden_size": model.ffn,
         "num_attention_heads": model.heads,
         "num_query_groups": model.kv_groups,
+        "kv_channels": model.head_size,
         "attention_backend": AttnBackend.auto if fused else AttnBackend.unfused,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
@@ -56,7 +59,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "add_bias_linear": model.bias,
         "qk_layernorm": model.qk_norm,
         "gated_linear_unit": swiglu,
-        "activation_func": torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
+        "activation_func": ACTIVATIONS[model.activation],
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "sequence_parallel": parallel.sequence_parallel,

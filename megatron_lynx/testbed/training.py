@@ -91,9 +91,9 @@ class Training:
 def with_ddp(
     job: Job, chunks: Sequence[torch.nn.Module], overlap_grad_reduce: bool, overlap_param_gather: bool
 ) -> list[torch.nn.Module]:
-    """The chunks in Megatron's DistributedDataParallel, gradients in fp32; several buckets even of a tiny model."""
+    """The chunks in Megatron's DistributedDataParallel, gradients as the job has them; several buckets even of a tiny model."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=job.optimizer.gradients == "fp32",
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=job.parallel.distributed_optimizer,

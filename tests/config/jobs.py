@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lynx.config import Job
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.yaml_file import read_yaml
 
 
@@ -28,7 +28,7 @@ def catalogued_job(
     recipe = {"fp8": {"recipe": fp8}, "implementation": "transformer_engine"} if fp8 else {}
     data = {
         "model": shape | recipe | ({"seq": seq} if seq else {}),
-        "cluster": read_yaml(bundled_configs() / "clusters" / f"{cluster}.yaml"),
+        "cluster": cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml"),
         "gpus": gpus,
         "parallel": layout if parallel is None else parallel,
         "batch": {"micro": micro, "global": batch},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config import Cluster, Model
-from megatron_lynx.config.loader import bundled_configs
+from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -50,7 +50,7 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_clusters_are_whole_and_named_as_their_file(path: Path) -> None:
-    cluster = validated(Cluster, read_yaml(path), path)
+    cluster = validated(Cluster, cluster_data(path), path)
     assert cluster.name == path.stem
     if cluster.device == "cuda":
         parts = (cluster.matmul, cluster.hbm, cluster.pcie, cluster.nic, cluster.node)
@@ -64,3 +64,13 @@ def test_every_figure_of_a_cluster_says_where_it_is_from(path: Path) -> None:
     lines = [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
     figures = [line for line in lines if not line.endswith(":") and not line.startswith(counted)]
     assert [line for line in figures if "  # " not in line] == []
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_gemms_reach_half_their_best_at_a_size_that_follows_from_the_memory(path: Path) -> None:
+    """n_half grows with FLOPs per byte of HBM, from the 1000 of A100 80 GB on. H800's rows are older: one share for all sizes."""
+    cluster = validated(Cluster, cluster_data(path), path)
+    if cluster.matmul is None or cluster.hbm is None or not cluster.matmul.half_size or path.stem.startswith("a"):
+        return
+    intensity = cluster.matmul.bf16_tflop_per_s / cluster.hbm.gb_per_s
+    assert cluster.matmul.half_size == pytest.approx(1000 * intensity / (312 / 2039), rel=0.02)

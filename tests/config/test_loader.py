@@ -250,20 +250,29 @@ def test_experts_need_a_schedule_that_flushes(tmp_path: Path) -> None:
 
 
 def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
-    """Of the job as it was written before there were `fp8`, `qk_norm`, experts and `fusions`."""
+    """Of the job as it was written before there were `fp8`, `qk_norm`, experts, `fusions`, what overlaps, and host time, which is
+    never in it."""
     job = load_job("jobs/llama-7b-h800-80g")
     written = job.model_dump_json(by_alias=True)
-    units = job.cluster.fp8.model_dump_json()
+    units, host_time = job.cluster.fp8.model_dump_json(), job.cluster.host_time
     old = (
         written.replace(f'"fp8":{units},', "")
+        .replace(f',"host_time":{host_time.model_dump_json() if host_time else "null"}', "")
         .replace(',"fp8":null', "")
         .replace(',"experts":null', "")
         .replace('"expert":1,"expert_tensor":null,', "")
         .replace('"qk_norm":false,', "")
         .replace('"fusions":null,', "")
+        .replace('"attention_kernel":"usual",', "")
+        .replace('"kv_channels":null,', "")
+        .replace('"cross_entropy":"unfused",', "")
+        .replace('"scattered_messages":false,', "")
+        .replace('"flash_attention_2_efficiency":null,', "")
+        .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
     )
     assert job.digest == sha256(old.encode()).hexdigest()
-    for changes in ({"model.qk_norm": True}, {"model.fp8": {}}):
+    changed = ({"model.qk_norm": True}, {"model.fp8": {}}, {"overlap.gradients": True}, {"parallel.scattered_messages": True})
+    for changes in changed:
         assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest
 
 
@@ -323,3 +332,54 @@ def test_gpus_without_fp8_are_refused_with_both_facts(cluster: str, recipe: str,
 def test_sizes_that_fp8_matrices_cannot_have() -> None:
     with pytest.raises(ValueError, match=re.escape("model.ffn / parallel.tensor (24) must be a multiple of 16 with model.fp8")):
         tiny_job(implementation="transformer_engine", dtype="bf16", fp8={}, ffn=24)
+
+
+HALF = """\
+  none: {forward_us: 1, backward_us: 2}
+  full: {forward_us: 1, backward_us: 3}
+  kept: {forward_us: 1, backward_us: 2}
+  partly: {forward_us: 1, backward_us: 3}
+  replayed: {forward_us: 1, backward_us: 4}
+"""
+HOST = f"cpu: a CPU\nmade_by: a person\nattention:\n{HALF}mlp:\n{HALF}"
+
+
+def with_host(folder: Path, host: str, name: str = "host") -> Path:
+    """A job in a folder of its own, on a cluster there that names a file of host time."""
+    (folder / "host.yaml").write_text(host)
+    (folder / "cluster.yaml").write_text(f"name: ours\ndevice: cpu\nmemory_gib: 8\nhost_time: {name}\n")
+    batch = "batch: {micro: 1, global: 2}"
+    (folder / "job.yaml").write_text(f"model: models/tiny-gpt\ncluster: cluster\ngpus: 1\n{batch}\n")
+    return folder / "job.yaml"
+
+
+def test_a_cluster_names_the_host_time_of_its_nodes(tmp_path: Path) -> None:
+    host_time = load_job(with_host(tmp_path, HOST)).cluster.host_time
+    assert host_time is not None
+    assert host_time.mlp.under("replayed").backward_s == pytest.approx(4e-6)
+    assert load_job(with_host(tmp_path, HOST), {"cluster.memory_gib": 4}).cluster.host_time == host_time
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "problem"),
+    [
+        (HOST.replace("{forward_us: 1, backward_us: 4}", "{forward_us: -1, backward_us: 4}"), "host", "forward_us: found -1"),
+        (HOST.replace("  kept: {forward_us: 1, backward_us: 2}\n", ""), "host", "kept: found nothing, needed this key"),
+        (HOST, "hosst", "cluster.yaml: host_time: found no file 'hosst'"),
+    ],
+)
+def test_a_host_time_that_cannot_be_is_refused_by_its_place(tmp_path: Path, host: str, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_job(with_host(tmp_path, host, name))
+    assert any(problem in str(each) for each in refusal.value.problems), refusal.value.problems
+
+
+def test_what_megatron_does_not_overlap_is_refused(tmp_path: Path) -> None:
+    (found,) = refusals(tmp_path, JOB, **{"overlap.parameters": True})
+    assert "parameters true needs gradients: true (--overlap-grad-reduce), found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"overlap.parameters": True, "overlap.gradients": True})
+    assert "overlap.parameters needs parallel.distributed_optimizer: true, found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"overlap.userbuffers": True, "parallel.tensor": 2})
+    assert "overlap.userbuffers needs parallel.sequence_parallel: true, found false" in found
+    (found,) = refusals(tmp_path, JOB, **{"parallel.scattered_messages": True, "parallel.sequence_parallel": True})
+    assert "scattered_messages needs sequence_parallel: false, found true" in found

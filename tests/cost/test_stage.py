@@ -44,6 +44,11 @@ def test_what_is_offloaded_counts_for_less_than_a_micro_batch():
     assert peak_bytes([LARGE, SMALL], in_flight=2.5) == 60 + 30
 
 
+def test_the_loss_is_there_before_backward_begins_and_no_longer():
+    assert peak_bytes([SMALL, LARGE], in_flight=1, loss_bytes=25) == 50, "10 + 10 + 25 is less than 10 + 40"
+    assert peak_bytes([SMALL, LARGE], in_flight=1, loss_bytes=35) == 10 + 10 + 35
+
+
 def test_keeping_the_first_half_of_a_backward_costs_nothing_at_the_peak():
     kept = HalfMemory(resident=LARGE.whole, regenerated=0, tail=12)
     assert peak_bytes([kept, SMALL, SMALL], in_flight=1) == peak_bytes([LARGE, SMALL, SMALL], in_flight=1)

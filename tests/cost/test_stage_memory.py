@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from megatron_lynx.config import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.parameters import stage_parameters
-from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory
-from megatron_lynx.cost.step import update_s
+from megatron_lynx.cost.stage_memory import chunk_bytes, memory_of_stages, stage_memory, stage_parts
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.schedule import interleaved, one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
@@ -72,7 +73,7 @@ def test_optimizer_state_is_shared_by_all_that_hold_the_same_parameters() -> Non
     ("optimizer", "gradient", "state"),
     [
         ({}, 4, 12),  # Megatron's table: 6 + 12/d
-        ({"gradients": "bf16"}, 2, 16),  # 4 + 16/d
+        ({"gradients": "bf16"}, 2, 12),  # 4 + 12/d, and 4/d in updates
         ({"precision_aware": True, "main_parameters": "remainder"}, 4, 10),
         ({"precision_aware": True, "main_parameters": "remainder", "gradients": "bf16"}, 2, 10),
         ({"precision_aware": True, "main_parameters": "fp16", "first_moment": "fp8", "second_moment": "bf16"}, 4, 5),
@@ -84,6 +85,25 @@ def test_bytes_of_gradients_and_optimizer_by_their_types(optimizer: dict, gradie
     memory, count = stage_memory(job, 0), stage_parameters(job, 0).total
     assert (memory.parameters, memory.gradients) == (2 * count, gradient * count)
     assert memory.optimizer == -(-state * count // job.replicas)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        ({}, 0),
+        ({"gradients": "bf16"}, 4),
+        ({"precision_aware": True, "gradients": "bf16"}, 0),  # Transformer Engine's Adam reads them as they are
+        ({"precision_aware": True, "main_parameters": "fp16", "first_moment": "fp8", "second_moment": "bf16"}, 12),
+    ],
+)
+def test_copies_in_fp32_are_made_in_updates_alone(optimizer: dict, copies: int) -> None:
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    job = catalogued_job(parallel=layout, optimizer=optimizer)
+    parts, count = stage_parts(job, 0), stage_parameters(job, 0).total
+    held = -(-copies * count // job.replicas)
+    assert parts.at("update").total == parts.states.total + held
+    assert parts.at("backward").update_copies == 0
+    assert parts.at("first_update") == parts.at("update")
 
 
 def test_copies_of_weights_in_fp8() -> None:
@@ -101,7 +121,8 @@ def test_copies_of_weights_in_fp8() -> None:
 
 def test_gradients_of_two_bytes_are_reduced_in_less_time() -> None:
     layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
-    updates = [update_s(catalogued_job(parallel=layout, optimizer={"gradients": held})) for held in ("bf16", "fp32")]
+    jobs = [catalogued_job(parallel=layout, optimizer={"gradients": held}) for held in ("bf16", "fp32")]
+    updates = [update_s(job, analytic_profile(job)) for job in jobs]
     assert updates == sorted(updates)
 
 
@@ -175,9 +196,11 @@ def test_more_offloaded_is_less_held_and_more_replayed_is_less_kept(layout, one:
 
 def test_every_byte_of_the_total_is_named() -> None:
     for stage in STAGES:
-        named = stage_memory(catalogued_job(), stage, 0.3).named
-        assert named.pop("total") == sum(named.values())
-        assert (named["logits"] > 0) == (stage == 7)
+        memory, parts = stage_memory(catalogued_job(), stage, 0.3), stage_parts(catalogued_job(), stage, 0.3)
+        named = memory.named
+        assert named.pop("total") == sum(named.values()) == memory.totals[memory.moment] == max(memory.totals.values())
+        assert (parts.at("loss").logits > 0) == (stage == 7) == ("loss" in memory.totals)
+        assert memory.totals == {moment: parts.at(moment).total for moment in parts.moments}
 
 
 def without_flushes(**fields):
@@ -202,4 +225,5 @@ def test_two_versions_on_every_stage_and_two_gradients_on_all_but_the_first() ->
 def test_an_update_without_flushes_copies_the_weights_once_more() -> None:
     flushing, deferred = without_flushes(), without_flushes(schedule="double_buffered")
     weights = max(stage_parameters(flushing, stage).total for stage in range(4)) * 2
-    assert update_s(deferred) - update_s(flushing) == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)
+    once_s, copied_s = (update_s(job, analytic_profile(job)) for job in (flushing, deferred))
+    assert copied_s - once_s == pytest.approx(2 * weights / flushing.cluster.hbm.byte_per_s)

@@ -114,3 +114,22 @@ def test_the_formula_agrees_with_the_simulator_on_uneven_stages(microbatches):
     simulated = simulate(interleaved(8, microbatches, job.chunks), passes).step_s
     step = step_seconds(job, profile)
     assert step.pipeline_s + step.bubble_s == pytest.approx(simulated, rel=0.01)
+
+
+@pytest.mark.parametrize(("chunks", "group"), [(2, 4), (4, 4), (5, 4), (2, 8)])
+def test_messages_behind_passes_cost_what_they_cost_in_the_simulator(chunks, group):
+    """The first micro-batch waits for each on its way through all chunks and back; larger groups leave time for the way round."""
+    passes = [[plain_passes(1.0, 2.0)] * chunks] * 4
+    schedule = interleaved(4, 16, chunks, group)
+    simulated_s = simulate(schedule, passes, 0.125).step_s - simulate(schedule, passes).step_s
+    layout = {"pipeline": 4, "layers_per_chunk": 20 // chunks, "microbatch_group": group}
+    job = catalogued_job(gpus=4, batch=16, parallel=layout, policy="none")
+    message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)
+    assert step_seconds(job, analytic_profile(job)).messages_s / message_s == pytest.approx(simulated_s / 0.125)
+
+
+def test_messages_between_passes_hold_up_every_pass_of_a_chunk():
+    layout = {"pipeline": 8, "layers_per_chunk": 5}
+    job = catalogued_job(gpus=8, batch=16, parallel=layout, policy="none", overlap={"messages": False})
+    message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)
+    assert step_seconds(job, analytic_profile(job)).messages_s == pytest.approx(2 * (16 * 2 + 7) * message_s)

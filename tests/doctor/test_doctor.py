@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.doctor.environment import environment
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import machine
 from megatron_lynx.doctor.software import software
-from megatron_lynx.launch_arguments import read_launch
+from megatron_lynx.launch_arguments import job_of, read_launch
+from megatron_lynx.plan import save_plan
+from megatron_lynx.planner import uniform_plan
+from tests.profiler.made_up import made_up_host_time
 
 
 def levels(found: list[Finding]) -> dict[str, str]:
@@ -99,7 +104,59 @@ def test_a_sound_launch_has_nothing_that_defeats_overlap() -> None:
 
 
 def test_messages_between_stages() -> None:
+    plain = launch(read_launch(shlex.split("--num-layers 8 --pipeline-model-parallel-size 4")), {})
+    [synchronised] = [finding for finding in plain if finding.topic == "batch_p2p_sync"]
+    assert "copies to the host that were asked for before it are waited for" in synchronised.costs
     assert of_launch("--num-layers 8 --pipeline-model-parallel-size 4")["batch_p2p_sync"] == "slows"
     chunks = "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
     assert of_launch(chunks)["messages between stages"] == "good"
     assert of_launch(f"{chunks} --no-overlap-p2p-communication")["batch_p2p_sync"] == "slows"
+
+
+SMALL_LAUNCH = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 16 --tensor-model-parallel-size 8 --bf16 "
+    "--vocab-size 32768 --use-flash-attn --transformer-impl local"
+)
+
+
+def of_host(measured: HostTime | Unmeasured, launch: str = "", cluster: str | None = None, plan_file: Path | None = None):
+    found = host_time(measured, Asked(shlex.split(launch), cluster, plan_file))
+    return {finding.topic: finding for finding in found}
+
+
+def test_a_host_that_was_not_measured_says_why() -> None:
+    (finding,) = of_host(Unmeasured("megatron-core cannot be imported (No module named 'megatron')")).values()
+    assert (finding.level, finding.topic) == ("note", "host time")
+    assert finding.found.startswith("not measured: megatron-core cannot be imported")
+
+
+def test_host_time_of_a_layer_is_shown_and_a_launch_needs_its_gpus() -> None:
+    found = of_host(made_up_host_time(), SMALL_LAUNCH)
+    assert found["host time"].found == (
+        "a layer and micro-batch, forward and backward: stock none 2 ms, stock full 3 ms, a plan that keeps all 2.2 ms, "
+        "one that replays all 3.8 ms (a CPU of a test)"
+    )
+    assert "--cluster" in found["host-bound"].todo
+
+
+@pytest.mark.parametrize(("times", "level"), [(1.0, "slows"), (1e-3, "good")])
+def test_a_launch_of_small_layers_waits_for_a_slow_host(times: float, level: str) -> None:
+    found = of_host(made_up_host_time(times), SMALL_LAUNCH, "h800-80g")
+    assert found["host-bound launch"].level == level
+    if level == "slows":  # 8 layers of 2 ms, 16 micro-batches
+        assert found["host-bound launch"].found.startswith("stages 0; stage 0: 256 ms of a step on the host")
+
+
+def test_the_launchs_plan_is_judged_too(tmp_path: Path) -> None:
+    job = job_of(read_launch(shlex.split(SMALL_LAUNCH)), "h800-80g")
+    save_plan(uniform_plan(job), tmp_path / "plan.yaml")
+    found = of_host(made_up_host_time(), SMALL_LAUNCH, "h800-80g", tmp_path / "plan.yaml")
+    assert found["host-bound plan"].level == "slows"
+    assert "486 ms of a step on the host" in found["host-bound plan"].found  # 8 layers of 3.8 ms, 16 micro-batches
+
+
+def test_what_cannot_be_judged_is_a_note_with_its_reason(tmp_path: Path) -> None:
+    found = of_host(made_up_host_time(), SMALL_LAUNCH, "h900-80g")
+    assert found["host-bound"].level == "note"
+    assert "h900-80g" in found["host-bound"].found

@@ -4,6 +4,8 @@ replay   replays of layer 3 feed its core attention other numbers than its forwa
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
 room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
+raise    behind the last evaluation, rank RANK_OF_FAULT fails
+abort    there it aborts, as a library's thread would
 none     nothing; weight gradients are added up where they lie, as on GPUs, by a stand-in for the extension that does it
 
 SCRIPT: another than `pretrain_tiny.py`.
@@ -12,7 +14,6 @@ SCRIPT: another than `pretrain_tiny.py`.
 import os
 import runpy
 import sys
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lynx.launch.check import check
 from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
 
 
@@ -38,7 +40,7 @@ def perturb_replays():
 
     def perturbed(self, call):
         if (self.frame.policy.layer, call.name) == (3, "core_attention"):
-            call = replace(call, args=tuple(map(other_numbers, call.args)))
+            call = SiteCall(call.site, tuple(map(other_numbers, call.args)), call.kwargs)
         return site(self, call)
 
     Replayer.site = perturbed
@@ -77,6 +79,16 @@ def differ_from_run_to_run():
     TransformerLayer.forward = restless
 
 
+def end_badly():
+    if os.environ["RANK"] != os.environ["RANK_OF_FAULT"]:
+        return
+    if os.environ["FAULT"] == "raise":
+        raise ConnectionError("the last thing that a script does\nwith more lines")
+    os.abort()
+
+
+AT_THE_END = ("raise", "abort")
+
 if __name__ == "__main__":
     faults = {
         "replay": perturb_replays,
@@ -85,6 +97,9 @@ if __name__ == "__main__":
         "stock": differ_from_run_to_run,
         "none": stand_in_for_fused_gradient,
     }
-    faults[os.environ["FAULT"]]()
+    if os.environ["FAULT"] not in AT_THE_END:
+        faults[os.environ["FAULT"]]()
     sys.argv[0] = os.environ.get("SCRIPT", str(Path(__file__).with_name("pretrain_tiny.py")))
     runpy.run_path(sys.argv[0], run_name="__main__")
+    if os.environ["FAULT"] in AT_THE_END:
+        end_badly()

@@ -107,6 +107,26 @@ def test_a_broken_replay_is_named(script, tmp_path):
     assert broken.iterations == []
 
 
+def test_frames_are_checked(script, tmp_path):
+    """Replayed, gathered once and, in part, on the host: nothing printed changes. Of a broken replay, what it made is named."""
+    flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
+    plan = saved(offloading(plan_of(INTERLEAVED, gather="once"), 200_000), tmp_path / "plan.yaml")
+    stock = launch(script, flags, ranks=4)
+    checked = [*flags, "--lynx-plan", plan, "--lynx-check", "frames:3"]
+    planned = launch(script, checked, ranks=4)
+    assert (stock.status, planned.status) == (0, 0), planned.text
+    assert planned.iterations == stock.iterations
+    assert len(stock.iterations) == 5
+    summary = next(line for line in planned.ours if line.startswith("megatron-lynx: checked "))
+    assert re.search(r"checked \d\d frames in 3 steps on 4 ranks, of all \d+ kinds of frames: \d+ tensors", summary)
+    assert "copied to the host" in planned.ours[-1], "inputs of halves, from which replays begin"
+    faulty = Path(__file__).with_name("pretrain_faulty.py")
+    broken = launch(faulty, checked, ranks=4, path=[script.parent], env={"FAULT": "replay", "SCRIPT": str(script)})
+    assert broken.status == 1
+    assert broken.ours[-1].startswith("  - step 1, layer 3, attention half, core_attention, micro-batch 0 ("), broken.text
+    assert broken.iterations == []
+
+
 def test_patched_and_without_the_launcher(script, tmp_path):
     """Applied and taken back, twice; in between it trains, under a plan and without."""
     twin = twin_of(script.parent, tmp_path / "twin")
@@ -148,7 +168,8 @@ def without_flushes(script: Path, layout: str, flags: list[str], ranks: int, **m
     versions = Path(__file__).with_name("pretrain_versions.py")
     expected = launch(versions, flags, ranks=ranks, path=path, env={"SCRIPT": str(script), "DRAINED": drained})
     flags += ["--lynx-schedule", "double-buffered", *more.get("ours", ())]
-    without = launch(script, [*flags, "--lynx-plan", more["plan"]] if "plan" in more else flags, ranks=ranks, path=path)
+    flags += ["--lynx-plan", more["plan"]] if "plan" in more else []
+    without = launch(script, flags, ranks=ranks, path=path)
     assert (expected.status, without.status) == (0, 0), expected.text + without.text
     assert without.iterations == expected.iterations != []
     return expected, without

@@ -32,6 +32,17 @@ def test_no_flags_is_a_plain_run():
         (["--lynx-plan", "p", "--lynx-trace", "t", "--lynx-trace-step", "0"], "--lynx-trace-step: found 0, needed a step"),
         (["--lynx-check", "2"], "--lynx-check: found no --lynx-plan"),
         (["--lynx-plan", "p", "--lynx-check", "0"], "--lynx-check: found 0, needed how many steps"),
+        (["--lynx-check", "frames"], "--lynx-check: found no --lynx-plan"),
+        (
+            ["--lynx-plan", "p", "--lynx-check", "frames:"],
+            "--lynx-check: found frames:, needed how many steps, from 1, or frames",
+        ),
+        (["--lynx-plan", "p", "--lynx-check", "frames:0"], "--lynx-check: found frames:0, needed"),
+        (["--lynx-plan", "p", "--lynx-check", "framed"], "--lynx-check: found framed, needed"),
+        (
+            ["--lynx-plan", "p", "--lynx-check", "frames", "--lynx-check-against", "full"],
+            "--lynx-check-against: found --lynx-check frames:5, which compares with no stock",
+        ),
         (["--lynx-plan", "p", "--lynx-check-against", "full"], "--lynx-check-against: found no --lynx-check"),
         (["--lynx-log", "loud"], "--lynx-log: invalid choice: 'loud'"),
     ],

@@ -81,18 +81,22 @@ def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, going_o
 
 
 def test_under_a_plan(run, folder, going_on):
-    """Everything replayed, its first half while the gradient is awaited; some on the host. A plan that flushes is refused."""
+    """Everything replayed, its first half while the gradient is awaited; some on the host. Frames are checked, though a backward
+    may come a batch behind its forward. A plan that flushes is refused."""
     plan = plan_of("pipeline 2")
     assert plan.schedule == "flush"
     refused = run(SCRIPT, [*FLAGS, *WITHOUT, "--lynx-plan", saved(plan, folder / "flush.yaml")])
     assert "--lynx-schedule: found double-buffered, needed flush, as the plan has it" in refused.text
     plan = offloading(plan_of("pipeline 2", schedule="double_buffered"), 20_000)
     flags = [*FLAGS, *WITHOUT, "--save", folder / "planned", "--save-interval", "3"]
+    flags += ["--lynx-check", "frames:2"]
     planned = run(SCRIPT, [*flags, "--lynx-plan", saved(plan, folder / "plan.yaml")])
     assert planned.status == 0, planned.text
     assert planned.iterations == going_on.iterations
     assert "replayed 96 layer halves: 24 inside windows, 72 on demand" in planned.text
     assert "copied to the host" in planned.text
+    assert "checked 1" in planned.text
+    assert " frames in 2 steps on 2 ranks, of all " in planned.text
 
 
 def test_what_does_not_go_together_is_said_at_once(run):

@@ -166,8 +166,8 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         ("--tp-comm-overlap", "userbuffers"),
         ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
         ("--recompute-activations", "drop --recompute-*"),
-        ("--squared-relu", "only GELU and SwiGLU"),
-        ("--kv-channels 128", "--kv-channels: found 128"),
+        ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
+        ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
         ("--optimizer sgd", "only Adam"),
         ("--checkpoint-activations", "no longer takes it"),
         ("--num-layer 8", "did you mean --num-layers?"),
@@ -457,7 +457,8 @@ def test_the_launchers_flags_are_known_here() -> None:
     ("said", "answer"),
     [
         ("--lynx-chek 2", "--lynx-chek: found unknown, needed one of"),
-        ("--lynx-check -1", "--lynx-check: found -1, needed a whole number from 1"),
+        ("--lynx-check -1", "--lynx-check: found -1, needed how many steps, from 1, or frames, or frames:N"),
+        ("--lynx-check frames:0", "--lynx-check: found frames:0, needed how many steps"),
         ("--lynx-trace-step", "--lynx-trace-step: found nothing, needed a whole number from 1"),
         ("--transformer-impl inference_optimized", "needed local or transformer_engine"),
     ],
@@ -473,3 +474,34 @@ def test_a_launch_says_the_same_of_two_versions_as_a_plan() -> None:
     by_value = {"rerun_mode", "overlap_p2p_comm"}  # looked at beside the table; always off here
     needed = {name: why for name, (_, why) in NEEDED.items() if name in flags.keys() - refused_anyway - by_value}
     assert needed == WITHOUT_FLUSHES
+
+
+def test_what_overlaps_is_read() -> None:
+    """Flags that say what a job assumes anyway are no facts."""
+    both = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    assert {place: value for place, value in facts(f"{SMALL} {both}").items() if place.startswith("overlap")} == {
+        "overlap.gradients": True,
+        "overlap.parameters": True,
+    }
+    chunks = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication"
+    assert facts(f"{SMALL} {chunks}")["overlap.messages"] is False
+    assert not [place for place in facts(SMALL) if place.startswith("overlap")]
+
+
+def test_userbuffers_are_priced_by_an_estimate_alone() -> None:
+    text = f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    assert facts(text, planning=False)["overlap.userbuffers"] is True
+    assert "no windows are left" in problems(text)
+
+
+def test_heads_activation_and_loss_are_read() -> None:
+    found = facts(f"{SMALL} --kv-channels 128 --squared-relu --cross-entropy-loss-fusion --cross-entropy-fusion-impl te")
+    assert (found["model.kv_channels"], found["model.activation"], found["model.cross_entropy"]) == (128, "squared_relu", "te")
+    assert facts(f"{SMALL} --cross-entropy-loss-fusion")["model.cross_entropy"] == "native"
+    assert "model.kv_channels" not in facts(f"{SMALL} --kv-channels 64"), "hidden / heads"
+
+
+def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> None:
+    found = facts(f"{SMALL} --attention-backend flash")
+    assert (found["model.attention"], found["model.attention_kernel"]) == ("flash", "flash_attention_2")
+    assert "model.attention_kernel" not in facts(f"{SMALL} --attention-backend fused")

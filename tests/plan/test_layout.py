@@ -80,6 +80,10 @@ def test_a_launch_gives_every_rank_the_plans_layers(counts, pipeline, flags, mon
     assert layers_in_megatron(plan) == [range(stage.layers.first, stage.layers.last + 1) for stage in plan.stages]
 
 
+def test_a_chunk_without_layers_has_no_letter():
+    assert layout_text([0, 1, 2, 0]) == "E|t|t*2|L"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(1, 30), min_size=2, max_size=8))
 def test_any_layout_is_read_as_it_is_meant(chunks, stages):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
+from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.profiler.shape import LayerShape, item_flops
@@ -45,3 +46,22 @@ def made_up_half(shape: LayerShape, half: Half) -> HalfProfile:
             wgrad_s=gemm_s if linear else 0.0,
         )
     return HalfProfile(input_bytes=shape.input_bytes, items=items, tensors=tensors)
+
+
+HOST_US = {
+    "none": (500, 500),
+    "full": (500, 1000),
+    "kept": (550, 550),
+    "partly": (600, 750),
+    "replayed": (700, 1200),
+    "gathered": (700, 1300),
+    "offloaded": (650, 650),
+}
+"""Microseconds (forward, backward) of one half on a host that nobody has."""
+
+
+def made_up_host_time(times: float = 1.0, **halves: HalfHostTime) -> HostTime:
+    """A host so many times slower than `HOST_US`, on which both halves take as long."""
+    figures = {name: (times * forward, times * backward) for name, (forward, backward) in HOST_US.items()}
+    half = HalfHostTime(**{name: HostPasses(forward_us=each[0], backward_us=each[1]) for name, each in figures.items()})
+    return HostTime(cpu="a CPU of a test", made_by="a test", **{"attention": half, "mlp": half, **halves})

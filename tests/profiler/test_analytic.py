@@ -6,10 +6,13 @@ import pytest
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.config.fp8 import Fp8
+from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.parameters import layer_matrices
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import shape_of
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
@@ -164,3 +167,81 @@ def test_a_cluster_without_figures_is_refused_with_all_that_is_missing():
         analytic_profile(tiny_job())
     parts = [problem.where for problem in refusal.value.problems]
     assert parts == [f"cluster testbed: {part}" for part in ("matmul", "hbm", "pcie", "nic", "node")]
+
+
+def test_unfused_attention_is_a_small_gemm_for_each_head():
+    """It was one large GEMM of all heads, and so nearly as efficient as a linear."""
+    job = gpt_22b()
+    shape, matmul, hbm = LayerShape.of(job), job.cluster.matmul, job.cluster.hbm
+    one_s = matmul.gemm_s(2 * 2048 * 2048 * 96, "bf16")
+    heads, moved = 4 * 64 // 8, 2 * (shape.scores + shape.tokens * (shape.query_width + shape.key_width))
+    gemm_s = max(heads * one_s, moved / hbm.byte_per_s) + hbm.latency_us * 1e-6
+    softmax_s = hbm.latency_us * 1e-6 + 2 * 2 * shape.scores / hbm.byte_per_s
+    kept = job.model_copy(update={"model": job.model.model_copy(update={"attention_dropout": 0.0})})
+    core = analytic_profile(kept).attention.items["core_attention"]
+    assert core.forward_s == pytest.approx(2 * gemm_s + softmax_s)
+    assert heads * one_s > 1.5 * matmul.gemm_s(2 * heads * 2048 * 2048 * 96, "bf16")
+
+
+def test_flash_attention_2_is_slower_where_transformer_engine_takes_another_kernel():
+    cores = {}
+    for cluster in ("h100-80g", "h800-80g"):
+        job = catalogued_job("llama-7b", cluster, gpus=8, batch=8, parallel={"tensor": 1})
+        asked = job.model_copy(update={"model": job.model.model_copy(update={"attention_kernel": "flash_attention_2"})})
+        cores[cluster] = [analytic_profile(each).attention.items["core_attention"].forward_s for each in (job, asked)]
+    assert cores["h100-80g"][1] == pytest.approx(0.52 / 0.32 * cores["h100-80g"][0], rel=0.01)
+    assert cores["h800-80g"][1] == cores["h800-80g"][0], "its description knows one figure"
+
+
+def test_a_linear_in_fp8_reaches_the_share_that_was_measured_in_fp8():
+    job = catalogued_job("llama-7b", "h100-80g", fp8="delayed", gpus=8, batch=8, parallel={"tensor": 1})
+    units = job.cluster.fp8.model_copy(update={"efficiency": None})
+    alike = job.model_copy(update={"cluster": job.cluster.model_copy(update={"fp8": units})})
+    measured_s, taken_s = (analytic_profile(each).mlp.items["linear_fc1"].dgrad_s for each in (job, alike))
+    assert measured_s == pytest.approx(0.8 / 0.71 * taken_s, rel=0.01)
+
+
+def test_a_reduction_that_no_gemm_hides_is_a_window_of_its_whole_length():
+    """Megatron of 2021 reduced a linear's gradient after both GEMMs; it slows none of them then."""
+    job, size = gpt_22b(), LayerShape.of(gpt_22b()).gathered_bytes
+    exposing = job.model_copy(update={"overlap": Overlap(linears=False)})
+    stock, exposed = analytic_profile(job), analytic_profile(exposing)
+    assert window_lengths_s(stock, "bwd", MLP, size) == (0.0,)
+    assert window_lengths_s(exposed, "bwd", MLP, size) == (exposed.link_s("all_reduce", size),)
+    assert exposed.mlp.items["linear_fc1"].wgrad_s < stock.mlp.items["linear_fc1"].wgrad_s
+    sliced = gpt_22b(sequence_parallel=True).model_copy(update={"overlap": Overlap(linears=False)})
+    assert analytic_profile(sliced) == analytic_profile(gpt_22b(sequence_parallel=True))
+
+
+def test_scattered_messages_are_parts_that_are_gathered_behind_the_message():
+    layout = {"tensor": 8, "pipeline": 4}
+    whole, parts = (catalogued_job("gpt-175b", "a100-80g", parallel=layout | more) for more in ({}, {"scattered_messages": True}))
+    size = LayerShape.of(whole).input_bytes
+    profile = analytic_profile(parts)
+    nic = parts.cluster.nic
+    assert profile.link_s("p2p", size) == pytest.approx(nic.seconds(size / 8) + profile.link_s("all_gather", size))
+    assert analytic_profile(whole).link_s("p2p", size) == pytest.approx(nic.seconds(size))
+
+
+def test_heads_of_another_width_change_the_attention_alone():
+    """Twice as wide: twice the columns of queries, keys and values, and twice the FLOPs of the attention."""
+    job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 2})
+    wide = job.model_copy(update={"model": job.model.model_copy(update={"kv_channels": 256})})
+    narrow, flops = (item_flops(LayerShape.of(each)) for each in (job, wide))
+    ratios = {name: flops[name] / narrow[name] for name in narrow if narrow[name]}
+    assert ratios == {"linear_qkv": 2, "core_attention": 2, "linear_proj": 2, "linear_fc1": 1, "linear_fc2": 1}
+    attention = 4096 * 128 * (2 * 32 + 2 * 8)
+    assert layer_matrices(wide.model) - layer_matrices(job.model) == attention
+    assert shape_of(job).kv_channels is None
+    assert shape_of(wide).kv_channels == 256
+
+
+def test_a_fused_loss_reads_and_writes_less():
+    job = catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 1})
+    heads = {
+        kind: analytic_profile(job.model_copy(update={"model": job.model.model_copy(update={"cross_entropy": kind})})).head
+        for kind in ("unfused", "native", "te")
+    }
+    logits, rate = 8192 * 128256, job.cluster.hbm.byte_per_s
+    assert heads["unfused"].forward_s - heads["native"].forward_s == pytest.approx(16 * logits / rate)
+    assert heads["native"].backward_s - heads["te"].backward_s == pytest.approx(2 * logits / rate)

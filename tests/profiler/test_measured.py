@@ -37,6 +37,10 @@ JOBS = {
     "a shard, queries and keys normed": tiny_job("llama", tensor=2, qk_norm=True, norm="layernorm"),
     "a shard": tiny_job("llama", tensor=2),
     "a shard with sequence parallelism": tiny_job("gpt", tensor=2, sequence_parallel=True),
+    "heads wider than hidden / heads": tiny_job("llama", kv_channels=16),
+    "a shard, narrow heads": tiny_job("gpt", tensor=2, kv_channels=4, qk_norm=True, **NO_DROPOUT),
+    "squared ReLU": tiny_job("gpt", activation="squared_relu", bias=False, **NO_DROPOUT),
+    "squared ReLU, with biases, in bf16": tiny_job("gpt", micro=1, activation="squared_relu", dtype="bf16"),
 }
 
 
@@ -162,6 +166,7 @@ def test_on_gpus_fusions_are_a_launchs_unless_the_job_says_others():
         return job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": "cuda"})})
 
     assert fusions_of(tiny_job("llama")) == ()
+    assert fusions_of(on_gpus(activation="squared_relu")) == ("bias_dropout",), "Megatron would stop at its bias being fused"
     assert set(fusions_of(on_gpus())) - {"rope"} == {"bias_dropout", "bias_activation"}
     assert compiler_for(on_gpus()) == "inductor"
     assert fusions_of(on_gpus(fusions=("bias_dropout",))) == ("bias_dropout",)

@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_lynx import runtime
 from megatron_lynx.runtime.device import Device, device_for, present_device
+from megatron_lynx.runtime.device.cuda import CudaDevice
 from tests.runtime.devices import CPU, delay, on_every_device
 from tests.runtime.devices import device as device
 
@@ -137,7 +139,38 @@ def test_host_memory_is_locked_and_unlocked(device: Device) -> None:
         device.lock(memory)
         assert memory.is_pinned() == (device.where.type == "cuda")
         device.unlock(memory)
+        device.synchronize()
         assert not memory.is_pinned()
+
+
+def test_unlocking_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab ends in a destructor: it synchronised the device, in the middle of a step, and on a GPU behind a receive that nobody
+    had answered yet. Memory stays locked until the events behind everything that might use it are reached."""
+    reached, unlocked = [False], list[int]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self, stream: object) -> None: ...
+
+        def query(self) -> bool:
+            return reached[0]
+
+    def synchronize(where: object) -> None:
+        raise AssertionError("it waits for the device")
+
+    runtime_of_cuda = SimpleNamespace(cudaHostUnregister=unlocked.append)
+    answers = {"Event": Event, "synchronize": synchronize, "cudart": lambda: runtime_of_cuda}
+    answers |= {"Stream": lambda where: "a stream", "current_stream": lambda where: "compute"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    device, memory = CudaDevice(torch.device("cuda", 0)), [torch.zeros(8), torch.zeros(8)]
+    device.stream("offload")
+    device.unlock(memory[0])
+    assert unlocked == []
+    reached[0] = True
+    device.unlock(memory[1])
+    assert unlocked == [one.data_ptr() for one in memory]
 
 
 def test_a_device_is_one_object() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.device.cpu import CpuDevice
 from megatron_lynx.runtime.offload.copier import Copier, Owner
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostPool, available_bytes
 from megatron_lynx.runtime.trace import Trace
@@ -70,6 +71,21 @@ def test_other_sizes_make_another_slab_and_the_log_says_so(caplog: pytest.LogCap
     old[0].tensor.fill_(1)  # lent, so still there
     old.clear()
     assert [block.tensor.nbytes for block in lender.lend([1024, 512])] == [2048, 512], "old blocks are not lent again"
+
+
+def test_memory_is_locked_for_one_micro_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it was page-locked at the end of the first forward: seconds, for tens of GB, in which the device idled. What is set
+    aside counts from the beginning, so that too little memory is still said at once."""
+    locked = list[int]()
+    monkeypatch.setattr(CpuDevice, "lock", lambda device, memory: locked.append(memory.nbytes))
+    lender, held = pool(sets=3), []
+    for number in range(1, 4):
+        held.append(lender.lend([1024, 512]))
+        assert locked == [1024 + 512] * number
+        assert lender.bytes == 3 * (1024 + 512)
+    held.pop(0)
+    lender.lend([1024, 512])
+    assert len(locked) == 3, "what came back is lent again"
 
 
 def test_one_more_micro_batch_makes_room_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.double_buffered import Update, batch_order, buffer_of, deferral, order, version_of
+from megatron_lynx.schedule.double_buffered import (
+    Update,
+    batch_order,
+    buffer_of,
+    deferral,
+    defers_more_than_before,
+    order,
+    version_of,
+)
 from tests.schedule.orders import most_in_flight, write_actions
 
 Setting = tuple[int, int, int, float]
@@ -149,3 +157,15 @@ def test_fewer_micro_batches_than_stages(pipeline: int, microbatches: int) -> No
         order(pipeline, 0, microbatches, 2)
     assert str(microbatches) in str(refused.value)
     assert f"at least {pipeline}" in str(refused.value)
+
+
+@pytest.mark.parametrize("stage", range(1, 9))
+def test_what_is_exchanged_behind_an_update_is_needed_behind_it_on_both_sides(stage: int) -> None:
+    """The gradient of a stage's last backward before an update, and the input of its next forward: the stage before takes the one
+    and makes the other before its own update, or behind it if it defers less."""
+    before, ours = (batch_order(9, number, 9, 2, deferral=deferral(number)) for number in (stage - 1, stage))
+    made, needed = ours[-2], batch_order(9, stage, 9, 3, deferral=deferral(stage))[0]
+    assert isinstance(made, Action)
+    assert isinstance(needed, Action)
+    assert (made.kind, needed.kind) == ("B", "F")
+    assert (made in before) is (needed in before) is not defers_more_than_before(stage)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP, PASSES, Collective, Section
 from megatron_lynx.anatomy.address import WindowAddress
+from megatron_lynx.cost.host import HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.simulator.halves import segments, stage_passes
@@ -121,3 +122,30 @@ def test_embedding_and_head_are_outside_of_the_layers():
     halves = [(span.start_s, span.end_s) for span in passes.forward["warmup"].spans if span.kind == "forward"]
     assert halves == [(1.0, 12.0), (12.0, 22.0)]
     assert (passes.forward["warmup"].seconds, passes.backward["steady"].seconds) == (25.0, 36.0)
+
+
+def issued(forward_s, backward_s):
+    """The passes of one layer whose MLP half is issued in no time, and its attention half in so many seconds."""
+    attention, mlp = layer(3.0, host=HostSeconds(forward_s, backward_s))
+    return stage_passes((attention, mlp), profile_of(tensor=2), 100)
+
+
+def test_no_pass_is_shorter_than_its_host_time():
+    """On the device 21 s and 33 s, as above."""
+    passes = issued(42.0, 40.0)
+    for forward, backward in zip(passes.forward.values(), passes.backward.values(), strict=True):
+        assert (forward.seconds, forward.host_late_s, backward.seconds, backward.host_late_s) == (42.0, 21.0, 40.0, 7.0)
+        assert max(span.end_s for span in forward.spans) == 42.0
+
+
+def test_a_pass_that_waits_for_the_host_does_everything_later():
+    """Twice as long: what is held is held from a time twice as late, and as much of it."""
+    late, alone = issued(42.0, 0.0).forward["steady"], issued(0.0, 0.0).forward["steady"]
+    assert late.memory == tuple((2 * at_s, change) for at_s, change in alone.memory)
+
+
+def test_host_time_that_the_device_outlasts_changes_nothing():
+    known, unknown = issued(21.0, 33.0), issued(0.0, 0.0)
+    for name in ("forward", "backward"):
+        for one, other in zip(getattr(known, name).values(), getattr(unknown, name).values(), strict=True):
+            assert (one.seconds, one.memory, one.spans, one.host_late_s) == (other.seconds, other.memory, other.spans, 0.0)

@@ -143,6 +143,23 @@ def test_copies_that_avoid_messages(copy_s: float) -> None:
     assert (simulation.exposed_copy_s(0) > 0) == (copy_s > 1)
 
 
+def test_an_exchange_that_synchronises_waits_for_the_copies_before_it() -> None:
+    """Megatron's plain 1F1B: with `beside_messages: allow` every copy out was taken for hidden, and all of it is exposed.
+
+    The first stage runs 0F until 1 s, its copy until 1.75 s, and so the exchange; 1F until 2.75 s, its copy until 3.5 s. Copies
+    that avoid messages begin behind the exchange, beside the next pass, and nobody waits for them.
+    """
+
+    def simulated(**how: bool) -> Simulation:
+        passes = replace(plain_passes(1.0, 2.0, resident_bytes=10), copy=HostCopy(0.75, 0.0, 8, **how))
+        return simulate(one_f_one_b(2, 3), [[passes], [passes]])
+
+    beside, avoiding = simulated(), simulated(avoids_messages=True)
+    assert placed(beside, 0)[:2] == [("0F0", 0.0, 1.0), ("1F0", 1.75, 2.75)]
+    assert beside.exposed_copy_s(0) > 0 == avoiding.exposed_copy_s(0)
+    assert avoiding.step_s == simulate(one_f_one_b(2, 3), [[plain_passes(1.0, 2.0)]] * 2).step_s
+
+
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     schedule = Schedule((read_actions("0F0 0B0 1F0 1B0"), read_actions("1F0 1B0 0F0 0B0")), (0, 0), blocking=False)
     with pytest.raises(ValueError, match=r"stage 0 waits for .*kind='B', micro_batch=0.*; stage 1 waits for"):

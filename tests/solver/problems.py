@@ -78,6 +78,7 @@ def problems(draw, max_layers=4, window_s=windows_s, most_parts=3):
         mlp=options(mlp, draw(window_s), draw(window_s)),
         last_mlp=options(mlp, 0.0, draw(window_s)),
         in_flight=draw(st.sampled_from([1, 2, 3, 2.5])),
+        loss_bytes=draw(st.sampled_from([0, 0, 30, 300])),
     )
 
 
@@ -91,7 +92,8 @@ def every_answer(problem: StageProblem) -> list[Solved]:
     """Each half on its own."""
     layers = [LayerChoice(*halves) for halves in product(problem.attention, problem.mlp)]
     lasts = [LayerChoice(*halves) for halves in product(problem.attention, problem.last_mlp)]
-    return [Solved((*some, last), problem.in_flight) for *some, last in product(*[layers] * (problem.layers - 1), lasts)]
+    every = product(*[layers] * (problem.layers - 1), lasts)
+    return [Solved((*some, last), problem.in_flight, loss_bytes=problem.loss_bytes) for *some, last in every]
 
 
 @cache

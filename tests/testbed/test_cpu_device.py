@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.testbed import cpu_device
@@ -12,7 +13,7 @@ from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 
 def everything():
     """Every attribute of the places where the stand-in replaces something."""
-    owners = (torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module)
+    owners = (torch, torch.cuda, torch.cuda.random, torch.Tensor, torch.nn.Module, ProcessGroup, Work)
     return [dict(vars(owner)) for owner in owners]
 
 

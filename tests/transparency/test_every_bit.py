@@ -94,6 +94,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
     "bf16": ({"tensor": 2, "dtype": "bf16"}, Trial()),
     "bf16, sequence parallel": ({"tensor": 2, "sequence_parallel": True, "dtype": "bf16"}, Trial()),
     "query and key norms": ({"tensor": 2}, Trial(model={"qk_layernorm": True})),
+    "wide heads, squared ReLU": ({"tensor": 2, "kv_channels": 16, "activation": "squared_relu"}, Trial()),
     "Megatron's DDP": ({"tensor": 2}, Trial(training={"ddp": True, "optimizer": "megatron"})),
     "reductions in backward": (
         {"replicas": 2},

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_lynx.anatomy import ITEMS
+from megatron_lynx.launch.check.bits import bits, unlike
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
 
@@ -123,23 +124,16 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
     if one is None or other is None:
         there, absent = (names[1], names[0]) if one is None else names
         return "" if one is other else f"a value in {there}, none in {absent}"
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"{tuple(one.shape)} {one.dtype} in {names[0]}, {tuple(other.shape)} {other.dtype} in {names[1]}"
+    if what := unlike(one, other, names):
+        return what
     one = one.to(other.device)
-    differing = (_bits(one) != _bits(other)).flatten()
+    differing = (bits(one) != bits(other)).flatten()
     if not differing.any():
         return ""
     mine, yours = one.flatten()[differing].double(), other.flatten()[differing].double()
     worst = int(torch.nan_to_num((mine - yours).abs(), nan=torch.inf).argmax())
     most = f"{mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
     return f"{len(mine)} of {one.numel()} values that differ, most {most}"
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def backward_position(name: str, parameter: Parameter) -> Position:

@@ -1,4 +1,4 @@
-"""The errors of a checked step: it differs from stock, stock differs from itself, or a pass runs out of memory."""
+"""The errors of a checked step: it differs from stock, stock from itself, a replay from its forward; or memory ends."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def plan_differs(step: int, setting: ReferenceSetting, first: Difference, count:
     todo = "train without this plan, and report it with the plan and this launch's arguments"
     problem = Problem(first.place, first.found, "the same bits", todo)
     return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[setting]} differ in {places}", [problem])
+
+
+def frames_differ(first: Difference, count: int, compared: int) -> LynxError:
+    """`count` of `compared` tensors of drawn frames are not what their forward had saved."""
+    todo = "train without this plan, and report it with the plan and this launch's arguments"
+    problem = Problem(first.place, first.found, "the same bits", todo)
+    headline = f"--lynx-check frames: {count} of {compared} tensors of backward are not what forward saved; the first of them"
+    return LynxError(headline, [problem])
 
 
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}

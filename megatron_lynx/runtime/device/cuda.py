@@ -1,6 +1,7 @@
 """A CUDA device: torch's streams and events. No other file of the runtime names `torch.cuda`.
 
-The host waits in `synchronize`, and in `unlock`, which is called when sizes of activations change and at the end; nowhere else.
+The host waits in `synchronize` and nowhere else. Memory that is no longer to be page-locked may still be read by a copy: it is
+unlocked when the device has passed what it was given before, which is looked at whenever more memory is locked or unlocked.
 """
 
 from __future__ import annotations
@@ -67,16 +68,23 @@ class CudaDevice(Device):
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
+        self._streams: set[torch.cuda.Stream] = set()
+        """All that were ever made, of torch's few."""
+        self._unlocking: list[tuple[Tensor, list[CudaEvent]]] = []
+        """Memory that goes when these events are reached."""
 
     @property
     def current(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.where))
 
     def stream(self, name: str) -> Stream:
-        return CudaStream(torch.cuda.Stream(self.where))
+        stream = torch.cuda.Stream(self.where)
+        self._streams.add(stream)
+        return CudaStream(stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
+        self._unlock_passed()
 
     def random_states(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.where)
@@ -86,14 +94,25 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(states[1], self.where)
 
     def lock(self, memory: Tensor) -> None:
+        self._unlock_passed()
         with _on_node_of(self.where):
             status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status != 0:
             raise RuntimeError(f"cudaHostRegister returned {status}")
 
     def unlock(self, memory: Tensor) -> None:
-        self.synchronize()  # copies may be under way
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        streams = {*self._streams, torch.cuda.current_stream(self.where)}
+        self._unlocking.append((memory, [CudaEvent(stream, timed=False) for stream in streams]))
+        self._unlock_passed()
+
+    def _unlock_passed(self) -> None:
+        """Whatever nothing that is under way can use any more."""
+        waiting, self._unlocking = self._unlocking, []
+        for memory, events in waiting:
+            if all(event.done for event in events):
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            else:
+                self._unlocking.append((memory, events))
 
 
 @contextmanager

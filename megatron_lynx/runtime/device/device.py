@@ -82,4 +82,4 @@ class Device(Protocol):
         """Page-lock host memory, where that makes copies asynchronous. Raises `RuntimeError` where it cannot be done."""
 
     def unlock(self, memory: Tensor) -> None:
-        """Undo `lock`, when no copy is under way any more."""
+        """Undo `lock` as soon as no copy that was asked for before is under way any more. Destructors call it: it never waits."""

@@ -3,10 +3,14 @@
     the machine           MemAvailable                                       the least of these, shared by the ranks of the host,
     control groups        limit - in use + page cache, of every one          is what one rank may hold in all its pools
 
-    first micro-batch     sizes known ──> one slab, page-locked on CUDA: `sets` x sizes      ┌────┬──┬───┬────┬──┬───┐
-    every micro-batch     lend: for each size the smallest free block that holds it          └────┴──┴───┴────┴──┴───┘
+    first micro-batch     sizes known ──> room for `sets` micro-batches is set aside         ┌────┬──┬───┐┌────┬──┬───┐
+    every micro-batch     lend: for each size the smallest free block that holds it;         └────┴──┴───┘└────┴──┴───┘
+                          where none is, and room is left, one more slab, page-locked on CUDA: one micro-batch's
     a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
     other sizes           a new slab; the old one goes with the last of its blocks, and the log says so
+
+Page-locking takes the host seconds for tens of GB. So a slab holds one micro-batch: warm-up's forwards lock what they need, one
+behind the other, and not the first of them all of it.
 
 PyTorch's own page-locked allocator rounds up to powers of two; a slab is as large as what was asked for, up to pages. Slabs do
 not come from PyTorch's allocators, so no counter takes them for activations.
@@ -95,10 +99,13 @@ class HostPool:
     def __init__(self, where: str, device: Device, limit: HostLimit, sets: int) -> None:
         self.where = where
         self.bytes = 0
-        """Of all slabs in use. Not of one that was replaced and whose last block is still lent."""
+        """Set aside: of all slabs in use, and of those still to be made. Not of one that was replaced and whose last block is
+        still lent."""
         self._device = device
         self._limit = limit
         self._sets = max(1, sets)
+        self._made = 0
+        """Sets whose slab is there."""
         self._sizes: list[int] = []
         self._shelf: deque[_Shelved] = deque()
 
@@ -106,7 +113,9 @@ class HostPool:
         """A block of at least each size. Raises `OffloadError` where the host has no room for as many."""
         chosen = self._fitting(sizes)
         if chosen is None:
-            self._make_room(sizes)
+            if self._made == self._sets or not self._known(sizes):
+                self._make_room(sizes)
+            self._make_slab()
             chosen = self._fitting(sizes)
         assert chosen is not None, f"{self.where}: no room for {sizes} after it was made"
         return [Block(shelved, self._shelf) for shelved in chosen]
@@ -114,7 +123,7 @@ class HostPool:
     def clear(self) -> None:
         """Give everything back that is not lent."""
         self._limit.held_bytes -= self.bytes
-        self._shelf, self._sizes, self.bytes = deque(), [], 0
+        self._shelf, self._sizes, self.bytes, self._made = deque(), [], 0, 0
 
     def _fitting(self, sizes: Sequence[int]) -> list[_Shelved] | None:
         """Best fit, largest first; None, with nothing taken, where one size finds no block."""
@@ -130,18 +139,22 @@ class HostPool:
         self._shelf.extend(left)
         return [chosen[index] for index in range(len(sizes))]
 
-    def _make_room(self, sizes: Sequence[int]) -> None:
+    def _known(self, sizes: Sequence[int]) -> bool:
+        """Whether a micro-batch with these fits into a slab."""
         ordered = sorted(sizes, reverse=True)
-        known = len(ordered) <= len(self._sizes) and all(a <= b for a, b in zip(ordered, self._sizes, strict=False))
+        return len(ordered) <= len(self._sizes) and all(a <= b for a, b in zip(ordered, self._sizes, strict=False))
+
+    def _make_room(self, sizes: Sequence[int]) -> None:
+        """Set memory aside. Raises `OffloadError` where the host has too little."""
         before = self.bytes
-        if known:
+        if self._known(sizes):
+            self._set_aside(1)
             self._sets += 1
-            self._add(1)
             log.warning("%s: one more micro-batch on the host than before; %s", self.where, self._change(before))
             return
         self.clear()
-        self._sizes = ordered
-        self._add(self._sets)
+        self._sizes = sorted(sizes, reverse=True)
+        self._set_aside(self._sets)
         if before:
             log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
         else:
@@ -150,20 +163,28 @@ class HostPool:
     def _change(self, before: int) -> str:
         return f"host memory for offloaded activations: {format_bytes(before)} before, {format_bytes(self.bytes)} now"
 
-    def _add(self, sets: int) -> None:
-        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes]
-        size_bytes = sets * sum(padded)
+    @property
+    def _rooms(self) -> list[int]:
+        """Bytes of one micro-batch's blocks in a slab."""
+        return [-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes]
+
+    def _set_aside(self, sets: int) -> None:
+        size_bytes = sets * sum(self._rooms)
         needed_bytes, most_bytes = self._limit.held_bytes + size_bytes, self._limit.most_bytes
         if needed_bytes > most_bytes:
             raise too_little(self.where, needed_bytes, most_bytes)
-        try:
-            slab = Slab(size_bytes, self._device)
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise too_little(self.where, needed_bytes, most_bytes) from error
         self.bytes += size_bytes
         self._limit.held_bytes += size_bytes
+
+    def _make_slab(self) -> None:
+        """For one micro-batch, of what was set aside."""
+        try:
+            slab = Slab(sum(self._rooms), self._device)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise too_little(self.where, self._limit.held_bytes, self._limit.most_bytes) from error
+        self._made += 1
         start = 0
-        for size, room in [*zip(self._sizes, padded, strict=True)] * sets:
+        for size, room in zip(self._sizes, self._rooms, strict=True):
             self._shelf.append(_Shelved(slab.tensor[start : start + size], slab, None))
             start += room
 

@@ -52,7 +52,8 @@ def stand_in_for_transformer_engine() -> StandIn:
 
 def has_compiled_extension() -> bool:
     """Whether a library lies where Transformer Engine looks for one: beside its Python."""
-    folders = importlib.util.find_spec(PACKAGE).submodule_search_locations or []  # type: ignore[union-attr]
+    found = importlib.util.find_spec(PACKAGE)
+    folders = [] if found is None else found.submodule_search_locations or []
     return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))
 
 

@@ -1,11 +1,10 @@
-"""What one GPU can show of copies to host memory; `scripts/gpu_check.py` calls it.
+"""Copies to host memory, on one GPU.
 
 link        bytes a second each way, one at a time and both at once, through the runtime's own copiers and page-locked memory
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
 order       tests of device, copier and offload on this device, and again under compute-sanitizer where that is installed
-stock       the same step with Megatron's fine-grained offload, where it runs
 
-Several ranks cannot share a GPU under NCCL, so stages that offload to make room for each other are not here.
+Offloading inside training needs two stages, and is a part of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +28,32 @@ from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.offload.copier import copiers_for
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool
 from megatron_lynx.runtime.trace import Trace
-from megatron_lynx.testbed.batches import synthetic_batches
-from megatron_lynx.testbed.training import Training
+from scripts.gpu_check.part import Answer
 
 ROUNDS = 5
 TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload")]
+
+
+def copies(rank: int, job: Job, dry: bool) -> Answer:
+    """Runs inside `RankPool`. A dry run copies little, and between the same memory."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    device = torch.device("cpu" if dry else "cuda")
+    training = Training(job, build_model(job), optimizer=None)
+    ended = order(device)
+    return Answer(
+        wrong=tuple(
+            f"{name}: {status}" for name, status in ended.items() if status.startswith("exit") and "status 0" not in status
+        ),
+        figures={
+            "link, GB/s": link(2**20 if dry else 2**30, device),
+            f"one layer, sequence {job.model.seq}": hidden(job, training, device),
+            "order": ended,
+        },
+    )
 
 
 class Copies:
@@ -78,11 +98,13 @@ def link(size_bytes: int, device: torch.device) -> dict[str, float]:
     return found
 
 
-def hidden(job: Job, training: Training, device: torch.device) -> dict[str, float]:
+def hidden(job: Job, training: Any, device: torch.device) -> dict[str, float]:
     """Seconds of a step of one layer, and of copying out and back at once all that it would keep with fused attention.
 
     `hidden_share` 1: copying costs nothing.
     """
+    from megatron_lynx.testbed.batches import synthetic_batches
+
     shape = LayerShape.of(job.model_copy(update={"model": job.model.model_copy(update={"attention": "flash"})}))
     smallest = smallest_offloaded_bytes(shape.input_bytes)
     kept = [tensor.bytes for half in HALVES for tensor in half_tensors(shape, half) if tensor.saved_by]
@@ -111,18 +133,6 @@ def order(device: torch.device) -> dict[str, str]:
     if device.type != "cuda" or sanitizer is None:
         return {**found, "compute-sanitizer": "not run: no GPU" if device.type != "cuda" else "not run: not installed"}
     return {**found, "compute-sanitizer": _ended([sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *plain])}
-
-
-def stock_offload(job: Job, device: torch.device) -> dict[str, Any]:
-    """Seconds of a step under Megatron's own offload, or why there are none."""
-    from megatron_lynx.testbed.tiny_models import build_model
-
-    fields: dict[str, Any] = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "mlp_norm"]}
-    try:
-        training, batches = Training(job, build_model(job, **fields), optimizer=None), synthetic_batches(job)
-        return {"step_s": _seconds(lambda: training.step(batches), device)}
-    except Exception as error:  # noqa: BLE001 (Megatron's, of any kind; the answer says which)
-        return {"not run": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

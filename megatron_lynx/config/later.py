@@ -1,0 +1,43 @@
+"""What jobs could not always say, and what it is where it changes nothing.
+
+A job's digest leaves it out, so that old plans know their jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.overlap import Overlap
+
+LATER: dict[str, dict[str, Any]] = {
+    "model": {
+        "fp8": None,
+        "qk_norm": False,
+        "experts": None,
+        "attention_kernel": "usual",
+        "kv_channels": None,
+        "cross_entropy": "unfused",
+    },
+    "parallel": {"expert": 1, "expert_tensor": None, "scattered_messages": False},
+}
+"""Fields by their part."""
+
+
+def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
+    """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
+    off: dict[str, Any] = {
+        part: {name for name, value in names.items() if getattr(parts[part], name) == value} for part, names in LATER.items()
+    }
+    off["model"].add("fusions")  # what a measured profile knows better
+    if overlap == Overlap():
+        off["overlap"] = True
+    off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
+    if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
+        off["cluster"]["fp8"] = {"efficiency"}
+    if cluster.matmul is not None and cluster.matmul.flash_attention_2_efficiency is None:
+        off["cluster"]["matmul"] = {"flash_attention_2_efficiency"}
+    return off

@@ -1,0 +1,40 @@
+"""What a job communicates beside its computing, as the flags of its launch say it.
+
+                                                                       flag
+    reductions of gradients     behind the last micro-batch's backward --overlap-grad-reduce
+    gathers of parameters       behind the first forward               --overlap-param-gather
+    a linear's gradient         behind its weight's gradient           unless --no-async-tensor-model-parallel-allreduce
+    messages between chunks     behind passes                          unless --no-overlap-p2p-communication
+    tensor-parallel exchanges   behind pieces of their own GEMM        --tp-comm-overlap (userbuffers)
+
+Whatever is not hidden holds a step up.
+"""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from megatron_lynx.validation import Part
+
+
+class Overlap(Part):
+    """Everything has the value that jobs had before they could say it."""
+
+    gradients: bool = False
+    """Whether gradients are reduced bucket by bucket while the last micro-batch's backward goes on."""
+    parameters: bool = False
+    """Whether the distributed optimizer's parameters are gathered while the first forward of the next step goes on."""
+    linears: bool = True
+    """Whether the gradient of a column-parallel linear's input is reduced beside the GEMM of its weight's gradient. With sequence
+    parallelism Megatron always does that."""
+    messages: bool = True
+    """Whether stages with several chunks exchange messages behind passes. Stages with one chunk never do."""
+    userbuffers: bool = False
+    """Whether Transformer Engine cuts tensor-parallel exchanges and their GEMMs into pieces that overlap. How much that hides
+    nobody can say beforehand: the step is priced as a range."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Overlap:
+        if self.parameters and not self.gradients:
+            raise ValueError("parameters true needs gradients: true (--overlap-grad-reduce), found false, as Megatron refuses it")
+        return self

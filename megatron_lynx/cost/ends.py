@@ -1,0 +1,68 @@
+"""What the ends of the model hold: the embedding on the first stage, the head and the loss on the last.
+
+    logits, each in fp32 and in the model's type (bf16: 4 + 2 bytes)
+
+    output projection   2                    the projection's result
+    loss                2 + 4                `vocab_parallel_cross_entropy` makes an fp32 copy, and works in place on it
+    forward is over         4                it becomes the softmax, which is kept
+    loss's backward         4 + 2            the gradient, made in place, is cast to the model's type
+    projection's backward       2            and its own gradients
+
+In fp32 there is no copy: 4 bytes all the while.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import FP32_BYTES, logits_bytes
+
+
+def embedding_gradient_bytes(shape: LayerShape) -> int:
+    """The gradient of the word embeddings, a block as large as they are, before it is added to Megatron's buffer."""
+    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * added_gradient_bytes(shape)
+
+
+def added_gradient_bytes(shape: LayerShape) -> int:
+    """Bytes of one element of a gradient while it is added to a buffer in fp32: on a CPU it is copied into that type first."""
+    element = shape.model.element_bytes
+    return element + (FP32_BYTES if shape.device == "cpu" and element < FP32_BYTES else 0)
+
+
+def logits_at_loss_bytes(shape: LayerShape) -> int:
+    """All copies of the logits while the loss is computed, or its backward begins."""
+    element = shape.model.element_bytes
+    return logits_bytes(shape) + (_logits(shape) * element if element < FP32_BYTES else 0)
+
+
+def logits_gradient_bytes(shape: LayerShape) -> int:
+    """The gradient that the output projection's backward is given."""
+    return _logits(shape) * shape.model.element_bytes
+
+
+def tied_gradients_bytes(shape: LayerShape) -> int:
+    """The most at once where one weight is both ends: the embedding's gradient beside what the head left, or their sum."""
+    return max(embedding_gradient_bytes(shape), 2 * head_block_bytes(shape))
+
+
+def head_in_hand_bytes(shape: LayerShape, tied: bool) -> int:
+    """What the output projection's backward makes: its input's gradient, with sequence parallelism on all rows and on its own,
+    and its weight's, which is added to Megatron's buffer when the logits' is gone. `tied`: it waits for the embedding's."""
+    scattered = shape.input_bytes if shape.parallel.sequence_parallel and shape.parallel.tensor > 1 else 0
+    if keeps_head_block(shape):
+        return shape.gathered_bytes + scattered
+    added = 0 if tied else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape)
+    return shape.gathered_bytes + scattered + max(head_block_bytes(shape), added)
+
+
+def head_block_bytes(shape: LayerShape) -> int:
+    """The gradient of the output projection's weight, or the block in place of it (`cost.in_hand`)."""
+    return shape.model.vocab * shape.model.hidden // shape.parallel.tensor * shape.model.element_bytes
+
+
+def keeps_head_block(shape: LayerShape) -> bool:
+    """Whether that block is Transformer Engine's, which keeps it for the next time."""
+    return shape.model.uses_te and shape.device == "cuda"
+
+
+def _logits(shape: LayerShape) -> int:
+    return shape.tokens * shape.model.vocab // shape.parallel.tensor

@@ -1,0 +1,103 @@
+"""Host time of passes: how long Python takes to issue a half, a stage's layers, or stock Megatron's.
+
+A pass cannot be shorter, whatever its device does: a *host-bound* stage waits for Python. What is not known counts as no time:
+the ends of the model, collectives, experts, and everything where the profile knows no host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.config.host_time import HostTime, Setting
+from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.section import gathers
+from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.profiler.profile import Profile
+
+
+@dataclass(frozen=True)
+class HostSeconds:
+    """Seconds of the host for one micro-batch: of a half, or of many together."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @property
+    def both_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: HostSeconds) -> HostSeconds:
+        return HostSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+    def __mul__(self, count: float) -> HostSeconds:
+        return HostSeconds(count * self.forward_s, count * self.backward_s)
+
+    def beyond(self, forward_s: float, backward_s: float) -> float:
+        """By how much passes of so many seconds on the device are longer because of the host."""
+        return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
+
+
+NO_HOST_TIME = HostSeconds()
+
+BY_POLICY: dict[Policy, Setting] = {"none": "none", "selective": "none", "balanced": "partly", "full": "full"}
+"""A policy's setting. `selective` issues the core attention again, which is not measured: `none` is less than it takes."""
+
+
+@dataclass(frozen=True)
+class HostLoad:
+    """One stage that is host-bound: seconds of a step."""
+
+    stage: int
+    host_s: float
+    """What the host needs to issue its passes."""
+    device_s: float
+    """What the device would need to run them, if it never waited for the host."""
+
+
+def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False) -> HostSeconds:
+    """One half under a plan that replays these items of it."""
+    if profile.host_time is None or section.opaque:
+        return NO_HOST_TIME
+    setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
+    treated = _of(profile.host_time, section, setting)
+    return treated + offloading_host_s(profile, section) if offloads else treated
+
+
+def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
+    """What a half takes longer because some of it goes to host memory and comes back."""
+    if profile.host_time is None or section.opaque:
+        return NO_HOST_TIME
+    return _of(profile.host_time, section, "offloaded") + _of(profile.host_time, section, "kept") * -1
+
+
+def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> Setting:
+    """What becomes of a half whose items are replayed so: with a GEMM or the attention among them it counts as replayed whole."""
+    items = {item.role for item in section.items if item.name in replay}
+    if not items:
+        return "kept"
+    if gathered:
+        return "gathered"
+    return "replayed" if items & {"column_parallel", "core"} else "partly"
+
+
+def issued(device: StageSeconds, job: Job, profile: Profile, stage: int) -> StageSeconds:
+    """A stage's passes under the job's policy: as long as on the device, and no shorter than the host needs for them."""
+    host = policy_host_s(job, profile, stage)
+    return StageSeconds(max(device.forward_s, host.forward_s), max(device.backward_s, host.backward_s))
+
+
+def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
+    """All layers of a stage under the job's policy, which is stock Megatron's (or Yuan et al.'s) and not `planned`."""
+    if profile.host_time is None:
+        return NO_HOST_TIME
+    experts = job.experts_on(stage)
+    counted = {section: job.layers_on(stage) - (experts if half == EXPERTS.half else 0) for half, section in DENSE.items()}
+    halves = [_of(profile.host_time, section, BY_POLICY[job.policy]) * count for section, count in counted.items()]
+    return sum(halves, start=NO_HOST_TIME)
+
+
+def _of(host_time: HostTime, section: Section, setting: Setting) -> HostSeconds:
+    passes = host_time.half(section.half).under(setting)
+    return HostSeconds(passes.forward_s, passes.backward_s)

@@ -1,0 +1,150 @@
+"""When a device of a stage is fullest: its peak is a maximum over moments, because much of what it holds is never there together.
+
+    forward              the last of its micro-batches in flight has run forward
+    loss                 last stage: the loss is computed, or its backward begins: the logits in fp32 and in the model's type
+    head_backward        last stage: the output projection's backward, with the logits' gradient
+    backward             a layer runs backward, made again before where it was not kept: the logits are gone
+    embedding_backward   first stage: that micro-batch's layers are gone, the embedding's gradient is made as one dense block
+    reduction            gradients are reduced; those that tensor-parallel ranks share are copied side by side
+    first_update         the optimizer allocates its state, and copies in fp32 what it is given in less
+    update               every later one: its state is there all the time
+
+What is held of the layers at each is the same for stock's policies and for plans, so both are counted by `Parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+Moment = Literal["forward", "loss", "head_backward", "backward", "embedding_backward", "reduction", "first_update", "update"]
+
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of one stage, by kind, at one moment: what `total` adds up is there at once."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    staging: int = 0
+    embedding: int = 0
+    head: int = 0
+    logits: int = 0
+    recomputed: int = 0
+    rest: int = 0
+    fp8_weights: int = 0
+    second_weights: int = 0
+    second_gradients: int = 0
+    in_hand: int = 0
+    messages: int = 0
+    buffers: int = 0
+    update_copies: int = 0
+    moment: Moment = field(default="forward", compare=False)
+    """Which moment this is: of a stage's peak, the one that binds."""
+    totals: Mapping[Moment, int] = field(default_factory=dict, compare=False)
+    """What is held at every moment that the stage has, of a stage's peak."""
+
+    @property
+    def always(self) -> int:
+        """What is held before there is any activation."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Every kind of bytes, by name."""
+        return {name: size for name, size in vars(self).items() if name not in ("moment", "totals")}
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The total, then every kind."""
+        return {"total": self.total, **self.kinds}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a device of one stage ever holds, each part as large as it gets, whenever that is."""
+
+    states: StageMemory
+    """What is there at all moments: states, buffers, the rest."""
+    embedding: int = 0
+    """Masks of the embedding's dropout, of all micro-batches in flight."""
+    messages: int = 0
+    """Buffers of messages between stages, while micro-batches run."""
+    in_hand: int = 0
+    """What a layer's backward has in hand beside what the layer keeps."""
+    head: int = 0
+    """What final norm and output projection read; the norm's part is what the layers put out."""
+    logits: int = 0
+    """All copies of one micro-batch's logits while the loss is computed."""
+    logits_gradient: int = 0
+    head_in_hand: int = 0
+    """What the output projection's backward has in hand beside the gradient of the logits."""
+    tied_gradient: int = 0
+    """Where one weight is both, what the output projection's backward made of its gradient waits for the embedding's."""
+    embedding_gradient: int = 0
+    reduced: int = 0
+    """Gradients side by side, to be reduced in one call."""
+    update_copies: int = 0
+    update_in_hand: int = 0
+    """What an update needs for one parameter after the other."""
+    activations: int = 0
+    """What layers keep of all chunks in flight; with offloading, the share that stays."""
+    activations_at_loss: int | None = None
+    """The same where the chunk before the loss keeps less than the others, or more; None: no less and no more."""
+    staging: int = 0
+    recomputed: int = 0
+    chunk: int = 0
+    """What the layers of one chunk keep of one micro-batch, whose backward ends with the embedding's."""
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The moment at which most is held; of equals the first."""
+        states = self.states.total
+        totals = {moment: states + sum(self._beside_states(moment).values()) for moment in self.moments}
+        return replace(self.at(max(totals, key=lambda moment: totals[moment])), totals=totals)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Those that the stage has: only the last one has logits, only the first one an embedding."""
+        missing = {"loss", "head_backward"} if self.logits == 0 else set()
+        missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
+        return tuple(moment for moment in MOMENTS if moment not in missing)
+
+    def at(self, moment: Moment) -> StageMemory:
+        """What is held at one moment."""
+        beside: dict[str, Any] = self._beside_states(moment)
+        return replace(self.states, moment=moment, **beside)
+
+    def _beside_states(self, moment: Moment) -> dict[str, int]:
+        if moment == "reduction":
+            return {"in_hand": self.reduced}
+        if moment in ("first_update", "update"):
+            return {"update_copies": self.update_copies, "in_hand": self.update_in_hand}
+        running = {
+            "activations": self.activations,
+            "staging": self.staging,
+            "embedding": self.embedding,
+            "messages": self.messages,
+        }
+        if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
+            running |= {"activations": self.activations_at_loss}
+        if moment == "loss":
+            return running | {"head": self.head, "logits": self.logits}
+        if moment == "head_backward":
+            return running | {"head": self.head, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
+        if moment == "backward":
+            return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
+        if moment == "embedding_backward":
+            others = max(0, self.activations - self.chunk)
+            return running | {"activations": others, "in_hand": self.embedding_gradient}
+        return running | {"head": self.head // 2} if moment == "forward" else running

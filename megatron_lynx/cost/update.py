@@ -1,0 +1,129 @@
+"""Seconds of the update, once in a step, on the stage with most parameters: gradients reduced, optimizer, parameters gathered.
+
+    nothing overlaps     ... B | reduce | Adam | gather | F ...
+    gradients            ... B             Adam | gather | F ...     bucket by bucket behind the last micro-batch's backward; the
+                         reduce ... last                             last bucket waits for the end of it
+    parameters           ... B | reduce | Adam | first | F ...       bucket by bucket behind the first forward, which waits for
+                                               gather ......         the first one
+
+What is hidden is not free: GEMMs beside a collective lose a share of their rate (`matmul.beside_collective`). What there is to
+hide behind is taken to be a pass that replays nothing, whatever the policy, so that policies are compared by what they do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.expert_parameters import expert_sharers
+from megatron_lynx.cost.parameters import bytes_each, stage_parameters
+from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
+from megatron_lynx.profiler.link_levels import fewest_in_a_node
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.quantized import Casts
+from megatron_lynx.profiler.shape import LayerShape
+
+BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
+"""A bucket has so many parameters, or so many for each rank that shares them if that is more (`DistributedDataParallel`)."""
+
+
+@dataclass(frozen=True)
+class UpdateSeconds:
+    """The update of parameters that one group of ranks shares, as long as its parts take alone."""
+
+    reduce_s: float
+    adam_s: float
+    gather_s: float
+    bucket_share: float
+    """Of reductions and gathers, that of one bucket."""
+
+    def exposed_s(self, job: Job, behind: StageSeconds) -> float:
+        """What it adds to the step. `behind`: one micro-batch of the stage."""
+        reduce_s, gather_s = self.reduce_s, self.gather_s
+        if job.overlap.gradients:
+            reduce_s = self._left_s(job, reduce_s, behind.backward_s)
+            if not job.parallel.distributed_optimizer:  # an all-reduce, of which the gather is the second half
+                gather_s = self._left_s(job, gather_s, max(0.0, behind.backward_s - self.reduce_s))
+        if job.overlap.parameters:
+            gather_s = self._left_s(job, gather_s, behind.forward_s)
+        return reduce_s + self.adam_s + gather_s
+
+    def _left_s(self, job: Job, seconds: float, behind_s: float) -> float:
+        """What no pass hides of a reduction or a gather, and what the pass loses by what it hides."""
+        left_s = max(seconds * self.bucket_share, seconds - behind_s)
+        lost = 0.0 if job.cluster.matmul is None else job.cluster.matmul.beside_collective
+        return left_s + lost * (seconds - left_s)
+
+
+def update_s(job: Job, profile: Profile) -> float:
+    """Seconds that updating adds to a step, whatever the policy.
+
+    Gradients are reduced over the ranks that hold the same; norm, clipping and Adam on the own share; parameters are gathered.
+    Experts do that in groups of their own, after the others.
+    """
+    of_stages = of_every_stage(job, lambda stage: stage_parameters(job, stage))
+    stage = max(range(job.parallel.pipeline), key=lambda stage: of_stages[stage].total)
+    most, layout, behind = of_stages[stage], job.parallel, StageSeconds(0.0, 0.0)
+    if job.overlap.gradients or job.overlap.parameters:
+        behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
+    seconds = _updated(job, most.others, layout.context * job.replicas, layout.tensor).exposed_s(job, behind)
+    if most.experts:
+        own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert)
+        seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
+    return seconds
+
+
+def _updated(job: Job, count: int, sharers: int, stride: int) -> UpdateSeconds:
+    """Updating `count` parameters that so many ranks share, `stride` ranks apart."""
+    owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
+    hbm = job.cluster.hbm
+    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
+    streamed += _cast_bytes(job)
+    if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
+        streamed += 2 * count * each.weight
+    moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
+    bucket = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH * sharers)
+    return UpdateSeconds(
+        reduce_s=moved * each.gradient / byte_per_s,
+        adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
+        gather_s=moved * (each.weight if job.parallel.distributed_optimizer else each.gradient) / byte_per_s,
+        bucket_share=min(1.0, bucket / count),
+    )
+
+
+def _cast_bytes(job: Job) -> int:
+    """What is read and written for the weights' copies in FP8, in the first micro-batch of a step."""
+    if job.model.fp8_recipe is None:
+        return 0
+    matrices = max(of_every_stage(job, lambda stage: stage_parameters(job, stage).matrices))
+    casts = Casts(job.model.fp8_recipe, transposes=job.cluster.transposes_fp8)
+    return casts.of(matrices, both=True)[0]
+
+
+def _stepped_bytes(job: Job) -> int:
+    """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
+    Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
+    Beside these, gradients are cleared, and averaged in place if shared."""
+    each = bytes_each(job)
+    gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
+    parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight
+    return gradient + 2 * (each.main_parameter + each.moments) + parameter
+
+
+def _replica_byte_per_s(job: Job, sharers: int, stride: int) -> float:
+    """Rate of a ring over the ranks of one stage that hold the same parameters, for the stage that nodes cut worst.
+
+    t = 2, 6 sharers, nodes of 8     node 0  0 2 4 6 | node 1  8 10    stage 0: 4 and 2 members
+                                     node 1  12 14   | node 2  16 18 20 22    stage 1: 2 and 4
+    Rings begin with a stage's first rank, because Megatron numbers tensor ranks first, then context, data and pipeline ranks.
+    The members in one node pool their NICs; where there are fewest, the ring is slowest.
+    """
+    node, nic, nvlink = job.cluster.node, job.cluster.nic, job.cluster.nvlink
+    if node is None or nic is None or sharers == 1:
+        return float("inf")
+    inside = nvlink.byte_per_s if nvlink is not None else nic.byte_per_s
+    starts = {stage * stride * sharers % node.gpus for stage in range(job.parallel.pipeline)}
+    together = min(fewest_in_a_node(start, stride, sharers, node.gpus) for start in starts)
+    if together == sharers:
+        return inside
+    return min(inside, together * nic.per_node / node.gpus * nic.byte_per_s)

@@ -1,0 +1,205 @@
+"""`--lynx-check frames`: what replays and reloads made of some frames is compared with what their forward had saved.
+
+    step 1 ... N    forward     some frames are drawn; what they save is kept on the host, too             (draw, original)
+                    backward    what it gets instead is compared, bit for bit, when it asks for it
+                    its end     all ranks: one that differs ends all of them, before the optimizer has used it
+
+Nothing runs twice, and nothing is compared that backward computed: kernels that are not deterministic (flash attention's
+backward) change nothing. What it does not see is a fault in backward itself, or in a frame that was not drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
+from megatron_lynx.apply import Installation
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.errors import LynxError
+from megatron_lynx.launch.agreement import agree, of_all_ranks
+from megatron_lynx.launch.alarm import ending_together
+from megatron_lynx.launch.check.draw import Draw
+from megatron_lynx.launch.check.original import Original
+from megatron_lynx.launch.check.outcome import Difference
+from megatron_lynx.launch.check.step import Schedule
+from megatron_lynx.launch.check.verdict import frames_differ
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.frame import Frame
+from megatron_lynx.runtime.watched import Place, Returned
+from megatron_lynx.units import format_bytes
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank compared in one step."""
+
+    frames: int
+    replayed: int
+    """Tensors; those that came back from the host are `reloaded`."""
+    reloaded: int
+    size_bytes: int
+    kinds: tuple[int, int]
+    """Of frames, since the run began: how many were drawn, of how many."""
+    first: tuple[Difference, ...]
+    differing: int
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """One tensor that was kept."""
+
+    step: int
+    frame: tuple[int, FrameKey]
+    place: Place
+    name: str
+    original: Original
+
+
+class FrameCheck:
+    """The first `steps` steps of a run. The engine's observer while they run.
+
+    Args:
+        seed: of the draws; each rank draws other frames.
+        lag: how many steps a backward may come behind its forward.
+    """
+
+    def __init__(self, steps: int, plan: Plan, *, seed: int = 0, lag: int = 0) -> None:
+        self._left = steps
+        self._lag = lag
+        self._plan = plan
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._draw = Draw(seed + self._rank)
+        self._stage = 0
+        self._pending: list[_Drawn] = []
+        self._reached: dict[tuple[int, FrameKey], int] = {}
+        """Drawn frames in the order in which backward came to them."""
+        self._compared: list[_Found] = []
+        """Of all ranks and steps."""
+        self.steps = 0
+        """Steps in which frames were drawn so far."""
+
+    def around(self, schedule: Schedule, optimizer: Any, installation: Installation) -> Schedule:
+        """What `train_step` is to call instead. A later call in the same step (a rerun that Megatron asks for) is not checked."""
+        if self.over:
+            return schedule
+        draws, checked = self._left > 0, iter([True])
+        self._left, self._lag = (self._left - 1, self._lag) if draws else (0, self._lag - 1)
+
+        def forward_backward(*, model: Any, **others: Any) -> Any:
+            if not next(checked, False):
+                return schedule(model=model, **others)
+            if draws:
+                self._begin(model)
+                installation.engine.observer = self
+            with ending_together():
+                try:
+                    losses = schedule(model=model, **others)
+                except Exception as error:
+                    if (known := self._differs()) is not None:
+                        raise known from error  # a backward may well fail on what it should not have got
+                    raise
+                finally:
+                    installation.engine.observer = None
+            self._settle()
+            return losses
+
+        return forward_backward
+
+    @property
+    def over(self) -> bool:
+        return self._left + self._lag == 0
+
+    def summary(self) -> str | None:
+        """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
+        if not self._compared:
+            return None
+        frames, replayed, reloaded, size_bytes = (
+            sum(getattr(found, name) for found in self._compared) for name in ("frames", "replayed", "reloaded", "size_bytes")
+        )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        kinds = [found.kinds for found in self._compared[-ranks:]]
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        where = "" if ranks == 1 else f" on {ranks} ranks"
+        drawn, there = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
+        covered = f"all {there} kinds of frames" if drawn == there else f"{drawn} of {there} kinds of frames"
+        return (
+            f"checked {frames} frames in {steps}{where}, of {covered}: {replayed} tensors that were replayed and {reloaded} that "
+            f"were reloaded ({format_bytes(size_bytes)}) are in every bit what their forward had saved"
+        )
+
+    # --- what the engine reports ---------------------------------------------------------------------------------------
+
+    def wants(self, frame: Frame, offloads: bool) -> bool:
+        policy = frame.policy
+        windows = self._plan.chunks_of(self._stage)[policy.chunk].rule_for(policy.layer).windows
+        where = tuple(windows.of(policy.half, phase) for phase in BACKWARD_PHASES) if policy.replay else ()
+        return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.replay)), where, offloads))
+
+    def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
+        original = Original(tensor, "reloaded" if place.reloaded else "replayed")
+        which = frame.micro_batch.number, frame.key
+        self._pending.append(_Drawn(self.steps, which, place, _name(frame, place, tensor), original))
+
+        def returned(made: Tensor) -> None:
+            self._reached.setdefault(which, len(self._reached))
+            original.compare(made)
+
+        return returned
+
+    # --- one step ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, model: Any) -> None:
+        run = live_run(model)
+        assert isinstance(run, LiveRun)  # the plan is installed for it
+        self._stage = run.stage
+        self.steps += 1
+        self._draw.step_begins()
+
+    def _settle(self) -> None:
+        """Look at what was compared: returns on all ranks, or ends all of them."""
+        over = [drawn for drawn in self._pending if drawn.original.over]
+        self._pending = [drawn for drawn in self._pending if not drawn.original.over] if self._lag else []
+        differing = self._differences(over)
+        mine = _Found(
+            frames=len({drawn.frame for drawn in over}),
+            replayed=sum(not drawn.place.reloaded for drawn in over),
+            reloaded=sum(drawn.place.reloaded for drawn in over),
+            size_bytes=sum(drawn.original.size_bytes for drawn in over),
+            kinds=self._draw.kinds,
+            first=tuple(differing[:1]),
+            differing=len(differing),
+        )
+        found = of_all_ranks(mine)
+        self._compared += found
+        if first := [difference for rank in found for difference in rank.first]:
+            compared = sum(rank.replayed + rank.reloaded for rank in found)
+            agree(frames_differ(min(first), sum(rank.differing for rank in found), compared))
+
+    def _differs(self) -> LynxError | None:
+        """What this rank alone knows, in the middle of a step."""
+        over = [drawn for drawn in self._pending if drawn.original.over]
+        differing = self._differences(over)
+        return frames_differ(differing[0], len(differing), len(over)) if differing else None
+
+    def _differences(self, over: list[_Drawn]) -> list[Difference]:
+        return sorted(difference for drawn in over if (difference := self._difference(drawn)) is not None)
+
+    def _difference(self, drawn: _Drawn) -> Difference | None:
+        found, place = drawn.original.found(), drawn.place
+        if not found:
+            return None
+        position = drawn.step, self._reached[drawn.frame], place.segment, place.ordinal
+        return Difference(position, self._rank, self._stage, f"step {drawn.step}, {drawn.name}", found)
+
+
+def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
+    """Which tensor it is, for people. Layers count from 1, as in plans."""
+    layer, half = frame.key
+    item = "" if place.item is None else f", {place.item}"
+    which = "an argument" if place.ordinal < 0 else f"tensor {place.ordinal}"
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"layer {layer}, {half} half{item}, micro-batch {frame.micro_batch.index} ({which} of segment {place.segment}, {kind})"

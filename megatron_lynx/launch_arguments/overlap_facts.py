@@ -1,0 +1,29 @@
+"""What a launch communicates beside its computing. Only what differs from a job's own values is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.launch_arguments.fact import Fact
+from megatron_lynx.launch_arguments.given import Given
+
+SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_gather"}
+LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
+
+
+def overlap_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
+    """`planning`: plans are refused beside userbuffers, which an estimate prices."""
+    for name, flag in SWITCHED_ON.items():
+        if given[flag]:
+            yield Fact(f"overlap.{name}", True, given.origin(flag))
+    for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
+        if given[flag] is False:
+            yield Fact(f"overlap.{name}", False, given.origin(flag))
+    if given[USERBUFFERS] and not planning:
+        yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))
+
+
+def unlike_the_simulator(given: Given) -> Iterator[tuple[str, str]]:
+    """What a plan's simulation does not know, as `PRICED_AS` says it."""
+    if given[MESSAGES] is False:
+        yield given.origin(MESSAGES), "messages behind passes: a plan's simulation knows no others"

@@ -1,0 +1,107 @@
+"""Recording a half under observation: somebody is told what each saved tensor was, and what backward gets in its place.
+
+    forward     saved tensor ──> handle (it will be replayed, or reloaded) ──┐ [1] the observer sees the tensor
+                                                                             │
+    backward    what a replay or a reload made of it <── asks ───────────────┘ [2] the observer sees that, before a node uses it
+
+The observer sees what autograd gets, so it sees whatever went wrong between record and use: another dropout mask, a reload that
+was not waited for, memory that was used again too early (rule R10). Without an observer none of this exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_lynx.runtime.frame import Frame, Handle
+from megatron_lynx.runtime.offload import Hosted
+from megatron_lynx.runtime.recipe import Pick
+from megatron_lynx.runtime.record import Recorder
+from megatron_lynx.runtime.rng import RandomSource
+
+Take = Callable[[Handle], Tensor]
+"""How backward gets a tensor back."""
+Returned = Callable[[Tensor], None]
+"""Called with what backward gets instead of a saved tensor, each time it asks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a half a tensor was saved."""
+
+    item: str | None
+    """The item that saved it; None before the first one."""
+    segment: int
+    ordinal: int
+    reloaded: bool
+    """Whether it comes back from the host; otherwise a replay makes it again."""
+
+
+class Observer(Protocol):
+    """Who wants to see what becomes of saved tensors."""
+
+    def wants(self, frame: Frame, offloads: bool) -> bool:
+        """Whether to observe this call of a half, which is about to be recorded. `offloads`: some of it may go to the host."""
+
+    def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
+        """A tensor was saved that will not stay as it is."""
+
+
+def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, take: Take, *others: Any) -> Recorder:
+    """The recorder of one call: a plain one, or one that tells the observer.
+
+    `others`: what else a recorder is given, the shipment first.
+    """
+    if observer is not None and observer.wants(frame, others[0] is not None):
+        return WatchedRecorder(observer, frame, random, take, *others)
+    return Recorder(frame, random, take, *others)
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """What autograd holds, and whom to tell what became of it."""
+
+    packed: Handle | Hosted
+    returned: Returned
+
+
+class WatchedRecorder(Recorder):
+    """Records one call of one half, and tells an observer."""
+
+    def __init__(self, observer: Observer, frame: Frame, *others: Any) -> None:
+        super().__init__(frame, *others)
+        self._observer = observer
+        self._items: dict[int, str] = {}
+        self._hosted = 0
+
+    def _hooks_for(self, pick: Pick, arguments: list[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        pack, _ = super()._hooks_for(pick, arguments)
+        return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self._observed(super()._pack(tensor), tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Watched):
+            return super()._unpack(packed)
+        tensor = super()._unpack(packed.packed)
+        packed.returned(tensor)  # [2]
+        return tensor
+
+    def _enter(self, item: str) -> None:
+        super()._enter(item)
+        self._items[self._segment] = item
+
+    def _observed(self, packed: Any, tensor: Tensor) -> Any:
+        if isinstance(packed, Handle):
+            segment, ordinal = packed.key
+        elif isinstance(packed, Hosted):
+            segment, ordinal = self._segment, self._hosted
+            self._hosted += 1
+        else:
+            return packed  # it stays
+        place = Place(self._items.get(segment), segment, ordinal, isinstance(packed, Hosted))
+        return _Watched(packed, self._observer.saved(self.frame, place, tensor))  # [1]

@@ -1,0 +1,123 @@
+"""Notes collectives and messages of process groups, as NCCL's groups would run them.
+
+    called                               noted
+    a collective                         on the group's communicator and stream
+    isend, irecv                         on a communicator and stream of this pair of ranks in this group, both directions
+    batch_isend_irecv                    all its messages at once, on the group's communicator
+    work.wait()                          compute waits; the host goes on
+    barrier                              a collective for which the host waits
+
+Calls are noted where Python enters torch's process groups: whatever name a library took from torch.distributed, it ends here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_lynx.testbed.queues.log import Communicator, Direction, Event, Log, Message
+from megatron_lynx.testbed.stand_in import replace
+
+COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
+    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("gather", "scatter", "alltoall", "alltoall_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+ROOTED = ("gather", "scatter")
+MESSAGES: dict[str, Direction] = {"send": "send", "recv": "receive"}
+
+
+def note_communication(undo: ExitStack, log: Log) -> None:
+    """Note what this process communicates, until `undo` is closed."""
+    notes = _Notes(log)
+    for name in COLLECTIVES:
+        if hasattr(dist.ProcessGroup, name):
+            replace(undo, dist.ProcessGroup, name, notes.collective(name, getattr(dist.ProcessGroup, name)))
+    for name, direction in MESSAGES.items():
+        replace(undo, dist.ProcessGroup, name, notes.message(direction, getattr(dist.ProcessGroup, name)))
+    batched = notes.batched(dist.batch_isend_irecv)
+    for owner in (dist, c10d):
+        replace(undo, owner, "batch_isend_irecv", batched)
+    replace(undo, dist.Work, "wait", notes.wait(dist.Work.wait))
+
+
+class _Notes:
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._works: dict[int, tuple[Any, Event, str]] = {}
+        """Works by identity, when they are over on the device, and what they do. They are held: identities must not return."""
+        self._batch: list[Message] | None = None
+
+    def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            event = self._log.collective(_described(name, args), _communicator(group))
+            return self._remember(original(group, *args, **kwargs), event, name)
+
+        return start
+
+    def message(self, direction: Direction, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            other = dist.get_global_rank(group, peer)
+            elements = sum(tensor.numel() for tensor in tensors)
+            if self._batch is None:
+                event = self._log.message(direction, other, _pair(group, other), elements)
+                return self._remember(original(group, tensors, peer, *args, **kwargs), event, direction)
+            self._batch.append(Message(direction, other, elements))
+            return original(group, tensors, peer, *args, **kwargs)
+
+        return post
+
+    def batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post(operations: Any) -> Any:
+            self._batch = []
+            works = original(operations)
+            messages, self._batch = self._batch, None
+            event = self._log.messages(messages, _communicator(operations[0].group or dist.group.WORLD))
+            return [self._remember(work, event, "messages") for work in works]
+
+        return post
+
+    def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            _, event, name = self._works.pop(id(work), (None, None, ""))
+            if event is not None and name == "barrier":
+                self._log.synchronize("barrier", [event])
+            elif event is not None:
+                self._log.wait(event)
+            return original(work, *args, **kwargs)
+
+        return wait
+
+    def _remember(self, work: Any, event: Event, name: str) -> Any:
+        self._works[id(work)] = work, event, name
+        return work
+
+
+def _communicator(group: Any) -> Communicator:
+    return Communicator(f"{group.group_desc} ({group.group_name})", tuple(dist.get_process_group_ranks(group)))
+
+
+def _pair(group: Any, other: int) -> Communicator:
+    low, high = sorted((dist.get_rank(), other))
+    return Communicator(f"{group.group_desc} ({group.group_name}), one pair", (low, high))
+
+
+def _described(name: str, args: tuple[Any, ...]) -> str:
+    """The collective and the size of the first tensor it is given, which is equal on all members of those that have no root."""
+    first = args[0] if args and name not in ROOTED else None
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    return f"{name} of {first.numel()} elements" if isinstance(first, torch.Tensor) else name

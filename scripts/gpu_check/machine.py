@@ -1,0 +1,111 @@
+"""What the run finds on this machine, and why it cannot begin."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.version import __version__
+
+COUNTS = (1, 2, 4, 8)
+"""Numbers of GPUs that there are parts for."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. A dry run has as many ranks as it asks for."""
+
+    dry: bool
+    gpus: int
+    """How many are used."""
+    devices: tuple[str, ...]
+    """Names of the GPUs that torch can use."""
+    nccl: str | None
+    """NCCL's version; None where torch has none."""
+    te: str | None = None
+    """Transformer Engine's version, if it is installed."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Versions and settings that whoever reads the results wants to know."""
+
+
+def found(*, dry: bool, gpus: int | None) -> Machine:
+    """This machine, for so many GPUs; by default for all that there are parts for. Raises `ConfigError` where that cannot be."""
+    devices = () if dry else tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if devices and dist.is_nccl_available() else None
+    most = 2 if dry else max((count for count in COUNTS if count <= len(devices)), default=1)
+    machine = Machine(dry, most if gpus is None else gpus, devices, nccl, _version("transformer-engine"), _facts(dry))
+    if wrong := [*problems(machine)]:
+        raise ConfigError("the acceptance run cannot begin", wrong)
+    return machine
+
+
+def problems(machine: Machine) -> Iterator[Problem]:
+    """Why the run cannot begin on such a machine."""
+    if machine.gpus not in COUNTS:
+        yield Problem("--gpus", str(machine.gpus), "1, 2, 4 or 8", "there are parts for these numbers")
+        return
+    if machine.facts.get("megatron-core") == "none":
+        yield Problem("megatron-core", "none installed", "0.16 to 0.19", "pip install megatron-core")
+    if machine.dry:
+        return
+    if not machine.devices:
+        yield Problem("GPUs", "none that torch can use", "one at least", "with --dry-run this runs on CPU ranks")
+        return
+    if machine.gpus > len(machine.devices):
+        there = f"{machine.gpus}, and {len(machine.devices)} on this machine"
+        fitting = max(count for count in COUNTS if count <= len(machine.devices))
+        yield Problem("--gpus", there, "no more than there are", f"ask for {fitting}")
+    kinds = {name: number for number, name in reversed(list(enumerate(machine.devices[: machine.gpus])))}
+    if len(kinds) > 1:
+        listed = ", ".join(f"device {number} is {name}" for name, number in sorted(kinds.items(), key=lambda kind: kind[1]))
+        todo = "choose devices of one kind with CUDA_VISIBLE_DEVICES: ratios of two kinds mean nothing"
+        yield Problem("GPUs", listed, "one kind", todo)
+    if machine.nccl is None:
+        yield Problem("torch", f"{torch.__version__} without NCCL", "one with NCCL", "ranks on GPUs talk through it")
+
+
+def _facts(dry: bool) -> dict[str, str]:
+    facts = {
+        "megatron-lynx": f"{__version__} {_commit()}".strip(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda),
+        "megatron-core": _version("megatron-core") or "none",
+        "Transformer Engine": _version("transformer-engine") or "none",
+        "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} processors",
+    }
+    if not dry and torch.cuda.is_available():
+        facts["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        facts[name] = os.environ.get(name, "not set")
+    return facts
+
+
+def _commit() -> str:
+    return _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+
+
+def _said(*command: str) -> str:
+    """The first line that a command prints; nothing where there is none."""
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return text.partition("\n")[0].strip()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,76 @@
+"""One part of the acceptance run, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scripts.gpu_check.machine import Machine
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says about a part."""
+
+    wrong: tuple[str, ...] = ()
+    """What is not as it must be; nothing: the part passed on this rank."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know of it."""
+    stock_s: float | None = None
+    """Seconds of a step of stock Megatron, and of ours."""
+    ours_s: float | None = None
+    stock_bytes: int | None = None
+    """The most that a step of stock allocated on the device; None where nobody counts it."""
+    ours_bytes: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What else was measured."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to be shown. It runs in processes of its own.
+
+    `function(rank, *given)` answers on each of `ranks` ranks.
+    """
+
+    name: str
+    shows: str
+    """In words, for the page."""
+    ranks: int
+    function: Callable[..., Answer]
+    given: tuple[Any, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its processes."""
+    lacking: Callable[[Machine], str | None] = lambda machine: None
+    """Why it cannot run on such a machine; None where it can."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a part."""
+
+    part: Part
+    status: Status
+    reason: str
+    """Why it failed or was skipped; what a reader should know of one that passed."""
+    seconds: float = 0.0
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds of our step by those of stock's, of the slowest rank."""
+        return _ratio([answer.ours_s for answer in self.answers], [answer.stock_s for answer in self.answers])
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """The same of the bytes that a step allocates at most."""
+        return _ratio([answer.ours_bytes for answer in self.answers], [answer.stock_bytes for answer in self.answers])
+
+
+def _ratio(ours: list[Any], stock: list[Any]) -> float | None:
+    if not ours or None in ours or None in stock or not max(stock):
+        return None
+    return float(max(ours) / max(stock))

@@ -1,0 +1,231 @@
+"""One layout on its ranks: stock Megatron, and the same under a plan.
+
+[1] stock twice, then the plan, all with collectives that are long, and wrong until they are over: losses, gradients and weights
+    must be equal in every bit
+[2] beside it frames are checked as `--lynx-check frames` checks them: that judges where stock differs from itself
+[3] the last step is traced: what the plan puts behind collectives must have run behind them
+[4] stock and the plan once more, with collectives as they are: seconds and bytes of a step
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.device import device_for
+from scripts.gpu_check.late import Late, join_alone
+from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, replays_behind_collectives
+from scripts.gpu_check.part import Answer
+
+STEPS = 3
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how."""
+
+    job: Job
+    plan: Plan
+    delay_s: float
+    """What each collective of the tensor-parallel group takes at least, in [1]."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `testbed.training.Training`."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig."""
+    compared: str = "everything"
+    """Or `weights`: with the distributed optimizer a rank's own shard of gradients is reduced, the rest is not."""
+    synchronised: bool = False
+    """Whether ranks wait for their devices and for each other behind each step, as Megatron does when it logs every step."""
+    alone: bool = False
+    """Whether this rank is the only one of its job that exists; collectives are emulated."""
+
+
+@dataclass
+class _Run:
+    """What a training showed."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    step_s: list[float] = field(default_factory=list)
+    bytes: int | None = None
+    hidden: int = 0
+    """Replays that ran inside windows."""
+    offloaded_bytes: int = 0
+    replays: list[Interval] = field(default_factory=list)
+    collectives: list[Interval] = field(default_factory=list)
+    frames: str = ""
+    """What is wrong with frames."""
+    checked: str = ""
+    """What was checked of them, where nothing is wrong."""
+
+
+def trial(rank: int, setting: Setting) -> Answer:
+    """Runs inside `RankPool`."""
+    from megatron_lynx.testbed.groups import initialise
+
+    if setting.alone:
+        join_alone(setting.job.gpus)
+    initialise(setting.job)
+    with _repeatable():
+        stock, again = _trained(setting, None, late=True), _trained(setting, None, late=True)
+        ours = _trained(setting, setting.plan, late=True)
+        restless, differing = _differing(stock, again), _differing(stock, ours)
+        del stock, again
+    timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
+    notes = [ours.checked] if ours.checked else []
+    if restless:
+        notes.append(f"stock differs from itself ({restless[0]} and {len(restless) - 1} more), so only frames are judged")
+    share = hidden_share(ours.replays, ours.collectives)
+    return Answer(
+        wrong=(*_wrong_bits(differing, restless), *filter(None, [ours.frames]), *_wrong_windows(setting, ours, share)),
+        notes=tuple(notes),
+        stock_s=min(timed[0].step_s[1:]),
+        ours_s=min(timed[1].step_s[1:]),
+        stock_bytes=timed[0].bytes,
+        ours_bytes=timed[1].bytes,
+        figures={"replays in windows": ours.hidden, "share hidden": share, "bytes offloaded": ours.offloaded_bytes},
+    )
+
+
+def _wrong_bits(differing: list[str], restless: list[str]) -> Iterator[str]:
+    if differing and not restless:
+        yield f"{len(differing)} values are not stock's in every bit, the first of them {differing[0]}"
+
+
+def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
+    if any(entry.offload for entry in setting.plan.stages) and not _most_of_all_ranks(ours.offloaded_bytes, setting):
+        yield "nothing was copied to the host on any rank"
+    if setting.job.parallel.tensor == 1:
+        return
+    if not ours.replays:
+        yield "no replay ran in a window of a collective"
+    elif share < ENOUGH:
+        yield f"of the replays in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
+
+
+def _most_of_all_ranks(figure: int, setting: Setting) -> int:
+    if setting.alone:
+        return figure
+    most = torch.tensor([figure], dtype=torch.int64, device="cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.item())
+
+
+def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
+    """A training from the same weights and seeds, under a plan or without."""
+    from megatron.core import parallel_state
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    run = _Run()
+    with ExitStack() as stack:
+        stack.enter_context(stand_in_for_fused_gradient())
+        seed_random_numbers(SEED)
+        training = Training(setting.job, build_model(setting.job, **setting.model), **setting.training)
+        seed_random_numbers(SEED)
+        device = device_for(next(training.chunks[0].parameters()).device)
+        slow = Late(parallel_state.get_tensor_model_parallel_group(), device, setting.delay_s)
+        if late and setting.job.parallel.tensor > 1:
+            stack.enter_context(slow.in_force())
+        installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
+        check = _frame_check(setting) if plan is not None and late and not setting.alone else None
+        try:
+            for number in range(STEPS):
+                _step(setting, training, installation, number, run, check, slow)
+        except _Differs as differs:
+            run.frames = str(differs)
+        else:
+            run.checked = (check.summary() or "") if check is not None else ""
+    if late:
+        run.tensors |= {f"weight {name}": value.detach().clone() for name, value in training.parameters().items()}
+    return run
+
+
+class _Differs(Exception):
+    """What a check of frames said."""
+
+
+def _frame_check(setting: Setting) -> Any:
+    from megatron_lynx.launch.check.frames import FrameCheck
+
+    return FrameCheck(STEPS, setting.plan, seed=SEED)
+
+
+def _step(setting: Setting, training: Any, installation: Any, number: int, run: _Run, check: Any, slow: Late) -> None:
+    from megatron_lynx.testbed.batches import synthetic_batches
+
+    batches = synthetic_batches(setting.job, number)
+    last = number == STEPS - 1
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    _wait(setting.alone)
+    if last:
+        slow.start()
+    if installation is not None and last:
+        installation.engine.trace.start()
+    begin_s = time.perf_counter()
+    losses = _checked(training, batches, check, installation) if check is not None else training.step(batches)
+    _wait(setting.alone, everybody=setting.synchronised)
+    run.step_s.append(time.perf_counter() - begin_s)
+    if torch.cuda.is_available():
+        run.bytes = max(run.bytes or 0, torch.cuda.max_memory_allocated())
+    if installation is not None:
+        counts = installation.engine.take_counts()
+        run.hidden, run.offloaded_bytes = run.hidden + counts.hidden, run.offloaded_bytes + counts.offloaded_bytes
+        if last:
+            run.replays, run.collectives = replays_behind_collectives(installation.engine.trace.stop()), slow.intervals()
+    if setting.compared == "everything":
+        run.tensors |= {f"step {number}: loss {index}": loss.detach().clone() for index, loss in enumerate(losses)}
+        run.tensors |= {f"step {number}: gradient of {name}": value for name, value in training.gradients().items()}
+
+
+def _checked(training: Any, batches: Any, check: Any, installation: Any) -> Any:
+    """A step whose frames are checked. Where one differs all ranks get here, and end the training."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            step = check.around(lambda *, model: training.step(batches), training.optimizer, installation)
+            return step(model=training.chunks)
+    except SystemExit:
+        raise _Differs(" ".join(said.getvalue().split()) or "a frame differs, as rank 0 says") from None
+
+
+def _wait(alone: bool, everybody: bool = True) -> None:
+    """As Megatron's timers wait: for the other ranks, for the device, for the other ranks."""
+    if everybody and not alone:
+        dist.barrier()
+    torch.cuda.synchronize()
+    if everybody and not alone:
+        dist.barrier()
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Kernels that compute the same bits twice, where there are such."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _differing(one: _Run, other: _Run) -> list[str]:
+    names = one.tensors.keys() | other.tensors.keys()
+    return [name for name in sorted(names) if not _same(one.tensors.get(name), other.tensors.get(name))]
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)

@@ -1,0 +1,120 @@
+"""What a rank really holds at every moment of a step, byte by byte. Megatron is imported inside, after the rank's stand-in.
+
+model ── optimizer ── step 1 ── step 2
+                         └ micro-batch: layers forward, head, loss, loss's backward, head's backward, layers backward, embedding
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.moments import MOMENTS
+from megatron_lynx.measure.memory import ActivationMeter, MemoryUse
+from megatron_lynx.plan.plan import Plan
+
+Counted = dict[str, int]
+"""The most that was held, by moment."""
+
+
+def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None) -> Counted:
+    """The most that is held at every moment, without the micro-batches themselves.
+
+    Two steps with Megatron's buffers and optimizer; `fields`: of its configuration. All but the first update are of step 2.
+    Under a plan, if there is one.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.measure.memory import activation_meter
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    remember_blocks()
+    initialise(job)
+    parallel_state.destroy_global_memory_buffer()  # a job before this one may have made it larger
+    parallel_state._set_global_memory_buffer()
+    batches = synthetic_batches(job)
+    gc.collect()
+    with activation_meter("cpu") as meter:
+        training = Training(job, build_model(job, **fields), optimizer="megatron", ddp=True)
+        gc.collect()  # modules that were built and replaced
+        _watch(training, meter)
+        installation = install(training.chunks, plan) if plan is not None else None
+        for name in ("first", "later"):
+            _step(training, meter, batches, name)
+        if installation is not None:
+            installation.remove()
+    return _by_moment(meter.use)
+
+
+def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) -> None:
+    from megatron_lynx.measure.memory import marked
+    from megatron_lynx.testbed.step import forward_step, run_schedule
+
+    for chunk in training.chunks:
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    meter.mark(f"{name} step")
+    run_schedule(training.chunks, training.job, batches, forward_step_func=marked(forward_step, meter, "forward is over"))
+    meter.mark(f"{name} update")
+    training.optimizer.step()
+    meter.mark("updated")
+
+
+def _watch(training: Any, meter: ActivationMeter) -> None:
+    """Marks where moments begin, by hooks on modules and on the gradients of what they return."""
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    (model,) = unwrap_model(training.chunks)
+    layers = model.decoder.layers
+    layers[0].register_forward_pre_hook(
+        lambda _, given, named: _layers_begin((*given, *named.values())[0], meter), with_kwargs=True
+    )
+    layers[-1].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward"))
+    layers[-2].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward of others"))
+    if model.post_process:
+        model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: meter.mark("forward"))
+        model.output_layer.register_forward_hook(lambda _, args, made: _before_loss(made[0], meter))
+    config = get_model_config(training.chunks[0])
+    finalize = config.finalize_model_grads_func
+
+    def finalized(*args: Any, **named: Any) -> None:
+        meter.mark("reduction")
+        finalize(*args, **named)
+        meter.mark("reduced")
+
+    config.finalize_model_grads_func = finalized
+
+
+def _layers_begin(hidden_states: Any, meter: ActivationMeter) -> None:
+    meter.mark("layers run forward")
+    _before_gradient(hidden_states, meter, "embedding_backward")
+
+
+def _before_loss(logits: Any, meter: ActivationMeter) -> None:
+    meter.mark("loss")
+    _before_gradient(logits, meter, "head_backward")
+
+
+def _before_gradient(tensor: Any, meter: ActivationMeter, name: str) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: meter.mark(name))
+
+
+def _by_moment(use: MemoryUse) -> Counted:
+    """Peaks from one mark to the next, but the level at which forward ends."""
+    names = [mark.name for mark in use.marks]
+    marks, peaks = (each[names.index("later step") :] for each in (use.marks, use.peaks))
+    found = {name: max(peak.bytes for peak in peaks if peak.name == name) for name in {mark.name for mark in marks}}
+    ends = "forward" if "forward" in found else "forward is over"
+    found["forward"] = max(mark.bytes for mark in marks if mark.name == ends)
+    if "loss" in found:  # its backward is no part of a forward
+        found["loss"] = max(found["loss"], found["forward is over"])
+    found["first_update"] = next(peak.bytes for peak in use.peaks if peak.name == "first update")
+    found["update"] = found.pop("later update")
+    return {name: size for name, size in found.items() if name in MOMENTS}

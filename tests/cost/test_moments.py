@@ -1,0 +1,122 @@
+"""What a stage holds at every moment of a step, counted byte by byte on ranks with the real megatron-core.
+
+What is counted beside the named parts is small, and known: what the loss has for each row (labels, masks, maxima: `ROW_BYTES`),
+tables of rotary embeddings, random states that stock's recomputation remembers, and what gloo still holds of an exchange.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.cost.moments import MOMENTS, Parts, StageMemory
+from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.stage_memory import stage_parts
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.config.jobs import catalogued_job
+from tests.cost.moments_on_ranks import count
+
+SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}
+ROW_BYTES = 64
+"""What the loss has for each row beside the logits: maximum, sum, predicted logit, label and mask, some of them twice."""
+STATES_OF_A_LAYER = 6 * 5056
+"""Random states that stock's recomputation remembers for each layer on this testbed."""
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+JOBS = {
+    "fp32, tied": ("gpt", {}),
+    "bf16": ("gpt", {"dtype": "bf16", "tied_embeddings": False}),
+    "rotary, norms of eager operators": ("llama", {}),
+    "pipeline": ("gpt", {"pipeline": 2, "microbatches": 3}),
+    "tensor": ("gpt", {"tensor": 2, "tied_embeddings": False}),
+    "tensor, sequence and pipeline, bf16": (
+        "gpt",
+        {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 3, "dtype": "bf16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_moment_of_a_step_holds_what_is_predicted(pool_of, name):
+    like, fields = JOBS[name]
+    job = tiny_job(like, **SIZE, **fields)
+    counted = pool_of(job.gpus).run(count, job, {})
+    for stage in range(job.parallel.pipeline):
+        parts = stage_parts(job.model_copy(update={"policy": "none"}), stage)
+        compare(counted[stage * job.parallel.tensor], parts, job, stage)
+
+
+def compare(counted, parts, job, stage):
+    shape = LayerShape.of(job)
+    tables = 2 * job.model.seq * job.model.head_size * 4 if job.model.position == "rope" else 0
+    small = ROW_BYTES * shape.tokens + tables
+    held = 2 * shape.gathered_bytes if job.gpus > 1 else 0  # by gloo, of exchanges that are over
+    norm = shape.gathered_bytes if job.model.norm == "rmsnorm" else 0  # its product
+    over = {moment: counted[moment] - parts.at(moment).total for moment in parts.moments}
+    assert 0 <= over["forward"] <= small + held
+    if "loss" in over:
+        assert 0 <= over["loss"] <= small + norm + held
+        assert -shape.gathered_bytes - parts.messages <= over["head_backward"] <= small + norm + held
+    if "embedding_backward" in over:
+        assert -shape.gathered_bytes <= over["embedding_backward"] <= held + small + shape.gathered_bytes
+    assert over["backward"] <= held
+    assert abs(over["reduction"]) <= small + held
+    root = 4 * stage_parameters(job, stage).largest  # of the parameter before: it need not be as large as the largest
+    assert -root - small <= over["update"] <= small + held
+    assert counted["first_update"] <= counted["update"] + small, "what is allocated then is there ever after"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_layer_made_again_is_never_there_together_with_the_logits(pool_of, dtype):
+    job = tiny_job("gpt", **SIZE, dtype=dtype, tied_embeddings=False).model_copy(update={"policy": "full"})
+    (counted,) = pool_of(1).run(count, job, FULL)
+    parts = stage_parts(job, 0)
+    states = STATES_OF_A_LAYER * job.model.layers
+    small = ROW_BYTES * job.model.seq
+    for moment in ("forward", "loss"):
+        assert 0 <= counted[moment] - parts.at(moment).total - states <= small
+    made_again = counted["backward"] - parts.states.total - parts.activations - parts.embedding - states
+    assert parts.recomputed < made_again <= parts.recomputed + parts.in_hand + small
+    together = parts.at("loss").total + parts.recomputed + states
+    assert max(counted["loss"], counted["backward"]) < together
+
+
+def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(pool_of):
+    job = tiny_job("gpt", **SIZE, dtype="bf16", tied_embeddings=False)
+    less = job.model_copy(update={"optimizer": Optimizer(gradients="bf16")})
+    (whole,), (half,) = (pool_of(1).run(count, each, {}) for each in (job, less))
+    parameters = stage_parameters(job, 0).total
+    small = ROW_BYTES * job.model.seq
+    assert whole["forward"] - half["forward"] == pytest.approx(2 * parameters, abs=small)
+    assert half["update"] - whole["update"] == pytest.approx(2 * parameters, abs=small), "2 less each, and a copy of 4"
+    parts = stage_parts(less.model_copy(update={"policy": "none"}), 0)
+    assert parts.update_copies == 4 * parameters
+    assert 0 <= half["forward"] - parts.at("forward").total <= small
+    assert 0 <= parts.at("update").total - half["update"] + small <= 4 * stage_parameters(less, 0).largest + 2 * small
+
+
+def test_the_fullest_moment_is_the_one_that_is_named():
+    parts = Parts(StageMemory(parameters=10), activations=5, logits=7, head=2, in_hand=3, recomputed=8, update_copies=1)
+    fullest = parts.fullest
+    assert fullest.moment == "backward"
+    assert fullest.total == 10 + 5 + 8 + 3 == fullest.totals["backward"]
+    assert fullest.totals["loss"] == 10 + 5 + 2 + 7
+    assert fullest.logits == 0, "gone by then"
+    assert "embedding_backward" not in fullest.totals
+    assert list(fullest.totals) == [moment for moment in MOMENTS if moment != "embedding_backward"]
+
+
+def test_on_gpus_only_weights_of_local_layers_have_their_blocks_in_hand():
+    """Transformer Engine keeps one for each shape of weight, and one for the head's."""
+    layout = {"tensor": 2, "pipeline": 8, "sequence_parallel": True}
+    job = catalogued_job(parallel=layout)
+    te = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
+    local, kept = (stage_parts(each, 7) for each in (job, te))
+    model = job.model
+    layer = 2 * (model.hidden * (model.qkv_width + model.hidden + model.fc1_width + model.ffn) // 2)
+    head = 2 * model.vocab * model.hidden // 2
+    gathered = LayerShape.of(job).gathered_bytes
+    assert local.states.buffers == gathered
+    assert kept.states.buffers == layer + head
+    assert local.head_in_hand - kept.head_in_hand == head

@@ -1,0 +1,72 @@
+"""Seconds of an update: reductions and gathers alone by hand, and what passes hide of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.stage import StageSeconds, stage_seconds
+from megatron_lynx.cost.update import UpdateSeconds, update_s
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
+from tests.config.jobs import catalogued_job
+
+REPLICATED = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True}
+
+
+def job_with(cluster="h100-80g", gpus=64, parallel=REPLICATED, **overlap):
+    return catalogued_job("llama-7b", cluster, gpus=gpus, batch=gpus, parallel=parallel, overlap=overlap)
+
+
+def updated(job):
+    return update_s(job, analytic_profile(job))
+
+
+def test_a_pass_that_lasts_hides_all_but_one_bucket():
+    """A tenth of the bytes is a bucket; H100 GEMMs lose nothing beside a collective."""
+    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), StageSeconds(forward_s=2.0, backward_s=4.0)
+    assert update.exposed_s(job_with(), behind) == 1.75
+    assert update.exposed_s(job_with(gradients=True), behind) == pytest.approx(0.1 + 0.25 + 0.5)
+    assert update.exposed_s(job_with(gradients=True, parameters=True), behind) == pytest.approx(0.1 + 0.25 + 0.05)
+
+
+def test_what_does_not_fit_behind_a_pass_is_exposed():
+    update, behind = UpdateSeconds(1.0, 0.25, 0.5, bucket_share=0.1), StageSeconds(forward_s=0.125, backward_s=0.25)
+    both = job_with(gradients=True, parameters=True)
+    assert update.exposed_s(both, behind) == pytest.approx(0.75 + 0.25 + 0.375)
+
+
+def test_without_a_distributed_optimizer_the_whole_all_reduce_runs_behind_the_backward():
+    update = UpdateSeconds(1.0, 0.25, 1.0, bucket_share=0.1)
+    job = job_with(parallel={**REPLICATED, "distributed_optimizer": False}, gradients=True)
+    assert update.exposed_s(job, StageSeconds(9.0, 1.5)) == pytest.approx(0.1 + 0.25 + 0.5)
+
+
+def test_what_is_hidden_slows_the_gemms_that_hide_it():
+    update, behind = UpdateSeconds(1.0, 0.0, 0.0, bucket_share=0.1), StageSeconds(9.0, 9.0)
+    lost = job_with("a100-80g").cluster.matmul.beside_collective
+    assert update.exposed_s(job_with("a100-80g", gradients=True), behind) == pytest.approx(0.1 + lost * 0.9)
+
+
+def test_a_job_hides_what_it_says():
+    plain, gradients, both = (
+        updated(job_with(**said)) for said in ({}, {"gradients": True}, {"gradients": True, "parameters": True})
+    )
+    job = job_with()
+    moved = 31 / 32 * stage_parameters(job, 0).total
+    assert plain > gradients > both > 0
+    nic = job.cluster.nic.byte_per_s
+    buckets = 40e6 / stage_parameters(job, 0).total
+    assert plain - gradients == pytest.approx((1 - buckets) * 4 * moved / (4 * nic)), (
+        "two tensor ranks: four members and NICs in a node"
+    )
+
+
+def test_the_longer_one_micro_batch_takes_the_more_it_hides():
+    """The same update of a large model behind one sequence of 128 tokens, and of 2048."""
+    short, long = (
+        catalogued_job("gpt-22b", "a100-80g", seq=seq, gpus=64, batch=64, overlap={"gradients": True}) for seq in (128, 2048)
+    )
+    behind = [stage_seconds(job, analytic_profile(job), 0, LayerShape.of(job).gathered_bytes).backward_s for job in (short, long)]
+    assert behind == sorted(behind)
+    assert updated(short) > updated(long)

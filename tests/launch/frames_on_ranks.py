@@ -1,0 +1,162 @@
+"""What tests of `--lynx-check frames` run on ranks: a training whose frames are checked, and in which something may go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+
+@dataclass
+class Trial:
+    """One training."""
+
+    plan: Plan
+    steps: int = 3
+    """Of those that are checked. There are more in the training."""
+    fault: str = ""
+    """`mask`, `reload` or `autocast`: see below."""
+    restless: bool = False
+    """Whether backward gives other gradients each time."""
+
+
+@dataclass
+class Checked:
+    """What one rank saw of it."""
+
+    status: int | None = None
+    said: str = ""
+    summary: str | None = None
+    draws: list[Any] = field(default_factory=list)
+    """Kinds of frames that were drawn, of how many."""
+    observer: Any = None
+    """What is left at the engine."""
+    kept: int = 0
+    """Originals that live behind the last step."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_frames(rank: int, job: Job, trials: list[Trial]) -> list[Checked]:
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    return [_checked(job, trial) for trial in trials]
+
+
+def _checked(job: Job, trial: Trial) -> Checked:
+    import gc
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.launch.check.frames import FrameCheck
+    from megatron_lynx.testbed.groups import seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    seed_random_numbers(7)
+    training = Training(job, build_model(job), optimizer=None)
+    seed_random_numbers(7)
+    checked, said = Checked(), io.StringIO()
+    check = FrameCheck(trial.steps, trial.plan, seed=3)
+    with install(training.chunks, trial.plan) as installation, FAULTS[trial.fault](installation):
+        try:
+            with contextlib.redirect_stderr(said):
+                for step in range(max(4, trial.steps + 1)):
+                    _step(job, training, trial, step, check, installation)
+        except SystemExit as end:
+            checked.status = int(end.code or 0)
+        checked.observer = installation.engine.observer
+        checked.draws.append(check._draw.kinds)
+        checked.gradients = {} if trial.restless else training.gradients()
+        if checked.status is None:
+            checked.summary = check.summary()
+    gc.collect()
+    checked.kept = sum(type(thing).__name__ == "Original" for thing in gc.get_objects())
+    checked.said = said.getvalue()
+    return checked
+
+
+def _step(job: Job, training: Any, trial: Trial, number: int, check: Any, installation: Any) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import forward_step
+
+    def forward(batches: Any, model: Any) -> Any:
+        output, loss = forward_step(batches, model)
+        if trial.restless:
+            output.register_hook(lambda gradient: gradient * (1 + torch.rand(1, generator=torch.Generator())))
+        return output, loss
+
+    for chunk in training.chunks:
+        chunk.zero_grad(set_to_none=True)
+    batches = list(synthetic_batches(job, number))
+    schedule = check.around(get_forward_backward_func(), None, installation)
+    schedule(
+        forward_step_func=forward,
+        data_iterator=[iter(batches) for _ in training.chunks] if job.chunks > 1 else iter(batches),
+        model=list(training.chunks),
+        num_microbatches=job.microbatches,
+        seq_length=job.model.seq,
+        micro_batch_size=job.batch.micro,
+        forward_only=False,
+    )
+
+
+# --- faults, each in what a replay or a reload is promised ---------------------------------------------------------------
+
+
+@contextmanager
+def _nothing(installation: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _another_mask(installation: Any) -> Iterator[None]:
+    """Replays of layer 2 draw what comes next instead of what their forward drew."""
+    from megatron_lynx.runtime.replay import Replayer
+
+    run = Replayer.run
+
+    def running(self: Any) -> Any:
+        if self.frame.policy.layer == 2 and self.frame.random is not None:
+            self.frame.random = self._random.capture()
+        return run(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Replayer, "run", running)
+        yield
+
+
+@contextmanager
+def _no_reload(installation: Any) -> Iterator[None]:
+    """What is reloaded is used before it has arrived: the memory still holds what was there before."""
+    from megatron_lynx.runtime.offload.parcel import Parcel
+
+    fresh = Parcel._fresh
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Parcel, "_fresh", lambda parcel, sent: fresh(parcel, sent).fill_(0x11))
+        patched.setattr(installation.engine.offloader.back, "move", lambda target, source: None)
+        yield
+
+
+@contextmanager
+def _autocast(installation: Any) -> Iterator[None]:
+    """Replays run under an autocast that their forward did not run under."""
+    from megatron_lynx.runtime.context import Autocast
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Autocast, "as_captured", lambda self, captured: torch.autocast("cpu", dtype=torch.bfloat16))
+        yield
+
+
+FAULTS = {"": _nothing, "mask": _another_mask, "reload": _no_reload, "autocast": _autocast}

@@ -1,0 +1,168 @@
+"""What runs on the ranks: a training loop like Megatron's, recorded. Megatron is imported inside, under the stand-in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy.address import RECV_BACKWARD
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.queues.log import Log
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job is trained."""
+
+    how: dict[str, Any] = field(default_factory=lambda: {"ddp": True, "optimizer": "megatron"})
+    """Arguments of `Training`."""
+    defers: bool | None = None
+    """Without flushes, with updates deferred or not; None: Megatron's own schedule."""
+    timers: int | None = None
+    """`--log-interval 1` with this `--timing-log-level`."""
+    trace: bool = False
+    """The second step is traced, as `--lynx-trace` traces one; needs a plan."""
+    plan: Plan | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig."""
+
+
+def recorded(rank: int, job: Job, setting: Setting) -> Log:
+    """Runs inside `RankPool`. The log of a few steps."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.queues.recorder import Recorder
+
+    initialise(job)
+    loop = Loop(job, setting)
+    with loop.in_force(), Recorder(rank) as recorder:
+        for step in range(STEPS):
+            loop.step(step, recorder)
+    return recorder.log
+
+
+def trained(rank: int, job: Job, setting: Setting) -> None:
+    """Runs inside `RankPool`. The same steps, not recorded: where Megatron synchronises the device, this rank waits."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.posted import synchronizing_within
+
+    initialise(job)
+    loop = Loop(job, setting)
+    with loop.in_force(), synchronizing_within(20.0):
+        for step in range(STEPS):
+            loop.step(step, Unrecorded())
+
+
+def named_replays(rank: int, job: Job, setting: Setting) -> Log:
+    """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
+    from megatron_lynx.runtime.task import Opening, Replay
+    from megatron_lynx.testbed.queues import recorder
+
+    original, recorders = Replay.run, []
+
+    class Naming(recorder.Recorder):
+        def __enter__(self) -> Any:
+            recorders.append(self)
+            return super().__enter__()
+
+    def run(replay: Replay, opening: Opening) -> bool:
+        if opening.window != RECV_BACKWARD:
+            return original(replay, opening)
+        with recorders[0].part(f"replay of {replay.half} for {opening.micro_batch.number}, {opening.micro_batch.phase}"):
+            return original(replay, opening)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Replay, "run", run)
+        patched.setattr(recorder, "Recorder", Naming)
+        return recorded(rank, job, setting)
+
+
+class Unrecorded:
+    """In a recorder's place."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Loop:
+    """One rank's training, with the barriers and reads of `megatron.training`."""
+
+    def __init__(self, job: Job, setting: Setting) -> None:
+        from megatron.core.timers import Timers
+        from megatron.core.utils import get_model_config
+
+        from megatron_lynx.double_buffered.pipeline import DoubleBuffered
+        from megatron_lynx.launch.trace_file import TraceFile
+        from megatron_lynx.testbed.batches import synthetic_batches
+        from megatron_lynx.testbed.tiny_models import build_model
+        from megatron_lynx.testbed.training import Training
+
+        self._job, self._setting = job, setting
+        self._training = Training(job, build_model(job, **setting.model), **setting.how)
+        chunks, sizes = self._training.chunks, {"seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
+        self._pipeline: Any = None
+        if setting.defers is not None:
+            optimizer, defers = self._training.optimizer, setting.defers
+            self._pipeline = DoubleBuffered(chunks, optimizer, microbatches=job.microbatches, defer_updates=defers, **sizes)
+        self._text = [micro_batch for step in range(STEPS) for micro_batch in synthetic_batches(job, step)]
+        self._coming = iter(self._text)
+        self._folder = tempfile.TemporaryDirectory()
+        self._trace_file = TraceFile(Path(self._folder.name, "trace.json") if setting.trace else None, step=2)
+        self._installation: Any = None
+        self._timers = None if setting.timers is None else Timers(setting.timers, "minmax")
+        config = get_model_config(chunks[0])
+        config.timers, config.barrier_with_L1_time = self._timers, True
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """The setting's plan is installed inside."""
+        from megatron_lynx.apply import install
+
+        with ExitStack() as undo:
+            if self._setting.plan is not None:
+                without_flushes = {} if self._pipeline is None else {"without_flushes": self._pipeline}
+                self._installation = undo.enter_context(install(self._training.chunks, self._setting.plan, **without_flushes))
+            if self._timers is not None:
+                self._timers("interval-time", log_level=0).start(barrier=True)
+            yield
+            self._folder.cleanup()
+
+    def step(self, number: int, recorder: Any) -> None:
+        trace = self._installation.engine.trace if self._installation is not None else None
+        with self._trace_file.around(trace):
+            with recorder.part(f"batch {number}"):
+                losses = self._forward_backward(number)
+            with recorder.part(f"update {number}"):
+                self._update()
+        if self._timers is not None:
+            with recorder.part(f"log {number}"):
+                for loss in losses:
+                    loss.item()
+                self._timers("interval-time").elapsed(barrier=True)
+
+    def _forward_backward(self, number: int) -> list[Any]:
+        from megatron_lynx.testbed.step import forward_step, run_schedule
+
+        for chunk in self._training.chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+            chunk.zero_grad(set_to_none=True)
+        if self._pipeline is not None:
+            return self._pipeline.forward_backward(forward_step, self._coming, drains=number == STEPS - 1)
+        micro_batches = self._job.microbatches
+        return run_schedule(self._training.chunks, self._job, self._text[number * micro_batches : (number + 1) * micro_batches])
+
+    def _update(self) -> None:
+        if self._timers is not None:
+            self._timers("optimizer", log_level=1).start(barrier=True)
+        (self._training.optimizer.step if self._pipeline is None else self._pipeline.update)()
+        if self._timers is not None:
+            self._timers("optimizer").stop()

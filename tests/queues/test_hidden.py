@@ -1,0 +1,48 @@
+"""Replays that run while a gradient is received are hidden with one hardware queue as with eight.
+
+Interleaved schedules send a forward between the receive of a gradient and the wait for it, and double-buffered ones right before
+the receive. NCCL has one stream for all messages of two ranks in a group. So the replay used to come behind a message that waited
+behind another one in that stream, at the head of the only queue: it began when the gradient was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.testbed.queues.hidden import hides
+from megatron_lynx.testbed.queues.log import Kernel, Log
+from megatron_lynx.testbed.queues.replay import replay
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.double_buffered.test_plans import without_flushes
+from tests.queues.on_ranks import Setting, named_replays
+from tests.transparency.plans import plan_for, replayable
+
+Pools = Callable[[int], RankPool]
+LAYOUTS = [
+    pytest.param({"layers": 3, "microbatches": 4}, {}, id="1F1B"),
+    pytest.param({"layers": 6, "layers_per_chunk": 1, "microbatches": 3}, {}, id="interleaved"),
+    pytest.param({"layers": 3, "microbatches": 3}, {"defers": True}, id="no flushes"),
+]
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize(("layout", "how"), LAYOUTS)
+def test_what_runs_while_a_gradient_is_received_is_hidden(pool_of: Pools, layout: dict[str, Any], how: dict[str, Any]) -> None:
+    job = tiny_job("gpt", pipeline=3, **layout)
+    plan = plan_for(job, lambda _: replayable(job))
+    logs = pool_of(3).run(named_replays, job, Setting(plan=without_flushes(plan) if how else plan, **how))
+    named = [(log.rank, name) for log in logs for name in replays_of(log)]
+    assert any(name.endswith("steady") for _, name in named)
+    for queues in (1, 8):
+        assert replay(logs, queues).finished
+        assert [each for each in named if not hides(logs, queues, *each)] == []
+
+
+def replays_of(log: Log) -> list[str]:
+    """Of the first step or two: each is looked at in a replay of its own."""
+    names = [entry.name for entry in log.entries if isinstance(entry, Kernel) and entry.name.startswith("replay of ")]
+    return list(dict.fromkeys(names))[:6]

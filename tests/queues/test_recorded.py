@@ -1,0 +1,87 @@
+"""Logs of real megatron-core, replayed with one hardware queue and with eight: nothing hangs, and no order differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.queues.differences import differences
+from megatron_lynx.testbed.queues.replay import replay
+from megatron_lynx.testbed.queues.unawaited import unawaited
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.double_buffered.test_plans import without_flushes
+from tests.queues.on_ranks import Setting, recorded, trained
+from tests.transparency.offloaded import offloading
+from tests.transparency.plans import plan_for, replayable
+
+Pools = Callable[[int], RankPool]
+QUEUES = (1, 8)
+BOTH_OVERLAPS = {"ddp": True, "optimizer": "megatron", "overlap_grad_reduce": True, "overlap_param_gather": True}
+SHARDED = {"pipeline": 2, "replicas": 2, "distributed_optimizer": True}
+LOGGED = Setting(timers=1)
+ONE_CALL = {"overlap_p2p_comm": False}
+"""An exchange between chunks is in all directions at once, and waited for."""
+INTERLEAVED = {
+    "p=2": {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+    "p=4": {"pipeline": 4, "layers": 8, "layers_per_chunk": 1, "microbatches": 8},
+}
+
+
+def planned(job: Job, **setting: Any) -> Setting:
+    """Every other layer is replayed, and some of what the others keep goes to the host; one step is traced."""
+    plan = offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 6_000)
+    return Setting(plan=plan if "defers" not in setting else without_flushes(plan), trace=True, timers=1, **setting)
+
+
+def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
+    return pytest.param(tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout}), setting, id=name)
+
+
+def unflushed(pipeline: int) -> list[Any]:
+    layout = {"pipeline": pipeline, "layers": 3 if pipeline == 3 else 4, "microbatches": pipeline + 1}
+    settings = {
+        "deferred": Setting(defers=True),
+        "deferred, logged": Setting(defers=True, timers=1),
+        "deferred, timed in passes": Setting(defers=True, timers=2),
+        "at once, logged": Setting(defers=False, timers=1),
+    }
+    return [case(f"no flushes, p={pipeline}, {name}", layout, setting) for name, setting in settings.items()]
+
+
+CASES = [
+    case("p=4", {"pipeline": 4}, Setting()),
+    case("p=4, logged", {"pipeline": 4}, LOGGED),
+    case("t=2, p=2", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, LOGGED),
+    *(case(f"interleaved, {name}", layout, LOGGED) for name, layout in INTERLEAVED.items()),
+    case("interleaved, p=2, in one call", INTERLEAVED["p=2"], Setting(timers=1, model=ONE_CALL)),
+    case("interleaved, p=4, a plan", INTERLEAVED["p=4"], planned),
+    case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
+    case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
+    *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),
+    case("no flushes, p=2, t=2, a plan", {"pipeline": 2, "tensor": 2}, lambda job: planned(job, defers=True)),
+    case("no flushes, sharded", {**SHARDED, "microbatches": 3}, Setting(defers=True, timers=1)),
+]
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize(("job", "setting"), CASES)
+def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: Any) -> None:
+    logs = pool_of(job.gpus).run(recorded, job, setting if isinstance(setting, Setting) else setting(job))
+    for queues in QUEUES:
+        outcome = replay(logs, queues)
+        assert outcome.finished, str(outcome)
+    assert differences(logs) == []
+    assert [found for log in logs for found in unawaited(log)] == []
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_synchronising_behind_a_deferred_update_comes_back(pool_of: Pools, pipeline: int) -> None:
+    """Without a recorder: the stand-in's synchronize waits for what a rank has posted. One stage used to wait there for a
+    message, the other one in the barrier for that stage."""
+    job = tiny_job("gpt", pipeline=pipeline, layers=3 if pipeline == 3 else 4, microbatches=pipeline)
+    pool_of(pipeline).run(trained, job, Setting(defers=True, timers=1))

@@ -1,0 +1,89 @@
+"""Stages on which the host is slower than the device: nothing changes on others, and there fewer halves are touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.anatomy import DENSE
+from megatron_lynx.cost.host import HostSeconds, setting_of
+from megatron_lynx.cost.stage import StageSeconds
+from megatron_lynx.solver import exact, heuristic, host_bound
+from megatron_lynx.solver.problem import Choices, StageProblem
+from tests.solver.problems import budgets, every_answer, options, problems
+
+KEPT = HostSeconds(1.0, 1.0)
+TOUCHED = HostSeconds(1.5, 3.0)
+
+
+def hosted(problem: StageProblem, device_s: float, touched: HostSeconds = TOUCHED) -> StageProblem:
+    """The same problem where a half that is touched takes the host longer. `device_s`: forward of a layer on the device."""
+
+    def choices(some: Choices) -> Choices:
+        return Choices(replace(option, host=touched if option.replay else KEPT) for option in some)
+
+    seconds = problem.layers * device_s
+    fields = {name: choices(getattr(problem, name)) for name in ("attention", "mlp", "last_mlp")}
+    return replace(problem, device=StageSeconds(seconds, 2 * seconds), **fields)
+
+
+def taken_s(problem: StageProblem, answer) -> float:
+    return answer.exposed_s + host_bound.late_s(problem, answer)
+
+
+def touched(answer) -> int:
+    return sum(bool(half.replay) for half in answer.halves)
+
+
+@settings(max_examples=15)
+@given(problems(), st.sampled_from([0.5, 2.0, 4.0, 100.0]), st.sampled_from([heuristic.solve, exact.solve]))
+def test_no_answer_is_slower_than_the_solvers_own_or_holds_more_than_fits(problem, device_s, solver):
+    for one in budgets(hosted(problem, device_s)):
+        own, mindful = solver(one), host_bound.solve(one, solver)
+        assert taken_s(one, mindful) <= taken_s(one, own) + 1e-9
+        assert mindful.peak_bytes <= one.budget_bytes
+        assert set(mindful.halves) <= {option for choices in one.halves for option in choices}, "as priced for the device"
+
+
+@settings(max_examples=15)
+@given(problems(), st.sampled_from([heuristic.solve, exact.solve]))
+def test_where_the_device_is_slower_the_answer_is_the_solvers_own(problem, solver):
+    for one in budgets(hosted(problem, 1000.0)):
+        assert host_bound.solve(one, solver) == solver(one)
+
+
+@settings(max_examples=10)
+@given(problems(max_layers=2, most_parts=2))
+def test_where_only_the_host_counts_as_few_halves_are_touched_as_fit(problem):
+    for one in budgets(hosted(problem, 0.0, touched=HostSeconds(100.0, 200.0))):
+        fewest = min(touched(answer) for answer in every_answer(one) if answer.peak_bytes <= one.budget_bytes)
+        assert touched(host_bound.solve(one, exact.solve)) == fewest
+
+
+def test_without_a_budget_the_least_memory_is_wanted_whatever_the_host_takes():
+    problem = hosted(next(iter(budgets(problems_of_two_layers()))), 0.0)
+    free = replace(problem, budget_bytes=None)
+    assert host_bound.solve(free, heuristic.solve) == heuristic.solve(free)
+
+
+def problems_of_two_layers() -> StageProblem:
+    some = options([(50, 1.0), (30, 0.5)], 2.0)
+    return StageProblem(0, 2, some, some, options([(50, 1.0)], 0.0), in_flight=2)
+
+
+@pytest.mark.parametrize(
+    ("half", "replay", "gathered", "setting"),
+    [
+        ("attention", (), False, "kept"),
+        ("attention", ("input_layernorm",), False, "partly"),
+        ("mlp", ("pre_mlp_layernorm", "activation"), False, "partly"),
+        ("mlp", ("pre_mlp_layernorm", "linear_fc1", "activation"), False, "replayed"),
+        ("attention", ("core_attention",), False, "replayed"),
+        ("mlp", ("pre_mlp_layernorm", "linear_fc1", "activation"), True, "gathered"),
+    ],
+)
+def test_what_becomes_of_a_half_is_its_setting(half, replay, gathered, setting):
+    assert setting_of(DENSE[half], replay, gathered=gathered) == setting

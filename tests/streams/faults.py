@@ -1,0 +1,137 @@
+"""Faults put in on purpose, each a context on one rank: what an instrument that is worth anything finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron_lynx.testbed.stand_in import replace
+
+
+@contextmanager
+def a_copy_out_that_does_not_wait() -> Iterator[None]:
+    """It starts before what it reads was computed, and before its host memory was read for the last time."""
+    with _stream_that_waits_for_nothing("offload"):
+        yield
+
+
+@contextmanager
+def a_reload_that_does_not_wait() -> Iterator[None]:
+    """It starts before its own way out is over."""
+    with _stream_that_waits_for_nothing("reload"):
+        yield
+
+
+@contextmanager
+def a_backward_that_does_not_wait() -> Iterator[None]:
+    """Compute reads what is still on its way back."""
+    with _stream_that_waits_for_nothing("compute"):
+        yield
+
+
+@contextmanager
+def an_original_released_early() -> Iterator[None]:
+    """The device's memory is let go as soon as its copy to the host was asked for."""
+    from megatron_lynx.runtime.offload import offloader
+
+    send = offloader.send
+
+    def sending(departing: Any, *args: Any) -> Any:
+        copy = send(departing, *args)
+        for parcel, *_ in departing:
+            parcel._let_go()
+        return copy
+
+    with ExitStack() as undo:
+        replace(undo, offloader, "send", sending)
+        yield
+
+
+@contextmanager
+def a_copy_back_into_memory_let_go() -> Iterator[None]:
+    """The memory that a reload fills is not held meanwhile: by nobody but a second, which waits for nothing."""
+    from megatron_lynx.runtime.offload.copier import Copier
+
+    start = Copier.start
+
+    def starting(copier: Any, pairs: Any, *args: Any) -> Any:
+        if copier.direction == "reload":
+            start(copier, [(target.new_empty(target.shape), source) for target, source in pairs], *args).let_go()
+        return start(copier, pairs, *args)
+
+    with ExitStack() as undo:
+        replace(undo, Copier, "start", starting)
+        yield
+
+
+@contextmanager
+def host_memory_lent_too_early() -> Iterator[None]:
+    """A copy out does not come behind the copy back that still reads its block."""
+    from megatron_lynx.runtime.offload.host_memory import HostPool
+
+    lend = HostPool.lend
+
+    def lending(pool: Any, sizes: Any) -> Any:
+        blocks = lend(pool, sizes)
+        for block in blocks:
+            block.last = None
+        return blocks
+
+    with ExitStack() as undo:
+        replace(undo, HostPool, "lend", lending)
+        yield
+
+
+@contextmanager
+def a_gather_buffer_reused() -> Iterator[None]:
+    """All halves gather their inputs into one buffer, as Megatron does, though one is read while the next is gathered."""
+    import torch
+
+    from megatron_lynx.apply.hooks import gathered_input
+
+    buffers: dict[Any, Any] = {}
+
+    def start_gather(group: Any) -> Any:
+        def gather(tensor: Any) -> Any:
+            source = tensor.contiguous()
+            shape = (source.size(0) * group.size(), *source.shape[1:])
+            buffer = buffers.setdefault(shape, source.new_empty(shape))
+            return buffer, torch.distributed.all_gather_into_tensor(buffer, source, group=group, async_op=True)
+
+        return gather
+
+    with ExitStack() as undo:
+        replace(undo, gathered_input, "start_gather", start_gather)
+        yield
+
+
+@contextmanager
+def a_collective_that_is_not_waited_for() -> Iterator[None]:
+    """What runs in its window runs, and then what it brings is used."""
+    from megatron_lynx.runtime.windows import WindowedWork
+
+    wait = WindowedWork.wait
+
+    def waiting(work: Any, *args: Any, **kwargs: Any) -> Any:
+        window, work._window = work._window, None
+        return wait(work, *args, **kwargs) if window is None else window(lambda: True)
+
+    with ExitStack() as undo:
+        replace(undo, WindowedWork, "wait", waiting)
+        yield
+
+
+@contextmanager
+def _stream_that_waits_for_nothing(name: str) -> Iterator[None]:
+    from megatron_lynx.testbed.streams.asynchronous import AsynchronousStream
+
+    wait = AsynchronousStream.wait
+
+    def waiting(stream: Any, event: Any) -> None:
+        if stream.name != name:
+            wait(stream, event)
+
+    with ExitStack() as undo:
+        replace(undo, AsynchronousStream, "wait", waiting)
+        yield

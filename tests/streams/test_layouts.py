@@ -1,0 +1,101 @@
+"""Every bit is stock's, and nothing is used before it was waited for, though copies are late and memory is NaN once let go.
+
+One case for each way to train; the ranks of a case run stock first, and then each of its plans under watch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.offloaded import offloading
+from tests.transparency.plans import plan_for, replayable
+from tests.transparency.test_every_bit import OVERLAPPED
+from tests.transparency.test_offload import chunk_bytes
+from tests.transparency.trials import Trial
+
+from . import on_ranks
+
+pytestmark = pytest.mark.streams
+
+TP2 = {"tensor": 2}
+SP = {"tensor": 2, "sequence_parallel": True}
+PP2 = {"pipeline": 2, "microbatches": 3}
+PP4 = {"pipeline": 4, "microbatches": 5}
+INTERLEAVED = {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1}
+ALL_FOUR = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "microbatches": 4, "layers_per_chunk": 1}
+NO_SYNC = {"batch_p2p_sync": False}
+"""Megatron's exchanges in plain 1F1B end in a synchronisation, which would wait for all copies, and hide what is missing."""
+DISTRIBUTED = {"replicas": 2, "distributed_optimizer": True}
+BOTH_OVERLAPS = {**OVERLAPPED, "overlap_param_gather": True}
+
+
+def replaying(job: Job, **how: Any) -> Plan:
+    """Everything that can be is replayed, in the windows that there are."""
+    return plan_for(job, lambda layer: replayable(job, gather=job.parallel.sequence_parallel), **how)
+
+
+def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
+    """Nothing is replayed, everything or a share of it goes to the host."""
+    return offloading(plan_for(job, lambda layer: ()), int(share * chunk_bytes(job)), beside=beside)
+
+
+def both(job: Job) -> Plan:
+    """Some is replayed, some of the rest goes to the host, two micro-batches ahead."""
+    some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
+    return offloading(some, chunk_bytes(job) // 2, prefetch=2)
+
+
+CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
+    "TP2": (TP2, [replaying], Trial(), False),
+    "sequence parallel, gathered once": (SP, [replaying], Trial(), False),
+    "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(), False),
+    "PP4": (PP4, [replaying], Trial(steps=1), False),
+    "PP4, offloaded": (PP4, [leaving], Trial(steps=1, model=NO_SYNC), False),
+    "PP4, copies away from messages": (PP4, [lambda job: leaving(job, beside="avoid")], Trial(steps=1, model=NO_SYNC), False),
+    "PP2, exchanges that synchronise, offloaded": (PP2, [leaving], Trial(), False),
+    "PP2, offloaded in part, and replayed": (PP2, [both, lambda job: leaving(job, 0.3)], Trial(model=NO_SYNC), False),
+    "interleaved": (INTERLEAVED, [replaying], Trial(), False),
+    "interleaved, offloaded and replayed": (INTERLEAVED, [both], Trial(), False),
+    "TP2xPP2xVPP2, sequence parallel, offloaded and replayed": (ALL_FOUR, [both], Trial(steps=1), False),
+    "reductions in backward": ({"replicas": 2}, [replaying], Trial(training=OVERLAPPED), False),
+    "distributed optimizer, both overlaps": (
+        DISTRIBUTED,
+        [replaying],
+        Trial(steps=3, training=BOTH_OVERLAPS, compared="weights"),
+        False,
+    ),
+    "distributed optimizer, both overlaps, pipeline, offloaded": (
+        {**DISTRIBUTED, **PP2},
+        [both],
+        Trial(training=BOTH_OVERLAPS, model=NO_SYNC, compared="weights"),
+        False,
+    ),
+    "a log of each step, offloaded": (PP2, [both], Trial(model=NO_SYNC), True),
+    "timers with barriers, interleaved, offloaded": (INTERLEAVED, [both], Trial(), True),
+    "a trace, offloaded and replayed": (PP2, [both], Trial(traced=True, model=NO_SYNC), False),
+}
+"""Layout, plans, how it is trained, whether each step is timed between barriers."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_and_no_race(pool_of: Any, case: str) -> None:
+    layout, plans, trial, logged = CASES[case]
+    job = tiny_job("gpt", **layout)
+    made = [plan(job) for plan in plans]
+    for rank, found in enumerate(pool_of(job.gpus).run(on_ranks.watched, job, made, trial, logged)):
+        for plan, under in zip(made, found, strict=True):
+            assert_clean(under, f"rank {rank}")
+            offloads = any(stage.offload for stage in plan.stages)
+            last = rank // job.parallel.tensor // job.replicas == job.parallel.pipeline - 1 and job.chunks == 1
+            assert (under.moved > 0) == (offloads and not last), f"rank {rank}: {under.moved} copies on streams"
+
+
+def assert_clean(under: on_ranks.Under, where: str) -> None:
+    assert under.races == [], where
+    assert under.found == [], where
+    assert under.differing == [], where

@@ -1,0 +1,85 @@
+"""What anybody may rely on who gives a plan more memory, or who trains under one: over drawn jobs and budgets."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.config.job import Budget
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import GIB
+from tests.config.jobs import catalogued_job
+from tests.cost.moments_on_ranks import count
+from tests.profiler.made_up import made_up_profile
+
+STATES_OF_A_HALF = 5 * 5056
+"""Random states that a frame remembers at most on this testbed; they are no activations."""
+
+
+def with_budget(job, memory_gib):
+    return job.model_copy(update={"budget": Budget(memory_gib=memory_gib)})
+
+
+@st.composite
+def jobs_on_gpus(draw):
+    """A model with much vocabulary and one with little, on GPUs, as anybody may lay it out."""
+    name, layers = draw(st.sampled_from([("llama3-8b", 32), ("gpt-22b", 48)]))
+    tensor, pipeline = draw(st.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1)]))
+    chunks = draw(st.sampled_from([{}, {"layers_per_chunk": layers // pipeline // 2}])) if pipeline > 1 else {}
+    layout = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1, "distributed_optimizer": True} | chunks
+    offload = draw(st.sampled_from([0.0, "auto"]))
+    return catalogued_job(name, "a100-80g", gpus=32, batch=64, parallel=layout, policy="planned", offload_ratio=offload)
+
+
+@settings(max_examples=4, deadline=None)
+@given(jobs_on_gpus(), st.floats(20, 70), st.floats(0.1, 3), st.floats(0.1, 12))
+def test_with_more_memory_no_plan_is_slower(job, least, more, much_more) -> None:
+    profile, steps_s = analytic_profile(job), []
+    for memory_gib in (least, least + more, least + more + much_more):
+        try:
+            decision = decide(with_budget(job, memory_gib), profile)
+        except Infeasible:
+            steps_s.append(float("inf"))
+            continue
+        steps_s.append(decision.simulation.step_s)
+        assert all(memory.total <= memory_gib * GIB for memory in decision.memory)
+    for less_memory_s, more_memory_s in pairwise(steps_s):
+        assert more_memory_s <= less_memory_s * (1 + 1e-9)
+
+
+@st.composite
+def jobs_on_ranks(draw):
+    layout = draw(st.sampled_from([{}, {}, {"tensor": 2}, {"pipeline": 2, "microbatches": 3}]))
+    size = {"layers": 4, "hidden": 64, "ffn": 256, "micro": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    size |= {"vocab": draw(st.sampled_from([64, 1024, 2048])), "seq": draw(st.sampled_from([64, 128]))}
+    return tiny_job(draw(st.sampled_from(["gpt", "llama"])), **size, **layout)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
+@given(job=jobs_on_ranks(), link_s=st.sampled_from([1e-9, 1e-5, 1.0]), share=st.floats(0, 1))
+def test_what_runs_never_holds_more_than_its_plan_says(pool_of, job, link_s, share) -> None:
+    """Of all moments, updates included. Budgets lie between the least that can be held and what keeping everything takes."""
+    profile = made_up_profile(job, link_s)
+    kept, lean = decide(job.model_copy(update={"policy": "none"}), profile), decide(job, profile)
+    most, least = (max(memory.total for memory in decision.memory) for decision in (kept, lean))
+    try:
+        decision = decide(with_budget(job, (least + share * (most - least)) / GIB), profile)
+    except Infeasible:
+        assume(False)
+    counted = pool_of(job.gpus).run(count, job, {}, decision.plan)
+    shape = LayerShape.of(job)
+    small = 64 * shape.tokens + 2 * job.model.seq * job.model.head_size * 4
+    held_by_gloo = 4 * shape.gathered_bytes if job.gpus > 1 else shape.gathered_bytes
+    for stage, memory in enumerate(decision.memory):
+        frames = 2 * job.layers_on(stage) * min(job.parallel.pipeline - stage, job.microbatches)
+        held = max(counted[stage * job.parallel.tensor].values())
+        assert held <= memory.total + STATES_OF_A_HALF * frames + small + held_by_gloo
+        assert memory.total <= (least + share * (most - least)) + 1

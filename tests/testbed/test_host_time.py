@@ -1,0 +1,43 @@
+"""Measuring host time: every setting of real layers, its plans installed and removed. No figure is compared with a clock's."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.testbed.host_clock import Spent
+from megatron_lynx.testbed.host_time import Asked, measured_here, slowest
+from tests.profiler.made_up import made_up_host_time
+
+LESS_AND_MORE = (("none", "kept"), ("kept", "partly"), ("kept", "replayed"), ("kept", "offloaded"), ("replayed", "gathered"))
+"""Of two settings the second issues everything that the first does."""
+
+
+@pytest.fixture(scope="module")
+def measured() -> HostTime:
+    return measured_here(Asked(gathered=True, offloaded=True, rounds=1, steps=1), ranks=2)
+
+
+def test_every_setting_takes_some_time_and_more_work_no_less(measured: HostTime) -> None:
+    for half in map(measured.half, HALVES):
+        assert all(getattr(half, setting).backward_us > 0 for setting in type(half).model_fields)
+        for less, more in LESS_AND_MORE:
+            assert half.under(less).forward_us <= half.under(more).forward_us
+            assert half.under(less).backward_us <= half.under(more).backward_us
+
+
+def test_figures_say_what_they_were_taken_on(measured: HostTime) -> None:
+    assert measured.cpu
+    assert "local layers, least of 1 steps" in measured.made_by
+
+
+def test_of_several_ranks_the_slowest_counts() -> None:
+    fast, slow = made_up_host_time(1.0), made_up_host_time(2.0)
+    assert slowest([fast, slow, fast]) == slow
+
+
+def test_seconds_are_added_and_shared_out_pass_by_pass() -> None:
+    spent = Spent(2.0, 6.0) * Spent(0.5, 0.25) + Spent(1.0, 1.0) - Spent(0.5, 0.0)
+    assert spent == Spent(1.5, 2.5)
+    assert spent.at_least(Spent(2.0, 2.0)) == Spent(2.0, 2.5)
