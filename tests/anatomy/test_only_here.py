@@ -19,7 +19,6 @@ TABLES = ("anatomy/", "apply/releases", "apply/transformer_engine/", "double_buf
 """What Megatron and Transformer Engine call their things, release by release, and the anatomy itself."""
 
 EXCEPTIONS = {
-    ("published/peaks.py", "'attention'"): "a key of a job: which attention kernel",
     ("testbed/candidates.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",
     ("testbed/tiny_jobs.py", "'attention'"): "a key of a job: which attention kernel",
     ("testbed/tiny_jobs.py", "'activation'"): "a key of a job: GELU or SwiGLU",
