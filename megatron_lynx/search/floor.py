@@ -1,5 +1,5 @@
 """Bounds the seconds of a step from below, from the seconds of one layer: the closed form of `cost.step` without copies to the
-host, where every message between stages is waited for only once.
+host and without host time, where every message between stages is waited for only once.
 
     one (tensor, context, sequence parallelism, micro-batch)  ──profile──>  LayerCost
     times many (pipeline, chunks, data)                       ──floor────>  Spent      a few additions each
@@ -43,9 +43,10 @@ class LayerCost:
     def of(cls, job: Job) -> LayerCost:
         """The costs of the job's layers, however these are spread over stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
+        device = profile.model_copy(update={"host_time": None})
         ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes)
         embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
-        whole = {policy: _whole_model_s(job, profile, shape, policy) for policy in STOCK}
+        whole = {policy: _whole_model_s(job, device, shape, policy) for policy in STOCK}
         layer_s = (whole["none"] - embedding_s - head_s) / job.model.layers
         return cls(
             profile=profile,
