@@ -146,6 +146,10 @@ class _UnflushedRun(Run):
         self._made: list[list[Updated]] = [[] for _ in chunks]
         """The updates that each stage has made."""
 
+    def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
+        """With deferred updates messages are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""
+        return 0.0 if self._updates == "deferred" else super()._copied_s(stage, before, action)
+
     def unflushed(self) -> Unflushed:
         simulation = self.simulation()
         return Unflushed(simulation.executed, simulation.copied, tuple(map(tuple, self._made)))
