@@ -1,5 +1,6 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every test
+# make test    every test but those of `make streams`
+# make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
 # make check   style and types
 # make clean   remove what was built (.venv stays)
@@ -15,7 +16,10 @@ DEMO   := build/demo
 OTHERS := 0.15.3 0.17.1 0.18.2 0.19.2
 TE_RELEASES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
 
-.PHONY: demo test quick check clean
+FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
+	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
+
+.PHONY: demo test streams releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -23,10 +27,13 @@ demo: $(VENV)/installed
 	$(BIN)/megatron-lynx compare jobs/demo --plan $(DEMO)/plan.yaml -o $(DEMO)
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
-test: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RELEASES:%=build/transformer-engine-%/downloaded)
-	$(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
-		$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release)) \
-		$(BIN)/python -m pytest
+test: releases
+	$(FOLDERS) $(BIN)/python -m pytest -m "not streams"
+
+streams: releases
+	$(FOLDERS) $(BIN)/python -m pytest -m streams
+
+releases: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RELEASES:%=build/transformer-engine-%/downloaded)
 
 # Tests are skipped where they would start a rank, unless they are marked `quick`; those marked `slow` are skipped, too.
 quick: $(VENV)/installed

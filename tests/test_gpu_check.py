@@ -21,6 +21,8 @@ from scripts.gpu_check.parts import parts, plan_of
 from scripts.gpu_check.trial import Setting
 from tests import gpu_faults
 
+pytestmark = pytest.mark.streams
+
 H800 = "NVIDIA H800"
 GPUS = Machine(dry=False, gpus=2, devices=(H800, H800), nccl="2.27.3")
 

@@ -21,6 +21,8 @@ from tests.transparency.test_every_bit import checked
 from tests.transparency.test_offload import chunk_bytes
 from tests.transparency.trials import Seen, Trial
 
+pytestmark = pytest.mark.streams
+
 Pools = Callable[[int], RankPool]
 
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True}
