@@ -31,9 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: starts ranks, and is worth it even in a hurry (`make quick`)")
     config.addinivalue_line(
         "markers",
-        config.addinivalue_line(
-            "markers", "streams: what only a GPU would show, on CPU ranks (`make streams`); not in `make test`"
-        ),
+        "streams: what only a GPU would show, on CPU ranks (`make streams`); not in `make test`",
     )
     config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
 
