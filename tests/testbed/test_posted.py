@@ -21,6 +21,9 @@ def test_a_receive_whose_sender_synchronises_first_is_a_named_hang(pool_of: Any)
     assert arrived == [1.0] * 3
 
 
+pytestmark = pytest.mark.streams
+
+
 def test_what_was_posted_is_over_behind_it(pool_of: Any) -> None:
     """Messages, collectives, coalesced ones; they may be waited for again, which gloo's messages themselves do not allow."""
     for found in pool_of(2).run(posted_on_ranks.post_and_synchronise):
