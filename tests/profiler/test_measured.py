@@ -136,6 +136,7 @@ def test_seconds_of_a_stand_in_are_marked_and_plans_say_so(monkeypatch):
     assert make_plan(job, local).provenance.note is None
 
 
+@pytest.mark.streams
 def test_fusions_of_the_job_are_measured_and_stated(monkeypatch):
     """Bias-gelu saves what the GEMM made and the bias; without fusion their sum is saved instead, and what is made of it."""
     monkeypatch.setenv("CXX", "a compiler of nobody's")  # so that torch's generates no C++, which takes long
