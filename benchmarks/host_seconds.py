@@ -9,7 +9,7 @@ from io import StringIO
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent, spent_in_steps
-from megatron_lynx.testbed.host_time import subjects_of
+from megatron_lynx.testbed.subject import subjects_of
 
 
 def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Spent]]:

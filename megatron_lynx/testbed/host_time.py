@@ -27,7 +27,7 @@ from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent, least_of_steps, shares_of_halves
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
-from megatron_lynx.testbed.subject import Subject
+from megatron_lynx.testbed.subject import Subject, subjects_of
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 from megatron_lynx.version import __version__
@@ -124,15 +124,6 @@ def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dic
     found = least_of_steps(subjects_of(job, [kept, *candidates]), asked.rounds, asked.steps)
     count = job.microbatches * len(job.layers_of(0))
     return {each.name: (found[each.name] - found[kept.name]) * (1 / count) for each in candidates}
-
-
-def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
-    """One model each, all with the weights of the first."""
-    from megatron_lynx.testbed.groups import initialise
-
-    initialise(job)
-    first = Subject(job, candidates[0])
-    return {each.name: first if each is candidates[0] else Subject(job, each, first) for each in candidates}
 
 
 def _with_one_layer(job: Job) -> Job:

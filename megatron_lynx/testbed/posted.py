@@ -123,9 +123,7 @@ class PostedWorks:
     def _posting(self, operation: str, original: Callable[..., Work]) -> Callable[..., Work]:
         @functools.wraps(original)
         def post(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-            if (
-                operation in MESSAGES
-            ):  # an alias keeps the storage, which Megatron frees behind `isend`, and does not keep the graph
+            if operation in MESSAGES:  # an alias keeps the storage, which Megatron frees behind `isend`, and not the graph
                 args = ([tensor.detach() for tensor in args[0]], *args[1:])
             work = original(group, *args, **kwargs)
             posted = Posted(operation, group, args[1] if operation in MESSAGES else None, _size(args))

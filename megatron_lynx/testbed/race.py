@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.steps import time_alternating
 from megatron_lynx.testbed.candidates import NONE, Candidate
-from megatron_lynx.testbed.subject import Subject
+from megatron_lynx.testbed.subject import Subject, subjects_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,7 @@ class Lap:
 
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
     """Runs inside `RankPool`, on all ranks of the job. Laps by the names of `candidates`, of which the first is stock none."""
-    from megatron_lynx.testbed.groups import initialise
-
-    initialise(job)
-    none = Subject(job, NONE)
-    subjects = {each.name: none if each is candidates[0] else Subject(job, each, none) for each in candidates}
+    subjects = subjects_of(job, candidates)
     with Alternation(subjects) as alternation:
         samples = time_alternating(
             {name: subject.step for name, subject in subjects.items()},
@@ -43,7 +39,7 @@ def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups:
             warmups=warmups,
             prepare=alternation.take_turn,
             barrier=dist.barrier,
-            device=none.device,
+            device=subjects[NONE.name].device,
         )
     return {name: Lap(samples[name], _trace(subject)) for name, subject in subjects.items()}
 

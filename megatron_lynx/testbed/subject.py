@@ -90,6 +90,15 @@ class Subject:
         return [event.as_dict() for event in installation.engine.trace.stop()]
 
 
+def subjects_of(job: Job, candidates: Sequence[Candidate]) -> dict[str, Subject]:
+    """One model for each setting, by its name, all with the weights of the first; the groups of the job's ranks are made."""
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    first = Subject(job, candidates[0])
+    return {each.name: first if each is candidates[0] else Subject(job, each, first) for each in candidates}
+
+
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether both have the same names, and equal tensors under each."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -21,17 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_lynx.testbed.posted import COLLECTIVES
 from megatron_lynx.testbed.queues.log import Communicator, Direction, Event, Log, Message
 from megatron_lynx.testbed.stand_in import replace
 
-COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier"),
-    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    *("gather", "scatter", "alltoall", "alltoall_base"),
-    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-)
 ROOTED = ("gather", "scatter")
 MESSAGES: dict[str, Direction] = {"send": "send", "recv": "receive"}
 
