@@ -27,7 +27,7 @@ from benchmarks.host_seconds import host_seconds, profiled
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent
@@ -119,6 +119,12 @@ def measure(layers: int, rounds: int, te: str | None, show_profile: bool) -> Ite
                     print(hosts.run(profiled, layout.job, plan, STEPS, 40)[0], file=sys.stderr)
 
 
+def as_json(found: list[Row], layers: int, rounds: int) -> str:
+    machine = this_machine(Links(kind="loopback")).model_dump(mode="json")
+    facts = {"date": date.today().isoformat(), "machine": machine, "layers": layers, "rounds": rounds}
+    return json.dumps({**facts, "rows": [asdict(row) for row in found]}, indent=2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
@@ -129,8 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     found = list(measure(options.layers, options.rounds, options.te, options.profile))
     if options.json:
-        facts = {"date": date.today().isoformat(), "machine": asdict(this_machine()), "layers": options.layers}
-        print(json.dumps({**facts, "rounds": options.rounds, "rows": [asdict(row) for row in found]}, indent=2))
+        print(as_json(found, options.layers, options.rounds))
         return
     table = Table(title="host milliseconds of one layer and one micro-batch")
     for column in ("layers", "layout", "setting", "forward", "backward", "of stock none", "of stock full"):
