@@ -68,7 +68,7 @@ def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def markdown(machine: Machine, results: Sequence[Result]) -> str:
-    counts = Counter(result.status for result in results)
+    counts = Counter[str](result.status for result in results)
     verdict = "FAILED" if failed(results) else "NOT FINISHED" if unfinished(results) else "PASSED"
     statuses = ("passed", "failed", "skipped", *(["not run"] if unfinished(results) else []))
     counted = ", ".join(f"{counts[status]} {status}" for status in statuses)
