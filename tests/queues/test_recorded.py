@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.queues.differences import differences
 from megatron_lynx.testbed.queues.log import COMPUTE, Kernel
 from megatron_lynx.testbed.queues.recorder import Recorder
@@ -83,7 +84,7 @@ def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: A
 
 def test_memory_and_views_are_no_kernels() -> None:
     """What comes behind them on the host used to come behind them on the device."""
-    with Recorder(0) as recorder:
+    with stand_in_for_cuda(), Recorder(0) as recorder:
         torch.empty(4).view(2, 2).detach()
         assert recorder.log.entries == []
         torch.empty(4).fill_(1)
