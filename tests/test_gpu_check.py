@@ -39,6 +39,7 @@ def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = par
 
 
 DRY_RUN = [
+    "fusions",
     "Transformer Engine",
     "one rank of TP8",
     "TP2, sequence parallel",
@@ -68,7 +69,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 5 passed, 0 failed, 2 skipped" in page
+    assert "**PASSED**: 6 passed, 0 failed, 2 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
 
 
@@ -189,6 +190,7 @@ BAD_INPUT = {
         "--parts: found PP4, which needs 4 GPUs, this run has 2, needed a part that can run",
     ),
     "no time": (["--limit", "0"], "--limit: found 0, needed a number of seconds above 0"),
+    "no limit": (["--limit", "inf"], "--limit: found inf, needed a number of seconds above 0"),
 }
 
 

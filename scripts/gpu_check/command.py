@@ -65,7 +65,7 @@ def _not_run(left: list[Part]) -> list[Result]:
 
 def _chosen(there: list[Part], given: argparse.Namespace, machine: Machine) -> list[Part]:
     """The parts that are asked for. Raises `ConfigError` where there are no such parts, or none that can run."""
-    if not given.limit > 0:
+    if not 0 < given.limit < float("inf"):
         raise ConfigError(CANNOT_BEGIN, [Problem("--limit", f"{given.limit:g}", "a number of seconds above 0")])
     if given.parts is None:
         return there
