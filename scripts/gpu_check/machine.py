@@ -57,10 +57,10 @@ def problems(machine: Machine) -> Iterator[Problem]:
         yield Problem("--gpus", str(machine.gpus), "1, 2, 4 or 8", "there are parts for these numbers")
         return
     core = machine.facts.get("megatron-core")
-    if core == "none":
-        yield Problem("megatron-core", "none installed", "0.16 to 0.19", "pip install megatron-core")
-    elif core is not None and minor_of(core) not in KNOWN:
-        yield Problem("megatron-core", core, f"one of {', '.join(KNOWN)}", "install one of these")
+    if core == "none" or (core is not None and minor_of(core) not in KNOWN):
+        yield Problem(
+            "megatron-core", core.replace("none", "none installed"), f"one of {', '.join(KNOWN)}", "install one of these"
+        )
     if machine.dry:
         return
     if not machine.devices:
