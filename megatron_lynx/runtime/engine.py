@@ -35,7 +35,7 @@ from megatron_lynx.runtime.offload import Offloader, Shipment
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
-from megatron_lynx.runtime.record import Passage
+from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
@@ -226,6 +226,11 @@ class Engine:
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
         return self._waits.receive(works)
+
+    def gathered(self, whole: Tensor) -> None:
+        """A half has gathered the input of its present site."""
+        if isinstance(self._progress.scope, Recorder):
+            self._progress.scope.gathered(whole)
 
     def gathered_input(self) -> Tensor | None:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""

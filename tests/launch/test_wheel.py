@@ -42,7 +42,7 @@ def planned(run, folder, layout_flags):
     plan = saved(plan_of(LAYOUT, gather="once"), folder / "once.yaml")
     flags = ["--lynx-plan", plan, "--lynx-trace", folder / "trace.json", "--save", folder / "planned", "--save-interval", "3"]
     flags += ["--lynx-check", "2"]
-    return run(SCRIPT, [*layout_flags, *flags], ranks=4, as_users_do=True)
+    return run(SCRIPT, [*layout_flags, *flags], ranks=4)
 
 
 def test_every_printed_digit_is_stocks(stock, planned):
@@ -106,7 +106,7 @@ def test_as_the_ready_launches_have_it(folder):
     flags += [*TE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     flags += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--train-iters", "2"]
     flags += ["--lynx-plan", plan, "--lynx-check", "2"]
-    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, te], env={"FAULT": "none"})
+    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, te], env={"FAULT": "none"}, as_users_do=True)
     assert checked.status == 0, checked.text
     _, compared, done = checked.ours
     assert compared.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")
