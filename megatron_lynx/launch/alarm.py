@@ -58,6 +58,26 @@ def ending_together() -> Iterator[None]:
         raise
 
 
+def is_first_to_end() -> bool:
+    """Whether this rank, which fails on its own account, is the first to do so: it says why for all, and leaves.
+
+    Those that fail because it is gone ask `follow_who_ended`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    store = _store()
+    first = not _another_was_first(store)
+    _set(store, RAISED)
+    _set(store, f"{SEEN}{dist.get_rank()}")
+    return first
+
+
+def follow_who_ended() -> None:
+    """Leave, if this rank fails because another one has ended and said why."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and _is_raised(store := _store()):
+        _follow(store)
+
+
 def _store() -> Any:
     """A connection of our own, where torch can make one: on a shared one we would wait for what another thread waits for."""
     store: Any = dist.distributed_c10d._get_default_store()
