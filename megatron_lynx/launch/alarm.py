@@ -58,24 +58,29 @@ def ending_together() -> Iterator[None]:
         raise
 
 
-def is_first_to_end() -> bool:
-    """Whether this rank, which fails on its own account, is the first to do so: it says why for all, and leaves.
+class LastWord:
+    """Who ended the job: the first rank that failed on its own account, which says why. All others leave without a word.
 
-    Those that fail because it is gone ask `follow_who_ended`.
+    To be made while all ranks live: it holds a connection of its own to the store.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    store = _store()
-    first = not _another_was_first(store)
-    _set(store, RAISED)
-    _set(store, f"{SEEN}{dist.get_rank()}")
-    return first
 
+    def __init__(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._store: Any = _store() if several else None
 
-def follow_who_ended() -> None:
-    """Leave, if this rank fails because another one has ended and said why."""
-    if dist.is_initialized() and dist.get_world_size() > 1 and _is_raised(store := _store()):
-        _follow(store)
+    def is_first(self) -> bool:
+        """Whether this rank, which fails and will leave, is the first that does."""
+        if self._store is None:
+            return True
+        first = not _another_was_first(self._store)
+        _set(self._store, RAISED)
+        _set(self._store, f"{SEEN}{dist.get_rank()}")
+        return first
+
+    def follow(self) -> None:
+        """Leave, if this rank fails because another one is gone that has said why."""
+        if self._store is not None and _is_raised(self._store):
+            _follow(self._store)
 
 
 def _store() -> Any:

@@ -18,7 +18,7 @@ from megatron_lynx.units import GIB, KIB, MIB, format_bytes
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved
-from .memory_on_ranks import said_at
+from .memory_on_ranks import said_at, said_in
 
 MUCH_VOCABULARY = tiny_job("gpt", layers=2, hidden=32, ffn=64, seq=32, vocab=2048, tied_embeddings=False)
 LONG_SEQUENCES = tiny_job("gpt", hidden=64, ffn=256, seq=64, vocab=64)
@@ -56,6 +56,24 @@ def test_the_moment_at_which_a_limit_is_met_is_named(pool_of, job, limits):
             assert "held: " in text
             assert "parameters " in text
             assert "nearest change that fits: megatron-lynx plan --memory-gib 0.00" in text
+
+
+BUCKETS = ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "start_grad_sync")
+EMBEDDING = ("megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding", "forward")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "words"),
+    [
+        (BUCKETS, "reduction", "stage 0, the reduction of gradients: found "),
+        (EMBEDDING, "forward", "stage 0, the forward of micro-batch 0: found "),
+    ],
+    ids=["reduction", "embedding"],
+)
+def test_what_no_half_does_is_told_by_who_ran(pool_of, place, name, words):
+    ((found, text),) = pool_of(1).run(said_in, LONG_SEQUENCES, uniform_plan(LONG_SEQUENCES), *place)
+    assert found == name
+    assert words in text
 
 
 def test_what_the_allocator_says_is_read():

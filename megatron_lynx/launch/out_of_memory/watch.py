@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.alarm import follow_who_ended, is_first_to_end
+from megatron_lynx.launch.alarm import LastWord
 from megatron_lynx.launch.out_of_memory.explanation import OutOfDeviceMemory, explained
 from megatron_lynx.launch.out_of_memory.held import has_state
 from megatron_lynx.launch.out_of_memory.moment import Rank
@@ -32,10 +32,12 @@ class MemoryWatch:
         self._run: LiveRun | None = None
         self._optimizer: Any = None
         self._stepped = False
+        self._last_word: LastWord | None = None
 
     def under(self, plan: Plan | None, path: str) -> None:
-        """What runs from now on does so under this plan."""
+        """What runs from now on does so under this plan. Ranks can talk."""
         self._plan, self._path = plan, path
+        self._last_word = None if plan is None else LastWord()
 
     def trains(self, model: Any, optimizer: Any) -> None:
         """The training loop begins with these."""
@@ -55,9 +57,10 @@ class MemoryWatch:
                 raise
             found = explained(error, self._rank(self._plan), self._how_far(), self._path)
             if found is not None:
-                raise (found if is_first_to_end() else found.too()) from error
-            if not isinstance(error, LynxError):
-                follow_who_ended()
+                speaks = self._last_word is None or self._last_word.is_first()
+                raise (found if speaks else found.too()) from error
+            if self._last_word is not None and not isinstance(error, LynxError):
+                self._last_word.follow()
             raise
 
     @contextmanager
