@@ -46,11 +46,14 @@ class LimitedMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._limit_bytes = limit_bytes
         self._total = CpuTotal()
+        self.most_bytes = 0
+        """The most that was there behind an operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before_bytes = self._total.bytes
         made = func(*args, **(kwargs or {}))
         asked_bytes = self._total.bytes - before_bytes
+        self.most_bytes = max(self.most_bytes, before_bytes + asked_bytes)
         if asked_bytes > 0 and before_bytes + asked_bytes > self._limit_bytes:
             del made
             raise torch.OutOfMemoryError(out_of_memory(asked_bytes, self._limit_bytes, before_bytes))

@@ -66,7 +66,7 @@ EMBEDDING = ("megatron.core.models.common.embeddings.language_model_embedding", 
     ("place", "name", "words"),
     [
         (BUCKETS, "reduction", "stage 0, the reduction of gradients: found "),
-        (EMBEDDING, "forward", "stage 0, the forward of micro-batch 0: found "),
+        (EMBEDDING, "forward", "stage 0, the embedding's forward of micro-batch 0: found "),
     ],
     ids=["reduction", "embedding"],
 )

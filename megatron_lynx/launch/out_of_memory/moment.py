@@ -92,7 +92,7 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
 
 
 def _between_passes(passed: Sequence[_Passed], rank: Rank) -> Moment | None:
-    if rank.optimizer is not None and any(one.local.get("self") is rank.optimizer for one in passed):
+    if _is_in(passed, rank.optimizer):
         name = "update" if rank.stepped else "first_update"
         words = "an update" if rank.stepped else "the first update, which makes the optimizer's state,"
         return Moment(words.rstrip(","), name, (name,))
@@ -105,10 +105,11 @@ def _in_forward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Mo
     if half := where.half or _half_called(passed):
         return _at("the forward of", where, "forward", ("forward",), half)
     model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None
-    inside = [getattr(model, name, None) for name in ("decoder", "embedding")]
-    if any(one.local.get("self") is module for one in passed for module in inside if module is not None):
+    if _is_in(passed, getattr(model, "embedding", None)):
+        return _at("the embedding's forward of", where, "forward", ("forward",))
+    if _is_in(passed, getattr(model, "decoder", None)) or not rank.is_last(where.chunk):
         return _at("the forward of", where, "forward", ("forward",))
-    return _at("the loss of", where, "loss", ("loss",)) if rank.is_last(where.chunk) else _at("the forward of", where, "forward")
+    return _at("the loss of", where, "loss", ("loss",))
 
 
 def _in_backward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
@@ -159,6 +160,11 @@ def _passed(error: BaseException) -> Iterator[_Passed]:
         frame = traceback.tb_frame
         yield _Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals)
         traceback = traceback.tb_next
+
+
+def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
+    """Whether a method of this very module runs."""
+    return module is not None and any(one.local.get("self") is module for one in passed)
 
 
 def _in(passed: Sequence[_Passed], package: str) -> bool:

@@ -1,7 +1,8 @@
 """The most that a rank's device held.
 
     CUDA    the caching allocator's own figures, since the run began: allocated, and reserved
-    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved
+    a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved.
+            Where the testbed sets a limit, that one counts, all the time and behind operators only
 
 On a CPU what lies on the host for offloading is mapped, not allocated, and does not count.
 """
@@ -13,10 +14,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron_lynx.errors import LynxError
 from megatron_lynx.measure.cpu_memory import CpuMeter
 from megatron_lynx.measure.cpu_total import CpuTotal
+from megatron_lynx.testbed.device_memory import LimitedMemory
 
 
 class Peak(NamedTuple):
@@ -36,7 +39,8 @@ class DevicePeak:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """What runs inside is counted, where that costs something."""
-        if self._total is None or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        busy = torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None  # type: ignore[attr-defined]
+        if self._total is None or busy:
             yield
             return
         level = self._total.bytes
@@ -47,6 +51,8 @@ class DevicePeak:
     def most(self) -> Peak:
         if self._on_cuda:
             return Peak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        if isinstance(mode := _get_current_dispatch_mode(), LimitedMemory):
+            return Peak(mode.most_bytes, None)
         return Peak(self._most, None)
 
 
