@@ -43,7 +43,7 @@ def _treatment(stage: Stage) -> object:
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
-    predicted = stage.predicted.model_copy(update={"hidden_replay_s": 0.0, "exposed_replay_s": 0.0})
+    predicted = stage.predicted.model_copy(update={"hidden_replay_s": 0.0, "exposed_replay_s": 0.0, "memory": {}})
     return stage.ahead_depth, places, rules, stage.offload, stage.whole, predicted
 
 

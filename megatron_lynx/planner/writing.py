@@ -15,7 +15,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -31,6 +31,7 @@ from megatron_lynx.plan.plan import (
     Stage,
 )
 from megatron_lynx.plan.rule import joined
+from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
@@ -53,11 +54,12 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
-        memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
-        found = {
+        parts = device_parts(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
+        found: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "exposed_copy_s": waits_s[entry.stage],
-            "memory_bytes": memory.total,
+            "memory_bytes": parts.fullest.total,
+            "memory": _by_moment(parts) if entry.chunk == 0 else {},
         }
         if (load := loads.get(entry.stage)) is not None:
             found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
@@ -69,7 +71,12 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
 
 
 def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
-    """Everything that a device of a stage holds at its fullest, by name. `job`: with its layers.
+    """Everything that a device of a stage holds at its fullest, by name; `device_parts` says of what."""
+    return device_parts(job, answer, held_bytes).fullest
+
+
+def device_parts(job: Job, answer: StageAnswer, held_bytes: int = 0) -> Parts:
+    """Everything that a device of a stage ever holds, by name. `job`: with its layers.
 
     `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind.
     """
@@ -83,7 +90,13 @@ def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMe
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
-    ).fullest
+    )
+
+
+def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
+    """Bytes by moment and kind, without kinds of which there are none."""
+    held = {ALWAYS: parts.states.kinds, **parts.beside_states}
+    return {moment: {kind: size for kind, size in kinds.items() if size} for moment, kinds in held.items()}
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:

@@ -37,6 +37,7 @@ from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
+from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
@@ -68,7 +69,8 @@ class Engine:
         self.trace = self.offloader.trace
         self._ledger = Ledger(order)
         self._random = random or TorchRandom(device)
-        self._progress = Progress(self._ledger, self.offloader)
+        self.clock = ReplayClock(device)
+        self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
         self._recipes = Recipes()
@@ -127,7 +129,7 @@ class Engine:
     def backward_pass(self, output: Any) -> Iterator[None]:
         """One micro-batch's backward, from the output of its forward."""
         micro_batch = self._ledger.begin_backward(output)
-        with self._progress.aborting():
+        with self._progress.aborting(micro_batch):
             self.offloader.backward_begins(micro_batch, self._ledger)
             yield
             self.offloader.settle()  # in cool-down no forward comes that would let originals go whose copies are over

@@ -53,12 +53,15 @@ def test_every_printed_digit_is_stocks(stock, planned):
 
 def test_it_says_what_it_does(stock, planned):
     assert stock.ours == []
-    begun, checked, traced, done = planned.ours
+    begun, checked, traced, *measured, done = planned.ours
     assert "once.yaml" in begun
     assert "megatron-core 0.19." in begun
     assert checked.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")
     assert checked.endswith(" on 4 ranks) are equal in every bit")
     assert traced.startswith("megatron-lynx: step 3 of this run is traced in ")
+    assert [line.split(" of ")[0] for line in measured[:2]] == ["megatron-lynx: step 4", "megatron-lynx: step 5"]
+    assert measured[2].startswith("megatron-lynx: how this run of 5 steps came out ")
+    assert "stages 0-1: the plan predicts nothing" in planned.text
     # 5 steps x 4 micro-batches x 2 layers x 2 halves; behind its first half a stage that gathers has no window in steady state
     assert done == "megatron-lynx: rank 0 replayed 80 layer halves: 60 inside windows, 20 on demand"
 

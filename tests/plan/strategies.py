@@ -127,7 +127,8 @@ def stages_of(
     experts = () if model is None else model.moe_layers
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
-        st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
+        st.just(Predicted())
+        | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [_experts_kept(draw(kept_items(span, te)), experts) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
@@ -240,6 +241,9 @@ def _backward(parallel: ParallelFacts) -> list[str]:
         return []
     ordinals = range(len(ATTENTION.collectives("bwd", parallel.sequence_parallel)))
     return [f"bwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
+
+
+HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}
 
 
 def _experts_kept(rule: Rule, experts: Sequence[LayerRange]) -> Rule:
