@@ -40,6 +40,8 @@ class TimedPass:
     """What the host needs to issue it; 0 where that is not known."""
     host_late_s: float = 0.0
     """By how much it is longer than on the device alone, because the host is slower."""
+    regenerated: tuple[tuple[float, int], ...] = ()
+    """As `memory`, of what replays have made alone."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""
@@ -50,6 +52,7 @@ class TimedPass:
             self,
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
+            regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
             spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
             host_s=host_s,
             host_late_s=host_s - self.seconds,

@@ -96,6 +96,12 @@ class Simulation:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
 
+    def regenerated(self, stage: int) -> MemoryCurve:
+        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
+        return memory_curve(
+            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
+        )
+
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}
