@@ -87,5 +87,8 @@ def stage_table(views: Sequence[Seen]) -> Table:
     names = ("forward", "backward", "replays hidden", "replays exposed", "waits", "unused", "of collectives", "unused of these")
     columns += [Column(label=label, unit="s") for label in names]
     columns.append(Column(label="activations at most", unit="bytes"))
-    note = "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages."
+    note = (
+        "Seconds of one step. Passes include the waits inside them; waits include those for messages between stages. "
+        "Communication slows what runs beside it, so a bar is longer than a replay would be alone."
+    )
     return Table(id="stages", title="Stages", note=note, columns=columns, rows=rows)

@@ -1,6 +1,6 @@
 // The front: what the fullest device holds, and the step. Plans are dots, stock Megatron's settings diamonds.
 
-const FRAME = { width: 640, height: 330, left: 62, right: 20, top: 16, bottom: 44 };
+const FRAME = { width: 640, height: 330, left: 62, right: 20, top: 24, bottom: 44 };
 
 function scatterOf(points, capacity, choose) {
   const bytes = [...points.map((point) => point.memory_bytes), ...(capacity ? [capacity] : [])];
@@ -45,7 +45,7 @@ const trimmed = (value, step) => value.toFixed(Math.max(0, Math.ceil(-Math.log10
 function limitOf(x) {
   return [
     element("svg:line", { class: "capacity", x1: x, x2: x, y1: FRAME.top, y2: FRAME.height - FRAME.bottom }),
-    element("svg:text", { x: x - 6, y: FRAME.top + 10, "text-anchor": "end" }, "may be used"),
+    element("svg:text", { x, y: FRAME.top - 7, "text-anchor": "middle" }, "may be used"),
   ];
 }
 
