@@ -60,10 +60,14 @@ MEMORY_KINDS = (
 )
 
 
+EXPOSED = (None, ON_DEMAND, "flushed")
+"""The `window` of what no window hides: replays on demand, and deferred weight gradients that were flushed."""
+
+
 def kind_of(span: Span) -> str:
     """The kind of bar of a span. A wait's bar is that of what was waited for; its hole is `waits_in`'s affair."""
     kind: str = span.kind
-    exposed = span.window in (None, ON_DEMAND)
+    exposed = span.window in EXPOSED
     if kind == "replay":
         return "on_demand" if exposed else "hidden"
     if kind == "weight_gradient" and exposed:

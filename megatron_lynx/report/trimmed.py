@@ -12,17 +12,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_lynx.report.kinds import is_wait
+from megatron_lynx.report.kinds import is_wait, kind_of
 from megatron_lynx.simulator.timeline import Span, Timeline
 
 
 def trimmed(timeline: Timeline) -> Timeline:
-    """The same timeline, every wait ended where the first exposed replay in it begins."""
+    """The same timeline, every wait ended where the first exposed bar in it begins."""
     return Timeline({row: tuple(_trimmed(spans)) for row, spans in timeline.ranks.items()})
 
 
 def _trimmed(spans: Sequence[Span]) -> Iterator[Span]:
-    exposed = sorted(span.start_s for span in spans if span.on_demand)
+    exposed = sorted(span.start_s for span in spans if kind_of(span) in ("on_demand", "flushed"))
     for span in spans:
         yield replace(span, end_s=_end_s(span, exposed)) if is_wait(span) else span
 

@@ -36,12 +36,12 @@ class TimedPass:
     """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
     spans: tuple[Span, ...] = ()
     """What a picture shows, from the beginning; without micro-batch."""
+    regenerated: tuple[tuple[float, int], ...] = ()
+    """As `memory`, of what replays have made alone."""
     host_s: float = 0.0
     """What the host needs to issue it; 0 where that is not known."""
     host_late_s: float = 0.0
     """By how much it is longer than on the device alone, because the host is slower."""
-    regenerated: tuple[tuple[float, int], ...] = ()
-    """As `memory`, of what replays have made alone."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""

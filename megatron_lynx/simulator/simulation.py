@@ -96,12 +96,6 @@ class Simulation:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
 
-    def regenerated(self, stage: int) -> MemoryCurve:
-        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
-        return memory_curve(
-            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
-        )
-
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}
@@ -113,6 +107,12 @@ class Simulation:
     def _curve(self, stage: int) -> MemoryCurve:
         passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
+
+    def regenerated(self, stage: int) -> MemoryCurve:
+        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
+        return memory_curve(
+            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
+        )
 
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""

@@ -36,7 +36,7 @@ def test_spans_column_by_column_each_with_what_it_is_about() -> None:
         ("window", "pipe.recv_backward", "recv"),
         ("copy_wait", None, "wait"),
         ("weight_gradient", "fwd.mlp.0@2", "weight_gradient"),
-        ("weight_gradient", "on_demand", "flushed"),
+        ("weight_gradient", "flushed", "flushed"),
         ("of a later release", None, "of a later release"),
     ],
 )

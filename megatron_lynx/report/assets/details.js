@@ -36,7 +36,7 @@ function linesOf(row, span) {
     const used = usedIn(row, start[span], start[span] + length[span]);
     if (length[span]) lines.push([`${formatSeconds(used.ns / 1e9)} of it used (${((100 * used.ns) / length[span]).toFixed(0)} %)${used.names.length ? `: ${used.names.join(", ")}` : ""}`]);
   } else if (about.window) {
-    lines.push([about.window === "on_demand" ? "no wait hides it" : `hidden by ${about.window}`]);
+    lines.push([["on_demand", "flushed"].includes(about.window) ? "no wait hides it" : `hidden by ${about.window}`]);
   }
   return lines;
 }

@@ -109,7 +109,7 @@ class Row {
     const kind = this.kinds[this.kindOf(span)];
     if (kind.name === "wait") return "";
     const half = subject.half && subject.layer !== null ? [`${subject.half} ${subject.layer}`, `${subject.half[0].toUpperCase()}${subject.layer}`] : [];
-    const names = kind.lane === "compute" ? half : [subject.window ?? subject.name];
+    const names = kind.lane !== "compute" ? [subject.window ?? subject.name] : subject.name.startsWith("weight gradient") ? [subject.name] : half;
     return names.find((name) => context.measureText(name).width <= width) ?? "";
   }
 
