@@ -139,7 +139,7 @@ def _forward(
             if ordinal < len(parts.windows_s):
                 place = WindowAddress("fwd", half.layer, half.half, ordinal)
                 walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
-                walk.hold(gathered.get(place, 0))
+                walk.regenerate(gathered.get(place, 0))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
     walk.compute(ends_s[1])
@@ -164,24 +164,25 @@ def _backward(
 
 def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered) -> None:
     """One half's backward, from its first segment to its last."""
-    last, left = len(parts.windows_s) - 1, half.memory.whole
+    last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
         if ordinal == last:  # [3]
-            walk.hold(half.memory.tail - left)
-            left = half.memory.tail
+            first = max(0, min(regenerated, left - half.memory.tail))
+            walk.hold(half.memory.tail - left, regenerated_bytes=-first)
+            left, regenerated = half.memory.tail, regenerated - first
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
-            walk.hold(gathered.get(place, 0))
-    walk.hold(-left)
+            walk.regenerate(gathered.get(place, 0))
+    walk.hold(-left, regenerated_bytes=-regenerated)
 
 
 def _received(treated: Sequence[Treated], phase: Phase) -> TimedPass:
     """The replays that run while the gradient is received."""
     walk = Walk(1.0)
     for part in _served(treated, phase).get(RECV_BACKWARD, ()):
-        walk.hold(part.taken_bytes)
+        walk.regenerate(part.taken_bytes)
         walk.replay(part.half, part.seconds, RECV_BACKWARD)
     return walk.over()
 

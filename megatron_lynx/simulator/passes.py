@@ -36,6 +36,8 @@ class TimedPass:
     """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
     spans: tuple[Span, ...] = ()
     """What a picture shows, from the beginning; without micro-batch."""
+    regenerated: tuple[tuple[float, int], ...] = ()
+    """As `memory`, of what replays have made alone."""
     host_s: float = 0.0
     """What the host needs to issue it; 0 where that is not known."""
     host_late_s: float = 0.0
@@ -50,6 +52,7 @@ class TimedPass:
             self,
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
+            regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
             spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
             host_s=host_s,
             host_late_s=host_s - self.seconds,

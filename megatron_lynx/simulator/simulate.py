@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -187,7 +187,7 @@ class Run:
         exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
         end = begin if exposed_s else free + replay.seconds * self._interference
-        shown = TimedPass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
+        shown = replace(replay, hidden_s=replay.seconds - exposed_s, exposed_s=exposed_s)
         stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
         return begin
 

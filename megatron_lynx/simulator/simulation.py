@@ -108,6 +108,12 @@ class Simulation:
         passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
 
+    def regenerated(self, stage: int) -> MemoryCurve:
+        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
+        return memory_curve(
+            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
+        )
+
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
         both = zip(self.executed, self.copied, strict=True)

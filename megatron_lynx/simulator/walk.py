@@ -23,14 +23,21 @@ class Walk:
         self._interference = interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
+        self._regenerated: list[tuple[float, int]] = []
         self._hidden_s = self._exposed_s = 0.0
 
     def compute(self, seconds: float) -> None:
         self.clock_s += seconds
 
-    def hold(self, change_bytes: int) -> None:
+    def hold(self, change_bytes: int, *, regenerated_bytes: int = 0) -> None:
+        """Takes bytes or, below 0, gives them back. `regenerated_bytes`: how many of them are what replays made."""
         if change_bytes:
             self._memory.append((self.clock_s, change_bytes))
+        if regenerated_bytes:
+            self._regenerated.append((self.clock_s, regenerated_bytes))
+
+    def regenerate(self, change_bytes: int) -> None:
+        self.hold(change_bytes, regenerated_bytes=change_bytes)
 
     def replay(self, half: Treated, seconds: float, window: str) -> None:
         """Runs so much of a half's replay; `window` is where it is drawn: what no window hides counts as on demand."""
@@ -42,14 +49,14 @@ class Walk:
         if part.gather_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.gather_s
             self._span("gather", start_s, part.half)
-        self.hold(part.taken_bytes)
+        self.regenerate(part.taken_bytes)
         self.replay(part.half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.gather_s
 
     def window(self, window: WindowAddress, seconds: float, served: Sequence[Part]) -> None:  # [2]
         start_s, room_s = self.clock_s, seconds / self._interference
         for part in served:
-            self.hold(part.taken_bytes)
+            self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
             self.replay(part.half, fits_s * self._interference, str(window))
@@ -64,7 +71,14 @@ class Walk:
         self._span(kind, start_s, half)
 
     def over(self) -> TimedPass:
-        return TimedPass(self.clock_s, self._hidden_s, self._exposed_s, tuple(self._memory), tuple(self._spans))
+        return TimedPass(
+            self.clock_s,
+            self._hidden_s,
+            self._exposed_s,
+            tuple(self._memory),
+            tuple(self._spans),
+            regenerated=tuple(self._regenerated),
+        )
 
     def _span(
         self, kind: Literal["forward", "backward", "replay", "gather"], start_s: float, half: Treated, window: str | None = None
