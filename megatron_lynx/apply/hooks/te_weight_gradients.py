@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -67,10 +68,17 @@ class _Store:
         else:
             self._gradients.catch_up(self._linear)
             compute()
+        if self._makes_bias_gradient and type(operands[1]) is Tensor:
+            self._module.bias.grad = torch.zeros_like(self._module.bias)  # DDP's hook asks for one; adding it changes nothing
+
+    @property
+    def _makes_bias_gradient(self) -> bool:
+        """Whether the GEMM of the weight gradient also makes that of a bias. In FP8 it does not."""
+        return bool(self._module.apply_bias and not self._module.gemm_bias_unfused_add)
 
     def _add_to_bias(self, gradient: Tensor | None) -> None:
-        bias = getattr(self._module, "bias", None)
-        if gradient is not None and gradient.numel() and bias is not None and bias.requires_grad:
+        if gradient is not None and gradient.numel():
+            bias = self._module.bias
             bias.main_grad.add_(gradient.to(bias.dtype).view_as(bias))
 
     def __getattr__(self, name: str) -> Any:
