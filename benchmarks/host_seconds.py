@@ -9,12 +9,19 @@ from io import StringIO
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent, spent_in_steps
+from megatron_lynx.testbed.profiling import measure_rank
 from megatron_lynx.testbed.subject import subjects_of
 
 
 def host_seconds(rank: int, job: Job, candidates: list[Candidate], rounds: int, steps: int) -> dict[str, list[Spent]]:
     """Host seconds of so many steps in each of so many turns, by setting."""
     return spent_in_steps(subjects_of(job, candidates), rounds, steps)
+
+
+def forwards_ms(rank: int, job: Job, repetitions: int) -> dict[str, float]:
+    """Milliseconds of each item's forward in one layer, without a plan."""
+    halves = measure_rank(rank, job, repetitions).halves
+    return {name: 1e3 * item.forward_s for half in halves.values() for name, item in half.items.items()}
 
 
 def profiled(rank: int, job: Job, candidate: Candidate, steps: int, lines: int) -> str:

@@ -5,8 +5,10 @@
 On a GPU the host has to stay ahead of the device, so what matters is how long it takes to issue a layer's kernels. Here tensors
 are tiny (width 32, 16 tokens), so that a step is nearly all Python: Megatron's, PyTorch's, gloo's and ours. Every setting trains
 the same weights; settings take turns; figures are medians over steps of the thread's own processor time (`testbed/host_clock`),
-of the rank that needs most. Embedding, head and loss are a part of every setting's step. `--te`: the folder of a Transformer
-Engine whose layers run as well, by its own Python; its kernels are the testbed's, in Python too, which dampens the ratios.
+of the rank that needs most. Embedding, head and loss are a part of every setting's step. What a plan replays takes time of its
+own (`own_ms`): on one rank the items' forwards are measured as a profile measures them, and the last column leaves them out.
+`--te`: the folder of a Transformer Engine whose layers run as well, by its own Python; its kernels are the testbed's, in Python
+too, which dampens the ratios.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.host_seconds import host_seconds, profiled
+from benchmarks.host_seconds import forwards_ms, host_seconds, profiled
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.job import Job
-from megatron_lynx.measure.machine import this_machine
+from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
 from megatron_lynx.testbed.host_clock import Spent
@@ -52,6 +54,9 @@ class Row:
     backward_ms: float
     of_none: float
     of_full: float
+    own_ms: float = 0.0
+    """Of what the setting replays, without anything of ours; 0 where that is not measured."""
+    of_none_without_own: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,19 @@ def rows(kind: str, layout: Layout, hosts: Hosts, rounds: int) -> Iterator[Row]:
     ranks: list[dict[str, list[Spent]]] = hosts.run(host_seconds, layout.job, candidates, rounds, STEPS)
     per_layer = layout.job.model.layers * MICROBATCHES / layout.job.parallel.pipeline
     found = {each.name: _slowest([rank[each.name] for rank in ranks], per_layer) for each in candidates}
-    for name, (forward_ms, backward_ms) in found.items():
-        none, full = ((forward_ms + backward_ms) / sum(found[stock.name]) for stock in (NONE, FULL))
-        yield Row(kind, layout.name, name, round(forward_ms, 3), round(backward_ms, 3), round(none, 3), round(full, 3))
+    item_ms = {} if hosts.ranks > 1 else hosts.run(forwards_ms, layout.job, rounds)[0]
+    none_ms, full_ms = (sum(found[stock.name]) for stock in (NONE, FULL))
+    for each in candidates:
+        forward_ms, backward_ms = found[each.name]
+        both_ms, own_ms = forward_ms + backward_ms, sum(item_ms.get(item, 0.0) for item in _replayed(each))
+        figures = (forward_ms, backward_ms, both_ms / none_ms, both_ms / full_ms, own_ms)
+        without = round((both_ms - own_ms) / none_ms, 3) if own_ms else None
+        yield Row(kind, layout.name, each.name, *(round(figure, 3) for figure in figures), without)
+
+
+def _replayed(candidate: Candidate) -> tuple[str, ...]:
+    """What every layer replays."""
+    return () if candidate.plan is None else candidate.plan.stages[0].rules[0].replay
 
 
 def _slowest(ranks: list[list[Spent]], per_layer: float) -> tuple[float, float]:
@@ -119,6 +134,12 @@ def measure(layers: int, rounds: int, te: str | None, show_profile: bool) -> Ite
                     print(hosts.run(profiled, layout.job, plan, STEPS, 40)[0], file=sys.stderr)
 
 
+def as_json(found: list[Row], layers: int, rounds: int) -> str:
+    machine = this_machine(Links(kind="loopback")).model_dump(mode="json")
+    facts = {"date": date.today().isoformat(), "machine": machine, "layers": layers, "rounds": rounds}
+    return json.dumps({**facts, "rows": [asdict(row) for row in found]}, indent=2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
@@ -129,14 +150,24 @@ def main() -> None:
     options = parser.parse_args()
     found = list(measure(options.layers, options.rounds, options.te, options.profile))
     if options.json:
-        facts = {"date": date.today().isoformat(), "machine": asdict(this_machine()), "layers": options.layers}
-        print(json.dumps({**facts, "rounds": options.rounds, "rows": [asdict(row) for row in found]}, indent=2))
+        print(as_json(found, options.layers, options.rounds))
         return
     table = Table(title="host milliseconds of one layer and one micro-batch")
-    for column in ("layers", "layout", "setting", "forward", "backward", "of stock none", "of stock full"):
+    for column in (
+        "layers",
+        "layout",
+        "setting",
+        "forward",
+        "backward",
+        "of stock none",
+        "of stock full",
+        "own",
+        "of none without own",
+    ):
         table.add_column(column)
     for row in found:
-        figures = (f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", f"{row.of_none:.2f}", f"{row.of_full:.2f}")
+        own = ("", "") if row.of_none_without_own is None else (f"{row.own_ms:.2f}", f"{row.of_none_without_own:.2f}")
+        figures = (f"{row.forward_ms:.2f}", f"{row.backward_ms:.2f}", f"{row.of_none:.2f}", f"{row.of_full:.2f}", *own)
         table.add_row(row.layers, row.layout, row.setting, *figures)
     Console().print(table)
 

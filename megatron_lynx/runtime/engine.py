@@ -205,8 +205,8 @@ class Engine:
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             frame.mark = output.register_hook(lambda _: self._enter(frame))
-        hidden = next(tensors_in(arguments), None)
-        if frame.policy.below_passed_over and hidden is not None and hidden.requires_grad:
+        hidden = next(tensors_in(arguments), None) if frame.policy.below_passed_over else None
+        if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 
     # --- backward ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.runtime.recipe import Pick, SiteRecipe, View
-from megatron_lynx.runtime.saved import nodes_between, saved_in, storage_of
+from megatron_lynx.runtime.saved import saved_in, steps_between, storage_of
 from megatron_lynx.runtime.site_call import SiteCall
 
 
@@ -39,8 +39,8 @@ class Lesson:
 
     def recipe(self, outputs: Any) -> SiteRecipe:
         """`outputs`: what the call returned."""
-        nodes = nodes_between(outputs, self.call.arguments)
-        return SiteRecipe.of(nodes, self._picks(nodes))
+        walked = steps_between(outputs, self.call.arguments)
+        return SiteRecipe.of(walked, self._picks([node for node, _ in walked]))
 
     def _picks(self, nodes: Sequence[Any]) -> Iterator[Pick]:
         arguments = self.call.arguments

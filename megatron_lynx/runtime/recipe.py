@@ -2,7 +2,7 @@
 
     first call     each site's nodes are walked, every saved tensor is read and compared with what the site was called with
                    ──> a recipe: which slots of which nodes become handles, which memos remain, where anything is let go at all
-    later calls    each site's nodes are walked and their kinds compared; hooks go on the slots that the recipe names
+    later calls    the recipe's steps lead to the nodes, whose kinds are compared; hooks go on the slots that it names
                    other kinds: that site keeps what it saved, nothing new is let go, and the half's next call teaches anew
 
 There is a recipe for each half and for each signature of its arguments. A recipe never decides about values: the replay takes
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_lynx.runtime.saved import Slot, nodes_between, tensors_in
+from megatron_lynx.runtime.saved import Slot, Step, nodes_at, tensors_in
 
 Key = tuple[int, int]
 """(segment, ordinal within the segment): the same tensor in a record and in its replay."""
@@ -69,25 +69,33 @@ class Pick(NamedTuple):
 class SiteRecipe:
     """One site's."""
 
-    kinds: list[type]
-    """Of its nodes, in the order in which they are walked, up to the last one that has a pick."""
     picks: tuple[Pick, ...] = ()
+    steps: tuple[Step, ...] = ()
+    """To the nodes of the picks, from what the site returned."""
+    kinds: tuple[type, ...] = ()
+    """Of these nodes."""
 
     @classmethod
-    def of(cls, nodes: Sequence[Any], picks: Iterable[Pick]) -> SiteRecipe:
+    def of(cls, walked: Sequence[tuple[Any, Step]], picks: Iterable[Pick]) -> SiteRecipe:
+        """`walked`: all nodes of a call; those that lead to no pick are left out."""
         found = tuple(picks)
-        reach = max((pick.node + 1 for pick in found), default=0)
-        return cls([type(node) for node in nodes[:reach]], found)
+        needed = {pick.node for pick in found}
+        for place in range(len(walked) - 1, -1, -1):  # a node comes behind the one that leads to it
+            before = walked[place][1].before
+            if place in needed and before is not None:
+                needed.add(before)
+        places = {old: new for new, old in enumerate(sorted(needed))}
+        taken = [walked[old] for old in places]
+        steps = (step if step.before is None else step._replace(before=places[step.before]) for _, step in taken)
+        moved = tuple(pick._replace(node=places[pick.node]) for pick in found)
+        return cls(moved, tuple(steps), tuple(type(node) for node, _ in taken))
 
-    def nodes(self, outputs: Any, arguments: Any) -> list[Any] | None:
-        """Those of a call of the site, as far as they are needed; None where they are of other kinds."""
-        if not self.picks:
-            return []
-        nodes = nodes_between(outputs, arguments, len(self.kinds))
-        return nodes if [type(node) for node in nodes] == self.kinds else None
+    def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
+        """Those of a call of the site that picks name; None where they are of other kinds."""
+        return nodes_at(self.steps, self.kinds, outputs, arguments) if self.picks else []
 
 
-NOTHING = SiteRecipe([])
+NOTHING = SiteRecipe()
 """Of a site that was not called when the recipe was made."""
 
 

@@ -127,14 +127,14 @@ class Recorder:
         """Turn saved tensors of the site's nodes into handles."""
         if self._teaches:
             self._recipe.sites[self._segment] = self._lesson(call).recipe(outputs)
-        site = self._recipe.sites.get(self._segment, NOTHING)
-        nodes = site.nodes(outputs, call.arguments)
+        site, arguments = self._recipe.sites.get(self._segment, NOTHING), call.arguments
+        nodes = site.nodes(outputs, arguments)
         if nodes is None:
             self._fits = False
             return
         self.frame.sites[self._segment] = site
         for pick in site.picks:
-            pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, call.arguments))
+            pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, arguments))
 
     def _lesson(self, call: SiteCall) -> Lesson:
         return Lesson(

@@ -10,7 +10,7 @@ hooks are registered afterwards on single saved tensors of the nodes found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,23 +71,54 @@ class Packing:
                 self._hooks.__exit__()
 
 
-def nodes_between(outputs: Any, arguments: Any, most: int | None = None) -> list[Any]:
+class Step(NamedTuple):
+    """How a node is come to."""
+
+    before: int | None
+    """The place of the node that leads to it, among those that are walked; None where a tensor that was returned does."""
+    at: int
+    """Which of that node's inputs it is, or which of those tensors' nodes."""
+
+
+def nodes_between(outputs: Any, arguments: Any) -> list[Any]:
     """The nodes of autograd that lead from `arguments` to `outputs`, without those that only add to a leaf's gradient.
 
-    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it. `most`: how
-    many are asked for.
+    The order depends on the code that ran and on nothing else, so that a recorded call and its replay agree on it.
     """
-    seen = {tensor.grad_fn for tensor in tensors_in(arguments) if tensor.grad_fn is not None}
-    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    found: list[Any] = []
-    while waiting and len(found) != most:
-        node = waiting.pop()
-        if node in seen or type(node) is _ACCUMULATE:
+    return [node for node, _ in steps_between(outputs, arguments)]
+
+
+def steps_between(outputs: Any, arguments: Any) -> list[tuple[Any, Step]]:
+    """The same nodes, and how each is come to."""
+    seen = {tensor.grad_fn for tensor in tensors_in(arguments)}
+    waiting = [(tensor.grad_fn, Step(None, at)) for at, tensor in enumerate(tensors_in(outputs))]
+    found: list[tuple[Any, Step]] = []
+    while waiting:
+        node, step = waiting.pop()
+        if node is None or node in seen or type(node) is _ACCUMULATE:
             continue
         seen.add(node)
-        found.append(node)
-        waiting.extend([behind for behind, _ in reversed(node.next_functions) if behind is not None])
+        place = len(found)
+        found.append((node, step))
+        behind = [(before, Step(place, at)) for at, (before, _) in enumerate(node.next_functions)]
+        waiting.extend(reversed(behind))
     return found
+
+
+def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
+    """The nodes to which these steps lead; None where one is of another kind, or lies before the call."""
+    returned, before_call = list(tensors_in(outputs)), [tensor.grad_fn for tensor in arguments]
+    nodes: list[Any] = []
+    for step, kind in zip(steps, kinds, strict=True):
+        if step.before is None:
+            node: Any = returned[step.at].grad_fn if step.at < len(returned) else None
+        else:
+            inputs = nodes[step.before].next_functions
+            node = inputs[step.at][0] if step.at < len(inputs) else None
+        if type(node) is not kind or node in before_call:
+            return None
+        nodes.append(node)
+    return nodes
 
 
 _ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -241,11 +242,16 @@ def _overwrite_unheld(tensors: list[torch.Tensor]) -> int:
     count = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        # one reference per tensor of ours, and one for the handle in hand
-        if tensor.dtype in NANS and torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1:
+        # one reference per tensor of ours, and one for the handle in hand, which is the very one that a waiting parcel may hold
+        unheld = torch._C._storage_Use_Count(storage._cdata) <= holders[storage._cdata] + 1
+        if tensor.dtype in NANS and unheld and _handles(tensor) == _handles(torch.empty(1)) + 1:
             torch.tensor([], dtype=tensor.dtype).set_(storage).fill_(NANS[tensor.dtype])
             count += 1
     return count
+
+
+def _handles(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor.untyped_storage())
 
 
 def _outcome(stock: Seen, planned: Seen) -> Outcome:

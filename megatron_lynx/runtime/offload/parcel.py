@@ -26,19 +26,19 @@ from megatron_lynx.runtime.offload.host_memory import Block
 class Parcel:
     """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device."""
 
-    def __init__(self, original: Tensor, owner: Owner, back: Copier, half: int) -> None:
-        self.size_bytes = original.nbytes
+    def __init__(self, original: torch.UntypedStorage, owner: Owner, back: Copier, half: int) -> None:
+        self.size_bytes = original.nbytes()
         self.half = half
         """The how-manieth half of its micro-batch's forward made it."""
-        self._device = original.device
-        self._original: Tensor | None = original
+        self.device = original.device
+        self._original: torch.UntypedStorage | None = original
         self._owner = owner
         self._rest: Tensor | None = None
         self._block: Block | None = None
         self._out: Copy | None = None
         self._back: Copy | None = None
         self._copier = back
-        self._returned: Tensor | None = None
+        self._returned: torch.UntypedStorage | None = None
 
     @property
     def on_host(self) -> bool:
@@ -62,8 +62,8 @@ class Parcel:
             out.wait(self._out)
             self._let_go()
 
-    def bytes_here(self) -> Tensor:
-        """The storage on the device, as bytes; what comes behind this comes behind its copy back."""
+    def storage(self) -> torch.UntypedStorage:
+        """It, on the device; what comes behind this comes behind its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
@@ -84,26 +84,37 @@ class Parcel:
 
     def _going(self, block: Block, size_bytes: int) -> Pair:
         """The first `size_bytes` are to go to the host; the rest, if any, stays in a tensor of its own."""
-        assert self._original is not None
-        here, rest = self._original[:size_bytes], self._original[size_bytes:]
-        self._rest = rest.clone() if rest.nbytes else None
+        original = _bytes_of(self._original)
         self._block = block
-        return block.tensor[:size_bytes], here
+        if size_bytes < self.size_bytes:
+            self._rest = original[size_bytes:].clone()
+            return block.tensor[:size_bytes], original[:size_bytes]
+        return _first(block.tensor, size_bytes), original
 
     def _coming(self) -> Pair:
         assert self._block is not None
         sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
-        fresh = self._returned = self._fresh(sent)
+        fresh = self._fresh(sent)
+        self._returned = fresh.untyped_storage()
         if self._rest is not None:
             fresh[sent:].copy_(self._rest)
             self._rest = None
-        return fresh[:sent], self._block.tensor[:sent]
+        return _first(fresh, sent), _first(self._block.tensor, sent)
 
     def _fresh(self, sent: int) -> Tensor:
         try:
-            return torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
         except Exception as error:
             raise failed("reload", self._owner, sent, error) from error
+
+
+def _bytes_of(storage: torch.UntypedStorage | None) -> Tensor:
+    assert storage is not None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _first(tensor: Tensor, size_bytes: int) -> Tensor:
+    return tensor if tensor.nbytes == size_bytes else tensor[:size_bytes]
 
 
 def send(departing: Sequence[tuple[Parcel, int, Block]], out: Copier) -> Copy:
@@ -138,14 +149,12 @@ class Hosted:
 
     @classmethod
     def of(cls, tensor: Tensor, parcel: Parcel) -> Hosted:
-        size, stride = tuple(tensor.size()), tuple(tensor.stride())
-        return cls(parcel, tensor.dtype, size, stride, int(tensor.storage_offset()), tensor.requires_grad)
+        return cls(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.requires_grad)
 
     def tensor(self) -> Tensor:
         """Same size, stride, offset, type and bits as the one that was packed. Can be asked for again."""
-        storage = self.parcel.bytes_here().untyped_storage()
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=self.parcel.device)
+        return empty.set_(self.parcel.storage(), self.offset, self.size, self.stride)
 
 
 def on_device(value: Any) -> Any:

@@ -51,6 +51,8 @@ class Shipment:
     """The how-manieth half of the forward runs."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _parcels: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
+    _made_bytes: int = 0
+    """Of all parcels, those that died included."""
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Somebody else holds these until backward."""
@@ -60,14 +62,15 @@ class Shipment:
         """A handle for a tensor that may go to the host, and the tensor itself, without its graph, for one that may not."""
         if not self.may_go(tensor):
             return tensor.detach().requires_grad_(tensor.requires_grad)
-        storage = storage_of(tensor)
-        known = self._parcels.get(storage)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        known = self._parcels.get(address)
         parcel = known() if known is not None else None
         if parcel is None:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            parcel = Parcel(whole, self.owner, self.back, self.half)
-            self._parcels.pop(storage, None)  # one that died had this address before
-            self._parcels[storage] = weakref.ref(parcel)
+            parcel = Parcel(storage, self.owner, self.back, self.half)
+            self._parcels.pop(address, None)  # one that died had this address before
+            self._parcels[address] = weakref.ref(parcel)
+            self._made_bytes += parcel.size_bytes
         return Hosted.of(tensor, parcel)
 
     def stow_all(self, value: Any) -> Any:
@@ -80,7 +83,8 @@ class Shipment:
     @property
     def full(self) -> bool:
         """Whether more parcels would stay anyway."""
-        return sum(parcel.size_bytes for parcel in self.parcels()) >= self.policy.bytes
+        most_bytes = self.policy.bytes
+        return self._made_bytes >= most_bytes and sum(parcel.size_bytes for parcel in self.parcels()) >= most_bytes
 
     def chosen(self, outputs: Any) -> list[tuple[Parcel, int]]:
         """Which parcels go, and how much of each."""
@@ -101,6 +105,8 @@ class Shipment:
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
-        storage = storage_of(tensor)
-        large = tensor.untyped_storage().nbytes() >= max(1, self.policy.smallest_tensor_bytes)
-        return large and storage not in self.lasting and storage not in self._staying
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < max(1, self.policy.smallest_tensor_bytes):
+            return False
+        address = storage.data_ptr()
+        return address not in self.lasting and address not in self._staying
