@@ -69,8 +69,50 @@ def _watched(held: Held, engine: Any) -> Iterator[None]:
         yield
 
 
+def pending_when_reduced(rank: int, job: Job, plan: Plan, overlapped: bool) -> tuple[list[int], int]:
+    """In one step: how many weight gradients of a bucket were pending whenever its reduction began, and how many were flushed."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.apply.linears import deferring_linears
+    from megatron_lynx.apply.live_run import live_run
+    from megatron_lynx.testbed.batches import synthetic_batches
+
+    seen: list[int] = []
+    begin = _ParamAndGradBucketGroup.start_grad_sync
+    with _training(job, overlap_grad_reduce=overlapped) as training, install(training.chunks, plan) as installation:
+        modules = deferring_linears(plan, live_run(training.chunks))  # type: ignore[arg-type]
+        weights = {(linear.layer, linear.item): module.weight for linear, module in modules.items()}
+
+        def beginning(group: Any, *args: Any, **kwargs: Any) -> Any:
+            pending = installation.engine._progress.pending
+            seen.append(sum(weights[linear] in group.params for linear, queue in pending._of.items() for _ in queue))
+            return begin(group, *args, **kwargs)
+
+        with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", beginning):
+            for step in range(2):  # in the first one reductions wait for the end
+                seen.clear()
+                training.step(synthetic_batches(job, step))
+        return seen, installation.engine.take_counts().flushed
+
+
+def held_and_given_back(rank: int, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
+    """What an installation holds for weight gradients, and what is another object when it was removed."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from tests.apply.on_ranks import Attributes
+
+    with _training(job) as training:
+        training.step(synthetic_batches(job, 0))
+        attributes = Attributes(torch.nn.ModuleList(training.chunks))
+        with install(training.chunks, plan) as installation:
+            training.step(synthetic_batches(job, 0))
+            reasons = [hook.claim for hook in installation.hooks if "weight gradient" in hook.claim.reason]
+        return sorted(claim.where for claim in reasons), attributes.changed()
+
+
 @contextmanager
-def _training(job: Job) -> Iterator[Any]:
+def _training(job: Job, **settings: Any) -> Iterator[Any]:
     from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import build_model
@@ -79,7 +121,7 @@ def _training(job: Job) -> Iterator[Any]:
     initialise(job)
     with stand_in_for_fused_gradient():
         seed_random_numbers(7)
-        yield Training(job, build_model(job, **FUSED), **TRAINING)  # type: ignore[arg-type]
+        yield Training(job, build_model(job, **FUSED), **TRAINING, **settings)  # type: ignore[arg-type]
 
 
 @dataclass

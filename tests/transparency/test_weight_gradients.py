@@ -17,7 +17,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
-from tests.transparency.queued import failing, held_bytes
+from tests.transparency.queued import failing, held_and_given_back, held_bytes, pending_when_reduced
 from tests.transparency.test_every_bit import LAYOUTS, checked
 from tests.transparency.trials import Trial
 
@@ -97,17 +97,28 @@ def test_reduced_while_backward_runs(pool_of: Pools, like: Any) -> None:
         assert two.deferred == per_step(job, 0) // 3
 
 
-def test_a_linear_catches_up_before_its_last_gradient(pool_of: Pools) -> None:
-    """With overlapped reduction, and no wait that would have come."""
-    job = tiny_job("gpt", tensor=2, microbatches=2)
-    plan = deferring(nothing(job), chosen=lambda wait: wait == "fwd.mlp.0+1")
-    trial = Trial(training={"ddp": True, "overlap_grad_reduce": True}, model=FUSED)
-    [counts] = counts_of(pool_of, job, [plan], trial)[0]
-    assert (counts.deferred, counts.filled, counts.flushed) == (12, 12, 0)
-    plan = deferring(nothing(job), chosen=lambda wait: wait == "bwd.attention.0+1")
-    [counts] = counts_of(pool_of, job, [plan], trial)[0]
-    assert counts.deferred == 12
-    assert counts.filled == 12
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("layout", ["TP2xPP2", "TP2xPP2xVPP2+SP"])
+def test_nothing_is_pending_when_a_reduction_begins(pool_of: Pools, layout: str, overlapped: bool) -> None:
+    """In cool-down no forward comes that would take what is pending: with overlapped reduction a linear catches up right before
+    its last gradient, else when the last backward ends."""
+    job = tiny_job("gpt", **LAYOUTS[layout])
+    plan = deferring(nothing(job), chosen=is_forward)
+    for seen, flushed in pool_of(job.gpus).run(pending_when_reduced, job, plan, overlapped):
+        assert seen
+        assert not any(seen)
+        assert flushed > 0 or overlapped
+    if overlapped:
+        assert any(flushed > 0 for _, flushed in pool_of(job.gpus).run(pending_when_reduced, job, plan, overlapped))
+
+
+@pytest.mark.quick
+def test_hooks_are_held_and_given_back(pool_of: Pools) -> None:
+    """Also the buffer that a gathered input lies in."""
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True)
+    for claimed, changed in pool_of(2).run(held_and_given_back, job, deferring(nothing(job))):
+        assert claimed == [f"fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_{kind}" for kind in ("fp16", "fp32")]
+        assert changed == []
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
