@@ -26,6 +26,8 @@ class Held:
     """What tensors that were queued hold by then, as their memory is."""
     most: int = 0
     """The high-water mark of the counts."""
+    graphs: int = 0
+    """Operands that hold a graph behind them."""
 
 
 def held_bytes(rank: int, job: Job, plan: Plan) -> Held:
@@ -55,6 +57,7 @@ def _watched(held: Held, engine: Any) -> Iterator[None]:
         def noted(self: Any, *args: Any) -> Any:
             if method.__name__ == "put_off":
                 queued.extend(weakref.ref(operand) for operand in args[1])
+                held.graphs += sum(operand.grad_fn is not None or operand._base is not None for operand in args[1])
             result = method(self, *args)
             del args
             note()
