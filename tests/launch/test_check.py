@@ -36,7 +36,7 @@ def faulty(run, tmp_path_factory):
 
 
 def test_reduced_while_backward_runs(run, tmp_path):
-    """Two replicas of two stages with two chunks, distributed optimizer, weight gradients fused, and deferred by the plan: steps go
+    """Two replicas of two stages with two chunks, distributed optimizer, weight gradients fused and deferred: steps go
     on from buckets, gathered parameters and flags as they would be without the check."""
     layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
     flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
