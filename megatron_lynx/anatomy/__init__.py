@@ -1,6 +1,16 @@
 """What a transformer layer consists of and where its windows are, as data: sections, items, collectives, addresses."""
 
-from megatron_lynx.anatomy.dense import ATTENTION, CODE_ITEMS, COLUMN_PARALLEL, DENSE, ITEMS, MLP, REPLAYABLE, ROW_PARALLEL
+from megatron_lynx.anatomy.dense import (
+    ATTENTION,
+    CODE_ITEMS,
+    COLUMN_PARALLEL,
+    DENSE,
+    ITEMS,
+    LINEARS,
+    MLP,
+    REPLAYABLE,
+    ROW_PARALLEL,
+)
 from megatron_lynx.anatomy.experts import EXPERTS, sections_of
 from megatron_lynx.anatomy.section import HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 
@@ -15,6 +25,7 @@ __all__ = [
     "Half",
     "ITEMS",
     "Item",
+    "LINEARS",
     "MLP",
     "PASSES",
     "Pass",

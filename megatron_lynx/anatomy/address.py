@@ -14,6 +14,7 @@ A window is a stretch in which the compute stream would wait for communication.
                            several chunks on a stage that may be another chunk's: then of the layer at the same place in it
     pipe.recv_backward     receiving the gradient of this micro-batch from the next stage
     on_demand              none: the replay runs when backward asks for its first tensor, and is exposed
+    bwd.mlp.0-1            of weight gradients only: the layer below, whose backward comes later
 
 The section that fills a half says how many collectives it has in each pass (`anatomy.dense`). A half whose input is gathered once
 for its replay does not gather it again: it has no backward window 1. A name is relative to the layer whose half is replayed, so
@@ -41,9 +42,11 @@ RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 _HALF = f"({'|'.join(HALVES)})"
 PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
 """What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
+WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d([+-]\d+)?)"
+"""What a wait is called in which a weight gradient may run that was deferred: of any layer of the stage."""
 GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
 """What the place is called behind which an input is gathered."""
-_COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d)(?:\+(\d+))?")
+_COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d)([+-]\d+)?")
 
 
 class WindowAddress(NamedTuple):
@@ -67,8 +70,8 @@ Window = WindowAddress | Literal["pipe.recv_backward", "on_demand"]
 
 
 def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
-    """What a plan calls a collective of a half that is `above` layers above the one that is replayed."""
-    return f"{passing}.{half}.{ordinal}{f'+{above}' if above else ''}"
+    """What a plan calls a collective of a half that is `above` layers above the one that the plan speaks of, or below it."""
+    return f"{passing}.{half}.{ordinal}{f'{above:+}' if above else ''}"
 
 
 def window_at(text: str, layer: int) -> Window:

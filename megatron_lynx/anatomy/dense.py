@@ -88,5 +88,6 @@ REPLAYABLE: tuple[str, ...] = ATTENTION.replayable + MLP.replayable
 
 COLUMN_PARALLEL = tuple(section.column_parallel for section in DENSE.values())
 ROW_PARALLEL = tuple(section.row_parallel for section in DENSE.values())
+LINEARS = tuple(linear for section in DENSE.values() for linear in section.linears)
 CODE_ITEMS = frozenset(item.name for section in DENSE.values() for item in section.items if not item.is_site)
 """The items that are no submodule."""

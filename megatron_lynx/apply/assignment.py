@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Half, Section, sections_of
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window
+from megatron_lynx.anatomy import DENSE, Half, Section, sections_of
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
 from megatron_lynx.apply.dropout import may_draw_in
 from megatron_lynx.plan.order import frames_of, gather_of, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
-from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.pending import Linear
+from megatron_lynx.runtime.policy import DeferralPolicy, HalfPolicy
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
-from megatron_lynx.runtime.task import Gather, Replay, Task
+from megatron_lynx.runtime.task import Gather, Replay, Task, WeightGradient
 from megatron_lynx.runtime.windows import Windows
 from megatron_lynx.schedule.one_stage import passes_of
 
@@ -63,7 +64,9 @@ def passing_over(
         marked[layer] = {}
         for half, policy in halves.items():
             goes_out = policy.chunk in offloading and not policy.section.opaque
-            busy = goes_out or bool(policy.replay) or any(each.serves((layer, half), windows[policy.chunk]) for each in windows)
+            own = windows[policy.chunk]
+            defers = any((layer, linear) in own.deferral.linears for linear in policy.section.linears)
+            busy = goes_out or defers or bool(policy.replay) or any(each.serves((layer, half), own) for each in windows)
             of_chunk = below is not None and below.chunk == policy.chunk
             below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
             marked[layer][half] = below
@@ -72,6 +75,10 @@ def passing_over(
 
 def windows(stage: Stage) -> Windows:
     """Which tasks of a chunk run in which window, by phase. Those of one window run in the order in which backward needs them."""
+    deferred: dict[Window, tuple[Task, ...]] = {}
+    for linear, waits in _deferring(stage):
+        for wait in waits:
+            _assign(deferred, window_at(wait, linear[0]), WeightGradient(linear))
     during: dict[BackwardPhase, dict[Window, tuple[Task, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
     behind: dict[BackwardPhase, dict[Window, tuple[Task, ...]]] = {phase: {} for phase in BACKWARD_PHASES}
     for half in frames_of(stage):
@@ -79,9 +86,23 @@ def windows(stage: Stage) -> Windows:
             for window, until in stretches_of(stage, half, phase):
                 _assign(during[phase], window, Replay(half, until))
             _assign(behind[phase], gather_of(stage, half, phase), Gather(half))
+    most_bytes = 0 if stage.weight_gradients is None else stage.weight_gradients.bytes
     return Windows(
-        during=during, behind=behind, ahead_depth=stage.ahead_depth, whole=stage.whole or (), first_layer=stage.layers.first
+        during=during,
+        behind=behind,
+        weight_gradients=deferred,
+        deferral=DeferralPolicy(frozenset(linear for linear, _ in _deferring(stage)), most_bytes),
+        ahead_depth=stage.ahead_depth,
+        whole=stage.whole or (),
+        first_layer=stage.layers.first,
     )
+
+
+def _deferring(stage: Stage) -> Iterator[tuple[Linear, tuple[str, ...]]]:
+    """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each."""
+    for layer, half in frames_of(stage):
+        waits = stage.rule_for(layer).weight_gradients
+        yield from (((layer, linear), waits[linear]) for linear in reversed(DENSE[half].linears) if linear in waits)
 
 
 def _assign(tasks: dict[Window, tuple[Task, ...]], window: Window | None, task: Task) -> None:

@@ -19,9 +19,20 @@ from typing import Any
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import order_of, passing_over, policies, windows
 from megatron_lynx.apply.hook import Claim, Hook
-from megatron_lynx.apply.hooks import collectives, gathered_input, halves, receives, sites, steps, te_collectives
+from megatron_lynx.apply.hooks import (
+    collectives,
+    fused_weight_gradients,
+    gathered_input,
+    halves,
+    receives,
+    sites,
+    steps,
+    te_collectives,
+    te_weight_gradients,
+)
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches
 from megatron_lynx.apply.offloading import offloader_of
@@ -140,6 +151,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         guard=left_as_they_were,
         device=device,
         offloader=offloader_of(plan, run, order, device),
+        reduced_in_backward=run.reduces_in_backward,
         **extra,
     )
     claims = list(_claims(engine, plan, run, of_chunks))
@@ -165,6 +177,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         recorded = [half for half, policy in of_layer[number].items() if policy.replay or policy.chunk in engine.offloader.chunks]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
+    linears = deferring_linears(plan, run)
     if run.pipeline > 1:
         apart = run.overlaps_exchanges and any(receives_in(entry, "steady") for entry in plan.stages)
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
@@ -172,8 +185,11 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:
             yield from te_collectives.claims(engine, run.tensor_group)
-        if any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values()):
-            yield from gathered_input.claims(engine)
+        gathers = any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values())
+        if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
+            yield from gathered_input.claims(engine, linears)
+    if linears:
+        yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
 
 
 def _changed(claims: list[Claim]) -> list[Hook]:

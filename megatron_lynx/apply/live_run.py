@@ -55,6 +55,12 @@ class LiveRun:
         return self.uses_te and bool(getattr(self.config, "fp8", None))
 
     @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are reduced over replicas while the last micro-batch's backward runs."""
+        configs = (getattr(wrapper, "ddp_config", None) for wrapper in self.wrappers)
+        return any(getattr(config, "overlap_grad_reduce", False) for config in configs)
+
+    @property
     def group_size(self) -> int:
         """Micro-batches that one chunk takes before the next one has its turn."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)

@@ -3,6 +3,7 @@
 its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
+its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun, module_at
+from megatron_lynx.apply.weight_gradient_refusals import refused_deferrals
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
@@ -33,6 +35,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_wrappers(run),
         *refused_layers(run),
         *_random_numbers(run),
+        *refused_deferrals(plan, run),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
 from megatron_lynx.whole_file import write_whole
 
-THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5}
+THREADS = {"compute": 0, "replay": 1, "communication": 2, "gather": 3, "offload": 4, "reload": 5, "weight_gradient": 6}
 COLOURS = {"forward": "thread_state_running", "backward": "thread_state_runnable", "window": "grey", "recv": "grey"}
 """Names of the trace viewer's palette."""
 
@@ -38,7 +38,8 @@ def write_trace(
 
 
 def thread_of(span: Span) -> str:
-    """Replays, gathers and copies have threads of their own: on one thread a trace viewer wants spans to nest, these may not."""
+    """Replays, gathers, copies and deferred weight gradients have threads of their own: on one thread a trace viewer wants spans
+    to nest, these may not."""
     if span.kind in ("forward", "backward"):
         return "compute"
     return span.kind if span.kind in THREADS else "communication"

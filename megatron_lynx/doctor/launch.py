@@ -40,6 +40,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
     else:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
+    yield _weight_gradients(reading)
     if given["num_experts"]:
         costs = "their MLP half is kept whole: plans replay, hide and offload attention halves and dense layers"
         yield Finding("experts", "note", given.origin("num_experts"), costs)
@@ -52,6 +53,18 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("launch", "note", str(problem), "no plan can be made of this launch as it stands")
     for flag, instead in reading.priced_as:
         yield Finding(flag, "note", "given", f"plans count it as {instead}")
+
+
+def _weight_gradients(reading: Reading) -> Finding:
+    """Whether they can fill waits."""
+    given = reading.given
+    if given["gradient_accumulation_fusion"] is False:
+        costs = "they are not added up where they lie: plans cannot defer them into waits"
+        return Finding("weight gradients", "note", given.origin("gradient_accumulation_fusion"), costs, "drop it")
+    if given["defer_embedding_wgrad_compute"]:
+        costs = "two deciders: plans that defer weight gradients into waits are refused"
+        return Finding("weight gradients", "note", given.origin("defer_embedding_wgrad_compute"), costs, "drop it")
+    return Finding("weight gradients", "good", "plans may defer them into waits")
 
 
 def _messages(reading: Reading) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder, VirtualMicroBatch
 from megatron_lynx.schedule import one_f_one_b
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.double_buffered import batch_order, order
@@ -21,13 +21,19 @@ FEW_BATCHES = 3
 def order_of_batch(pipeline: int, stage: int, microbatches: int, batch: int, *, deferral: int, drains: bool) -> StageOrder:
     """The passes of a batch's run and of the run behind it."""
     batches = [batch] if drains else [batch, batch + 1]
-    steps = [
-        step
-        for index in batches
-        for step in batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains)
-        if isinstance(step, Action)
-    ]
-    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))])
+    orders = [batch_order(pipeline, stage, microbatches, index, deferral=deferral, drains=drains) for index in batches]
+    runs = [[step for step in order if isinstance(step, Action)] for order in orders]
+    completing = {virtual for index, run in zip(batches, runs, strict=True) for virtual in _completing(run, microbatches, index)}
+    steps = [step for run in runs for step in run]
+    return StageOrder([*_phased(steps, one_f_one_b.warmup(pipeline, stage))], completing)
+
+
+def _completing(run: Sequence[Action], microbatches: int, batch: int) -> set[VirtualMicroBatch]:
+    """The backwards of a run behind which gradients may be read, or pointed at another buffer: the last one of its batch, and its
+    own last one."""
+    own = [step for step in run if step.kind == "B"]
+    last = (batch + 1) * microbatches - 1
+    return {(step.micro_batch, step.chunk) for step in own if step is own[-1] or step.micro_batch == last}
 
 
 def order_of_few_batches(pipeline: int, stage: int, microbatches: int) -> StageOrder:

@@ -197,4 +197,6 @@ class Launch:
         done = f"replayed {counts.replayed} layer halves: {counts.hidden} inside windows, {counts.on_demand} on demand"
         if counts.offloaded_bytes:
             done += f"; {format_bytes(counts.offloaded_bytes)} copied to the host, {format_bytes(counts.reloaded_bytes)} back"
+        if counts.deferred:
+            done += f"; deferred {counts.deferred} weight gradients: {counts.filled} ran in waits, {counts.flushed} were flushed"
         on_rank_0(f"megatron-lynx: rank 0 {done}")

@@ -34,6 +34,9 @@ def figures(counts: Counts) -> dict[str, float]:
         "exposed_copy_s": counts.exposed_copy_s,
         "replays_hidden": counts.hidden,
         "replays_on_demand": counts.on_demand,
+        "weight_gradients_in_waits": counts.filled,
+        "weight_gradients_flushed": counts.flushed,
+        "deferred_bytes": counts.deferred_bytes,
     }
     if torch.cuda.is_available():
         found["device_peak_bytes"] = torch.cuda.max_memory_allocated()  # since Megatron last reset it

@@ -2,7 +2,8 @@
 
 together     chunks take turns, no flush where none may be, every stage is there, every layer is owned once
 each rule    its gathers and windows exist in this layout
-each stage   once all of that holds: every replay finds its window in time (`plan.order`)
+each stage   once all of that holds: every replay finds its window in time (`plan.order`), every deferred weight gradient a wait
+             behind its own backward (`plan.weight_gradients`)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import chain
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.plan import double_buffered, experts, order
+from megatron_lynx.plan import double_buffered, experts, order, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -30,9 +31,11 @@ def problems(plan: PlanContents) -> list[str]:
     if found:
         return found
     te = plan.model.implementation == "transformer_engine"
-    return [
-        f"stages.{at}: {text}" for at, stage in enumerate(plan.stages) for text in order.problems(stage, plan.parallel, te=te)
-    ]
+    for at, stage in enumerate(plan.stages):
+        found += [f"stages.{at}: {text}" for text in order.problems(stage, plan.parallel, te=te)]
+        for rule in stage.rules:
+            found += [f"stages.{at} layers {rule.layers}: {text}" for text in weight_gradients.problems(plan, stage, rule)]
+    return found
 
 
 def _impossible_chunks(plan: PlanContents) -> list[str]:

@@ -8,11 +8,11 @@ from typing import Annotated
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, RECV_BACKWARD, examples
+from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, RECV_BACKWARD, WAIT_PATTERN, examples
 from megatron_lynx.anatomy.dense import ItemName
 from megatron_lynx.anatomy.stretch import PLACE_PATTERN
 
-__all__ = ["GatherName", "ItemName", "PlaceName"]
+__all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
@@ -36,4 +36,9 @@ GatherName = Annotated[
     str,
     _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"), *examples("fwd"))),
     WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
+]
+WaitName = Annotated[
+    str,
+    _matching(WAIT_PATTERN, (RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
 ]

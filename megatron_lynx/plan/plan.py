@@ -5,7 +5,8 @@
               stages[k].rules[i]: a range of layers that are treated alike. Entry k is chunk k // p of stage k % p
                               ├── keep / replay      every item of the layer is in exactly one of them
                               ├── windows            where each half is replayed, by phase where phases differ
-                              └── gather             (sequence parallelism) where a replayed GEMM's input is gathered
+                              ├── gather             (sequence parallelism) where a replayed GEMM's input is gathered
+                              └── weight_gradients   which linears defer theirs, and in which waits they run
 
 A plan is checked when it is read, as far as it can be without a model: each part by itself where it is declared, all of them
 together in `consistency`. Whether it fits a live run is `apply.match`'s question.
@@ -22,7 +23,7 @@ from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import ByPhase, Gather, GatherByPhase, Rule, Windows
-from megatron_lynx.plan.stage import Offload, Predicted, Stage, Whole
+from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole
 
 __all__ = [
     "BatchFacts",
@@ -38,6 +39,7 @@ __all__ = [
     "Provenance",
     "Rule",
     "Stage",
+    "WeightGradients",
     "Whole",
     "Windows",
 ]

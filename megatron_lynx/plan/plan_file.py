@@ -25,7 +25,6 @@ from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_
 _ITEMS = "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in DENSE.items())
 _STRETCHES = f"{window_name('bwd', HALVES[1], 0)}{UNTIL}{DENSE[HALVES[0]].stops[-1]}{THEN}{window_name('bwd', HALVES[1], 2)}"
 _WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
-
 HEADER = f"""\
 # A plan of megatron-lynx {__version__}. `megatron-lynx explain` shows what it does; it may be edited:
 #   keep, replay  each item of a layer is in exactly one. {" and ".join(ROW_PARALLEL)} are always kept.
@@ -39,6 +38,14 @@ HEADER = f"""\
 #   whole         micro-batches that keep everything: the first of every so many
 # `predicted` is what the planner expects, `provenance` where the plan came from: edits change neither.
 """
+
+_WAITS = f"{window_name('fwd', HALVES[1], 0)}, {window_name('bwd', HALVES[1], 0, -1)} of the layer below"
+DEFERRED = f"""\
+#   weight_gradients  of a rule: linears that defer theirs, and the waits in which these may run: {RECV_BACKWARD},
+#                 {_WAITS}; of a stage: the most bytes that they may hold meanwhile
+"""
+"""What is explained of a plan that defers weight gradients."""
+_END = "# `predicted`"
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -57,7 +64,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with a header for whoever opens it."""
-    return HEADER + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
+    header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
+    return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -74,7 +82,7 @@ def plan_schema() -> dict[str, Any]:
 def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
     """The same data; collections that read better on one line are marked as such."""
     stages = [
-        _flow(stage, "offload", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
+        _flow(stage, "offload", "weight_gradients", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]
     ]
     return _flow(data, "model", "parallel", "batch") | {"stages": stages}
@@ -84,6 +92,8 @@ def _rule(rule: dict[str, Any]) -> dict[str, Any]:
     lines = _flow(rule, "keep", "replay", "windows", "gather")
     if any(isinstance(window, dict) for window in rule.get("windows", {}).values()):
         lines["windows"] = _flow(rule["windows"], *HALVES)  # a line for each half, or they would be long
+    if deferred := rule.get("weight_gradients"):
+        lines["weight_gradients"] = _flow(deferred, *deferred)
     return lines
 
 

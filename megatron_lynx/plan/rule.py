@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, LINEARS, ROW_PARALLEL, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
 from megatron_lynx.plan.layer_range import LayerRange, Layers
-from megatron_lynx.plan.names import GatherName, ItemName, PlaceName
+from megatron_lynx.plan.names import GatherName, ItemName, PlaceName, WaitName
 from megatron_lynx.validation import Part
 
 
@@ -78,11 +78,13 @@ class Rule(Part):
     replay: tuple[ItemName, ...] = ()
     windows: Windows = Windows()
     gather: Gather = Gather()
+    weight_gradients: dict[str, tuple[WaitName, ...]] = Field(default_factory=dict)
+    """Which linears defer their weight gradients, and in which waits these may run; the first that comes takes the oldest one."""
 
     @property
     def treatment(self) -> object:
         """What the rule says of each layer. As names of windows are relative, it is equal for layers that are treated alike."""
-        return self.keep, self.replay, self.windows, self.gather
+        return self.keep, self.replay, self.windows, self.gather, self.weight_gradients
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
@@ -102,9 +104,20 @@ class Rule(Part):
                 problems += self._stops(half)
             if gather is not None and DENSE[half].column_parallel not in self.replay:
                 problems.append(f"gather.{half} is given, but {DENSE[half].column_parallel} is kept")
+        problems += self._deferred()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _deferred(self) -> Iterator[str]:
+        """What is wrong with the names of linears whose weight gradients are deferred, and with their lists of waits."""
+        for linear, waits in self.weight_gradients.items():
+            if linear not in LINEARS:
+                yield f"weight_gradients.{linear} is no linear of a layer: there are {', '.join(LINEARS)}"
+            elif not waits:
+                yield f"weight_gradients.{linear} names no wait: leave it out, and it is computed where stock computes it"
+            for wait in dict.fromkeys(wait for wait in waits if waits.count(wait) > 1):
+                yield f"weight_gradients.{linear} names {wait} twice"
 
     def _stops(self, half: Half) -> Iterator[str]:
         """What is wrong with the items before which a replay is to stop."""

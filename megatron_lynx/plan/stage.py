@@ -30,6 +30,10 @@ class Predicted(Part):
     """What the stage's layers hold for one micro-batch between its forward and its backward."""
     ahead_bytes: int = 0
     """What regenerated frames hold at most, at the ahead depth."""
+    weight_gradient_hidden_s: float = 0.0
+    """Seconds of deferred weight gradients that run inside windows."""
+    weight_gradient_exposed_s: float = 0.0
+    """Seconds of deferred weight gradients (or the part of them) that no window hides."""
     replayed_flops: int = 0
     """Floating-point operations of the GEMMs and batched GEMMs that replays repeat, one micro-batch."""
     exposed_copy_s: float = 0.0
@@ -66,6 +70,13 @@ class Offload(Part):
     that overlap messages with passes cannot avoid them."""
 
 
+class WeightGradients(Part):
+    """Weight gradients that are deferred, of one chunk: how much they may hold until they are computed."""
+
+    bytes: int = Field(ge=1)
+    """The most that their operands hold at once. Where a new one does not fit, the oldest are computed at once."""
+
+
 class Whole(Part):
     """Recomputation for a part of the micro-batches (Korthikanti et al., appendix C): `first` of every `of_every` keep all."""
 
@@ -92,12 +103,19 @@ class Stage(Part):
     """How many frames may be regenerated before backward reaches them (rule R4)."""
     rules: tuple[Rule, ...]
     offload: Offload | None = None
+    weight_gradients: WeightGradients | None = None
+    """Given where a rule defers weight gradients."""
     whole: Whole | None = None
     """Micro-batches, counted from 0 in each step, that keep everything whatever the rules say."""
     predicted: Predicted = Predicted()
 
     def rule_for(self, layer: int) -> Rule:
         return next(rule for rule in self.rules if layer in rule.layers)
+
+    @property
+    def defers(self) -> bool:
+        """Whether any rule defers weight gradients."""
+        return any(rule.weight_gradients for rule in self.rules)
 
     @model_validator(mode="after")
     def _covered(self) -> Stage:
@@ -109,6 +127,10 @@ class Stage(Part):
         for rule in self.rules:
             if rule.layers.first < self.layers.first or rule.layers.last > self.layers.last:
                 problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
+        if self.defers and self.weight_gradients is None:
+            problems.append("rules defer weight gradients, so weight_gradients.bytes must say how much these may hold")
+        if not self.defers and self.weight_gradients is not None:
+            problems.append(f"weight_gradients.bytes is {self.weight_gradients.bytes}, but no rule defers weight gradients")
         if problems:
             raise ValueError("; ".join(problems))
         return self

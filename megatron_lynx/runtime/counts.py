@@ -21,6 +21,14 @@ class Counts:
     """Inputs gathered once."""
     live_ahead: int = 0
     """The most frames of one micro-batch that were regenerated before backward reached them."""
+    deferred: int = 0
+    """Weight gradients that their backward left for later."""
+    filled: int = 0
+    """Deferred weight gradients that ran in a wait."""
+    flushed: int = 0
+    """Deferred weight gradients that nothing hid: they ran because they had to be done, or because others did not fit."""
+    deferred_bytes: int = 0
+    """The most that operands of deferred weight gradients held at once."""
     offloaded_bytes: int = 0
     """Copied to the host."""
     reloaded_bytes: int = 0
@@ -36,6 +44,6 @@ class Counts:
 
     def __add__(self, later: Counts) -> Counts:
         """The counts of both stretches: sums, and the larger of what is held at once."""
-        most = ("live_ahead", "host_bytes")
+        most = ("live_ahead", "deferred_bytes", "host_bytes")
         both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
         return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})

@@ -12,6 +12,7 @@
       backward reaches a half       _enter()                                   ledger
         a collective is issued      window(): bwd.*                            waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
+        a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
 
 An engine belongs to one installation; it keeps nothing on modules (rule R13) and nothing per thread (rule R12).
 """
@@ -45,11 +46,13 @@ from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
 class Engine:
-    """Everything of one installation that changes while training runs. `windows`: those of each chunk of the stage."""
+    """Everything of one installation that changes while training runs. `windows`: those of each chunk of the stage;
+    `reduced_in_backward`: whether gradients are reduced while a chunk's last backward runs."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Engine:
         offloader: Offloader | None = None,
         as_recorded: AsRecorded = lambda micro_batch: nullcontext(),
         surroundings: Sequence[Context] = (Autocast(),),
+        reduced_in_backward: bool = False,
     ) -> None:
         self._windows = tuple(windows)
         device = device or device_for(torch.device("cpu"))
@@ -74,7 +78,14 @@ class Engine:
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
         self._recipes = Recipes()
-        self._waits = Waits(self._progress, self._windows, self._replays)
+        self.weight_gradients = WeightGradients(
+            self._progress,
+            [chunk.deferral for chunk in self._windows],
+            self._surroundings,
+            reduced_in_backward=reduced_in_backward,
+        )
+        """What the hooks on weight gradients talk to."""
+        self._waits = Waits(self._progress, self._windows, self._replays, self.weight_gradients)
         self._entered_at: Any = None
         self.observer: Observer | None = None
         """Who is told what saved tensors were and what backward gets in their place; usually nobody."""
@@ -112,6 +123,8 @@ class Engine:
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
         """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
         self._ledger.begin_batch(order, fills)
+        if fills:
+            self._progress.pending.clear()
 
     @contextmanager
     def forward_pass(self, index: int, chunk: int, microbatches: int) -> Iterator[Callable[[Any], None]]:
@@ -120,7 +133,8 @@ class Engine:
         if not torch.is_grad_enabled():
             yield lambda output: None
             return
-        self._ledger.begin_forward(index, chunk, microbatches)
+        if self._ledger.begin_forward(index, chunk, microbatches):
+            self._progress.pending.clear()  # of a step that was given up
         with self._progress.aborting():
             self.offloader.forward_begins(self._ledger)
             yield lambda output: self.offloader.forward_ends(self._ledger.end_forward(output), output)
@@ -132,6 +146,8 @@ class Engine:
         with self._progress.aborting(micro_batch):
             self.offloader.backward_begins(micro_batch, self._ledger)
             yield
+            if (running := self._ledger.running) is not None and self._ledger.completes_gradients:
+                self.weight_gradients.flush(running.chunk)
             self.offloader.settle()  # in cool-down no forward comes that would let originals go whose copies are over
         self._close_backward_span()
         self._ledger.end_backward(micro_batch)

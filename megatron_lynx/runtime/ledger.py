@@ -17,7 +17,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.saved import tensors_in
-from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder, VirtualMicroBatch
+from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder, VirtualMicroBatch
 
 
 class Ledger:
@@ -28,6 +28,8 @@ class Ledger:
         self._order = StageOrder(())
         self._begun = 0
         """Backwards of this step that have begun."""
+        self.running: ScheduledPass | None = None
+        """The backward that runs, where the order of the step knows it."""
         self._overlapping = False
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
@@ -63,17 +65,19 @@ class Ledger:
             self._first = self._count
             self._in_flight.clear()
 
-    def begin_forward(self, index: int, chunk: int, microbatches: int) -> None:
+    def begin_forward(self, index: int, chunk: int, microbatches: int) -> bool:
         """Micro-batch `index` of `microbatches` goes through a chunk. The first one through the first chunk begins a step, unless
-        batches overlap."""
+        batches overlap: whether it does."""
+        begins = not self._overlapping and (index, chunk) == (0, 0)
         if self._overlapping:
             index = self._count - self._first
-        elif (index, chunk) == (0, 0):
+        elif begins:
             self._order, self._begun, self._first = self._order_of_step(microbatches), 0, self._count
             self._in_flight.clear()  # what is left had its graph dropped without a backward
         self._in_forward = True
         self._recording = MicroBatch(self._first + index, index, chunk)
         self._count = max(self._count, self._recording.number + 1)
+        return begins
 
     def end_forward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that is in flight from now on, if a backward can come."""
@@ -89,6 +93,7 @@ class Ledger:
     def begin_backward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that `output` came from, or None when it was not recorded."""
         self.hidden_by_receive()
+        self.running = self._order.backward(self._begun)
         self._begun += 1
         self.leave()
         return self._of(output)
@@ -96,6 +101,7 @@ class Ledger:
     def end_backward(self, micro_batch: MicroBatch | None) -> None:
         if micro_batch is not None:
             del self._in_flight[micro_batch.virtual]
+        self.running = None
         self.leave()
 
     def abort(self) -> None:
@@ -104,6 +110,7 @@ class Ledger:
         self._recording = None
         self._in_forward = False
         self._order = StageOrder(())
+        self.running = None
         self.leave()
 
     def micro_batch_for(self, key: FrameKey, chunk: int = 0) -> MicroBatch:
@@ -148,6 +155,11 @@ class Ledger:
         if micro_batch is not None and backward is not None:
             micro_batch.phase = "cooldown" if backward.phase == "cooldown" else "steady"
         return micro_batch
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether gradients may be read right behind the backward that runs."""
+        return self.running is not None and self._order.completes_gradients(self.running.virtual)
 
     def own_backward_follows(self, micro_batch: MicroBatch) -> bool:
         """Whether nothing comes between its forward and its backward."""

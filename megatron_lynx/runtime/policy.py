@@ -16,6 +16,15 @@ Gather = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
+class DeferralPolicy:
+    """Of one chunk: whose weight gradients are deferred, and how much they may hold meanwhile."""
+
+    linears: frozenset[tuple[int, str]] = frozenset()
+    """(layer, item) of each linear that defers."""
+    most_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class HalfPolicy:
     """There is one for each half of each layer; `apply.assignment` makes it from a rule of the plan."""
 

@@ -1,6 +1,7 @@
 """What an engine is in the middle of and what it has done. The parts of an engine share it, so that none has to know the others.
 
 ledger     passes in flight, and the half whose backward runs
+pending    weight gradients that were deferred
 scope      the call of a half that runs now: recorded, replayed, or only passed through
 counts     what was done since somebody last asked
 trace      when it was done, if somebody asked for that
@@ -19,6 +20,7 @@ from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload import Offloader
+from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.replay_clock import ReplayClock
@@ -35,6 +37,7 @@ class Progress:
         self.offloader = offloader
         self.counts = Counts()
         self.clock = clock
+        self.pending = Pending()
         self.scope: Recorder | Replayer | Passage | None = None
 
     @property
@@ -46,12 +49,13 @@ class Progress:
     @property
     def busy(self) -> bool:
         """Whether a step is under way (rule R7)."""
-        return self.scope is not None or self.ledger.busy
+        return self.scope is not None or self.ledger.busy or len(self.pending) > 0
 
     def abandon(self) -> None:
         """Forget the step under way: it failed."""
         self.scope = None
         self.ledger.abort()
+        self.pending.clear()
         self.offloader.abandon()
 
     @contextmanager

@@ -12,7 +12,7 @@ it is for. Whoever installs the hooks knows the schedule and hands its order in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -38,9 +38,11 @@ class ScheduledPass(NamedTuple):
 class StageOrder:
     """All passes that a stage runs in one step, in order."""
 
-    def __init__(self, passes: Sequence[ScheduledPass]) -> None:
+    def __init__(self, passes: Sequence[ScheduledPass], completing: Container[VirtualMicroBatch] | None = None) -> None:
+        """`completing`: backwards right behind which gradients may be read; by default the last one of each chunk."""
         self.all = tuple(passes)
         self._backwards = tuple(one for one in passes if one.kind == "B")
+        self._completing = {one.chunk: one.virtual for one in self._backwards}.values() if completing is None else completing
         forward_first = [(one, after) for one, after in pairwise(passes) if (one.kind, after.kind) == ("F", "B")]
         self._at_once = {one.virtual for one, after in forward_first if one.virtual == after.virtual}
         self._behind = {
@@ -54,6 +56,10 @@ class StageOrder:
     def at_once(self, micro_batch: VirtualMicroBatch) -> bool:
         """Whether a forward's own backward is the next pass."""
         return micro_batch in self._at_once
+
+    def completes_gradients(self, micro_batch: VirtualMicroBatch) -> bool:
+        """Whether gradients may be read right behind a backward: it is the last one that adds to them."""
+        return micro_batch in self._completing
 
     def backward(self, count: int) -> ScheduledPass | None:
         """The backward that runs when `count` of them have begun."""

@@ -1,4 +1,5 @@
-"""What happened when, for timelines and for tests of order: one span per half, replay, window, gather, copy and wait for a copy.
+"""What happened when, for timelines and for tests of order: one span per half, replay, weight
+gradient that was deferred, window, gather, copy and wait for a copy.
 
 Times are the device's own: on CUDA of events on the current stream, on a CPU of the host's clock.
 """
@@ -14,13 +15,16 @@ import torch
 
 from megatron_lynx.runtime.device import Device, Event, device_for
 
-SpanKind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait"]
+SpanKind = Literal[
+    "forward", "backward", "replay", "weight_gradient", "window", "gather", "recv", "offload", "reload", "copy_wait"
+]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time. `window` is where a replay ran (`bwd.mlp.0@3`, `pipe.recv_backward`, `on_demand`), or the window
-    itself. Seconds count from the trace's start, and `micro_batch` counts from 0 over the whole run of one rank."""
+    """Something that took time. `window` is where a replay or a deferred weight gradient ran (`bwd.mlp.0@3`,
+    `pipe.recv_backward`, `on_demand`, `flushed`), or the window itself. Seconds count from the trace's start, and `micro_batch`
+    counts from 0 over the whole run of one rank."""
 
     kind: SpanKind
     layer: int | None

@@ -2,6 +2,8 @@
 
 a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
 the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
+
+Behind the replays, weight gradients that are pending run: of whichever micro-batch, and in a forward of whichever chunk.
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ from megatron_lynx.runtime.replays import Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.task import Opening, Task
 from megatron_lynx.runtime.trace import SpanKind
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.runtime.windows import WindowedWork, Windows
 
 
 class Waits:
     """All windows of one engine. `windows`, by chunk, say which tasks run where."""
 
-    def __init__(self, progress: Progress, windows: Sequence[Windows], replays: Replays) -> None:
+    def __init__(
+        self, progress: Progress, windows: Sequence[Windows], replays: Replays, weight_gradients: WeightGradients
+    ) -> None:
         self._progress = progress
         self._ledger = progress.ledger
         self._windows = windows
         self._replays = replays
         self._in_forwards = any(chunk.in_forwards for chunk in windows)
+        self._weight_gradients = weight_gradients
+        self._fillers = _fillers(windows)
 
     def window(self) -> Callable[[Any], WindowedWork] | None:
         """A collective of the tensor-parallel group is about to be issued: what makes a window of its `Work`.
@@ -50,7 +57,7 @@ class Waits:
 
     def _happens(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase) -> bool:
         """Whether a window is more than a wait: tasks run there, or somebody wants to see it."""
-        if self._progress.trace.enabled:
+        if self._progress.trace.enabled or window in self._fillers:
             return True
         return micro_batch is not None and bool(
             self._during(window, micro_batch, phase) or self._behind(window, micro_batch, phase)
@@ -131,17 +138,24 @@ class Waits:
         with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
             if micro_batch is not None:
                 self._run(self._during(window, micro_batch, phase), window, micro_batch)
+            self._run(self._filling(window, micro_batch), window, None)
             waited = wait()
         if micro_batch is not None:
             self._run(self._behind(window, micro_batch, phase), window, micro_batch)
         return waited
 
-    def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch) -> None:
+    def _filling(self, window: Window, micro_batch: MicroBatch | None) -> tuple[Task, ...]:
+        """Weight gradients that may run in this wait: of a receive, those of the chunk whose gradient it is."""
+        if window != RECV_BACKWARD:
+            return self._fillers.get(window, ())
+        return () if micro_batch is None else self._windows[micro_batch.chunk].weight_gradients.get(window, ())
+
+    def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch | None) -> None:
         """One by one, in the plan's order, until there is no room for what one would regenerate."""
         if not tasks:
             return
-        depth = self._windows[micro_batch.chunk].ahead_depth
-        opening = Opening(str(window), micro_batch, depth, self._replays, self._progress)
+        depth = 0 if micro_batch is None else self._windows[micro_batch.chunk].ahead_depth
+        opening = Opening(str(window), micro_batch, depth, self._replays, self._progress, self._weight_gradients)
         for task in tasks:
             if not task.run(opening):
                 return
@@ -156,3 +170,16 @@ def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> Win
         return waited
 
     return WindowedWork(work, wait_and_tell)
+
+
+def _fillers(windows: Sequence[Windows]) -> dict[Window, tuple[Task, ...]]:
+    """Which weight gradients run in which collective, of whichever chunk. Those of one chunk come in the plan's order."""
+    found: dict[Window, tuple[Task, ...]] = {}
+    ends = [*(chunk.first_layer for chunk in windows[1:]), None]
+    for chunk in windows:
+        of_chunk: dict[Window, tuple[Task, ...]] = {}
+        for running, end in zip(windows, ends, strict=True):
+            of_chunk |= chunk.weight_gradients_in(running, end)
+        for window, tasks in of_chunk.items():
+            found[window] = (*found.get(window, ()), *tasks)
+    return found

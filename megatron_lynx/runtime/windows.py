@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_lynx.anatomy.address import BackwardPhase, FrameKey, Window, WindowAddress
+from megatron_lynx.runtime.policy import DeferralPolicy
 from megatron_lynx.runtime.task import Task
 
 Tasks = Mapping[Window, tuple[Task, ...]]
@@ -29,6 +30,10 @@ class Windows:
     """Tasks that run before the wait proper, by phase of the micro-batch whose backward they are for."""
     behind: Mapping[BackwardPhase, Tasks] = field(default_factory=dict)
     """Tasks that run when the wait is over, by the same phase."""
+    weight_gradients: Tasks = field(default_factory=dict)
+    """Weight gradients that run in a wait if they are pending, in any phase and for any micro-batch."""
+    deferral: DeferralPolicy = field(default_factory=DeferralPolicy)
+    """What is deferred for them."""
     ahead_depth: int = 0
     """How many halves of a micro-batch may be regenerated before backward reaches them (rule R4)."""
     whole: Container[int] = ()
@@ -46,6 +51,18 @@ class Windows:
         tasks = self.behind.get(phase)
         return tasks.get(self._own(window, running), ()) if tasks else ()
 
+    def weight_gradients_in(self, running: Windows, end: int | None) -> dict[Window, tuple[Task, ...]]:
+        """Those tasks by the windows of this chunk's backwards, and of forwards through the chunk `running`, whose layers come
+        before the layer `end`."""
+        place, found = running.first_layer - self.first_layer, {}
+        for window, tasks in self.weight_gradients.items():
+            if isinstance(window, WindowAddress) and window.passing == "fwd":
+                window = window._replace(layer=window.layer + place)
+                if end is not None and window.layer >= end:
+                    continue  # that chunk has no such layer
+            found[window] = tasks
+        return found
+
     def serves(self, half: FrameKey, running: Windows) -> bool:
         """Whether a task of this chunk runs in a collective of `half`, which is one of the chunk `running`."""
         layer, name = half
@@ -60,7 +77,7 @@ class Windows:
     @cached_property
     def _busy(self) -> frozenset[tuple[str, int, str]]:
         """Pass, layer and half of the collectives in which anything runs."""
-        windows = {window for tasks in (*self.during.values(), *self.behind.values()) for window in tasks}
+        windows = {window for tasks in (*self.during.values(), *self.behind.values(), self.weight_gradients) for window in tasks}
         return frozenset((one.passing, *one.frame) for one in windows if isinstance(one, WindowAddress))
 
     def _own(self, window: Window, running: Windows) -> Window:

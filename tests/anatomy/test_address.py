@@ -15,6 +15,7 @@ from megatron_lynx.anatomy.address import (
     ON_DEMAND,
     PATTERN,
     RECV_BACKWARD,
+    WAIT_PATTERN,
     WindowAddress,
     examples,
     is_forward,
@@ -51,7 +52,6 @@ def test_names_that_are_no_collective() -> None:
             "bwd.mlp.",
             "bwd.mlp.10",
             "bwd.mlp.0+",
-            "bwd.mlp.0-1",
             "bwd.mlp.0 ",
             "bwd.mlp.0\n",
             "fwd.mlp.x",
@@ -64,6 +64,18 @@ def test_what_names_no_window_is_refused(text: str) -> None:
     assert re.fullmatch(PATTERN, text) is None
     with pytest.raises(ValueError, match="names no window"):
         window_at(text, 1)
+
+
+def test_below_a_layer_only_weight_gradients_wait() -> None:
+    below = window_name("bwd", HALVES[1], 0, -1)
+    assert window_at(below, layer=5) == WindowAddress("bwd", 4, HALVES[1], 0)
+    assert [re.fullmatch(pattern, below) is not None for pattern in (PATTERN, GATHER_PATTERN, WAIT_PATTERN)] == [
+        False,
+        False,
+        True,
+    ]
+    assert re.fullmatch(WAIT_PATTERN, RECV_BACKWARD)
+    assert not re.fullmatch(WAIT_PATTERN, ON_DEMAND)
 
 
 def test_examples_are_the_collectives_with_sequence_parallelism() -> None:

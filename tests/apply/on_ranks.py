@@ -311,11 +311,11 @@ def refusal_of(action: Callable[[], Any], attributes: Attributes) -> Refusal:
     return Refusal(None, [])
 
 
-def compare_with_stock_of_release(rank: int, job: Job, plans: list[Plan]) -> tuple[str, list[Any]]:
+def compare_with_stock_of_release(rank: int, job: Job, plans: list[Plan], trial: Trial | None = None) -> tuple[str, list[Any]]:
     """The transparency trial, and the release of megatron-core that it ran on."""
     from megatron.core import __version__
 
-    return __version__, compare_with_stock(rank, job, plans, Trial())
+    return __version__, compare_with_stock(rank, job, plans, trial or Trial())
 
 
 def tensors_left_on_layers(rank: int, job: Job, plan: Plan) -> list[str]:

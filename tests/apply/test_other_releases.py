@@ -11,11 +11,14 @@ from functools import partial
 
 import pytest
 
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..te_releases import folder_of, python_path
+from ..transparency.deferring import deferring
 from ..transparency.plans import plan_for, replayable
+from ..transparency.trials import Trial
 from . import on_ranks
 
 RELEASES = ("0.15", "0.17", "0.18", "0.19")
@@ -78,6 +81,21 @@ def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
         assert (on_demand.hidden, on_demand.replayed) == (0, ahead.replayed)
         only_loss = job.chunks == 1 and rank == job.parallel.pipeline - 1 > 0
         assert ahead.hidden > 0 or only_loss, "only a last stage without collectives has no window"
+
+
+def test_deferred_weight_gradients_equal_stocks_in_every_bit(pool_on, release):
+    """Reduced while backward runs; the gathered input is an entry's own."""
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True)
+    plans = [
+        deferring(plan_for(job, lambda _: ()), chosen=is_forward),
+        deferring(plan_for(job, lambda _: replayable(job, gather=True))),
+    ]
+    trial = Trial(training={"ddp": True, "overlap_grad_reduce": True}, model={"gradient_accumulation_fusion": True})
+    for version, outcomes in pool_on(2).run(on_ranks.compare_with_stock_of_release, job, plans, trial):
+        assert version.startswith(f"{release}.")
+        for outcome in outcomes:
+            assert outcome.differing == []
+            assert outcome.planned.counts[-1].filled == outcome.planned.counts[-1].deferred > 0
 
 
 def test_a_run_is_refused_there_too(pool_on):

@@ -13,6 +13,7 @@ from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
@@ -211,6 +212,23 @@ def test_copies_that_avoid_messages_that_are_always_under_way(pool_of):
 
 OWN_DEVICES = {"cpu_offloading", "fine_grained_activation_offloading"}
 """What switches stock's offloading of activations on, in every release."""
+
+
+def test_weight_gradients_that_cannot_be_deferred(pool_of):
+    """Every reason at once: not added up where they lie, another decider, no main gradients, a bound too small for one."""
+    job = tiny_job(tensor=2)
+    plan = deferring(plan_of(job), most_bytes=1000)
+    refusals = refused(pool_of, job, partial(on_ranks.set_config, defer_embedding_wgrad_compute=True), plan)
+    for refusal in refusals:
+        assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
+        assert [str(problem).partition(",")[0] for problem in refusal.error.problems] == [
+            "config.gradient_accumulation_fusion: found False",
+            "config.defer_embedding_wgrad_compute: found True",
+            "layer 1.linear_qkv.weight: found no main_grad",
+            "plan: stages.0.weight_gradients.bytes: found 1000",
+        ]
+        assert "needed at least 10240, what one micro-batch of linear_qkv holds" in str(refusal.error)
+        assert all(problem.todo for problem in refusal.error.problems)
 
 
 def test_every_way_in_which_stock_offloads_activations_is_known():

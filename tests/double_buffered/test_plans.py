@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from . import on_ranks
@@ -62,6 +64,21 @@ def check_counts(job, stage, outcomes):
         assert in_windows.hidden == (passes if stage == 0 else 0)
     assert (kept.replayed, some.replayed > 0) == (0, True)
     assert (kept.offloaded_bytes > 0) == (some.offloaded_bytes > 0) == (stage == 0), "the last stage has nothing in flight"
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_weight_gradients_that_are_deferred(pool_of, overlapped):
+    """Also into forwards of the next batch. All of a batch are done before its gradient is reduced, and those of the next batch
+    before the gradients are pointed at another buffer."""
+    job = tiny_job("gpt", pipeline=2, tensor=2, microbatches=3)
+    how = {**MEGATRON, "defer_updates": True, "model": {"gradient_accumulation_fusion": True}, "overlap_grad_reduce": overlapped}
+    kept = deferring(without_flushes(plan_for(job, lambda _: ())), chosen=is_forward)
+    replayed = deferring(without_flushes(plan_for(job, lambda _: replayable(job))))
+    for rank, outcomes in enumerate(pool_of(job.gpus).run(on_ranks.planned, job, how, [kept, replayed], BATCHES)):
+        assert [outcome.differing for outcome in outcomes] == [[], []], f"rank {rank}"
+        assert not any(outcome.busy for outcome in outcomes)
+        assert all(outcome.counts.deferred == outcome.counts.filled + outcome.counts.flushed for outcome in outcomes)
+        assert all(outcome.counts.filled > 0 for outcome in outcomes)
 
 
 @pytest.mark.quick

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..transparency.deferring import deferring
 from .launched import MODEL, SIZE, saved
 
 HERE = Path(__file__).parent
@@ -34,18 +36,19 @@ def faulty(run, tmp_path_factory):
 
 
 def test_reduced_while_backward_runs(run, tmp_path):
-    """Two replicas of two stages with two chunks, distributed optimizer, fused weight gradients: steps go on from buckets,
-    gathered parameters and flags as they would be without the check."""
+    """Two replicas of two stages with two chunks, distributed optimizer, weight gradients fused and deferred: steps go
+    on from buckets, gathered parameters and flags as they would be without the check."""
     layout = {"pipeline": 2, "layers_per_chunk": 1, "microbatches": 4}
     flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
     flags += ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "16"]
     flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-    plan = saved(uniform_plan(tiny_job("gpt", **layout, **SIZE)), tmp_path / "plan.yaml")
+    plan = saved(deferring(uniform_plan(tiny_job("gpt", **layout, **SIZE))), tmp_path / "plan.yaml")
     launched = partial(run, HERE / "pretrain_faulty.py", ranks=4, env={"FAULT": "none"})
     stock = launched(flags)
     checked = launched([*flags, "--lynx-plan", plan, "--lynx-check", "3"])
     assert (stock.status, checked.status) == (0, 0), checked.text
     assert checked.ours[1].startswith("megatron-lynx: checked 3 steps against stock without recomputation: in each, 8 losses ")
+    assert re.search("; deferred [1-9][0-9]* weight gradients: [1-9][0-9]* ran in waits, 0 were flushed", checked.ours[-1])
     assert len(stock.iterations) == 5
     assert checked.iterations == stock.iterations
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, LINEARS, ROW_PARALLEL, Half, Pass
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan import order
+from megatron_lynx.plan import order, weight_gradients
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -27,6 +27,7 @@ from megatron_lynx.plan.plan import (
     Provenance,
     Rule,
     Stage,
+    WeightGradients,
     Whole,
 )
 
@@ -55,8 +56,10 @@ def plans(
     batch: BatchFacts | None = None,
     partition: tuple[int, ...] | None = None,
     whole: bool = False,
+    defers: bool = False,
 ) -> Plan:
-    """A valid plan. `partition`: layers of each virtual stage. With `whole`, some micro-batches may keep everything."""
+    """A valid plan. `partition`: layers of each virtual stage. With `whole`, some micro-batches may keep everything; with
+    `defers`, weight gradients may be deferred."""
     parallel = parallel or draw(layouts())
     model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
@@ -70,10 +73,11 @@ def plans(
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
-    return Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
+    plan = Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
+    return draw(deferring(plan)) if defers and draw(st.booleans()) else plan
 
 
-def plans_for(job: Job, *, whole: bool = False) -> st.SearchStrategy[Plan]:
+def plans_for(job: Job, *, whole: bool = False, defers: bool = False) -> st.SearchStrategy[Plan]:
     """Plans that a run of this job takes."""
     facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}
     return plans(
@@ -82,7 +86,39 @@ def plans_for(job: Job, *, whole: bool = False) -> st.SearchStrategy[Plan]:
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         partition=job.partition,
         whole=whole,
+        defers=defers,
     )
+
+
+@st.composite
+def deferring(draw: st.DrawFn, plan: Plan) -> Plan:
+    """The same plan, in which some linears defer their weight gradients into waits that come behind their own backward."""
+    stages = [draw(_deferring(plan, stage)) for stage in plan.stages]
+    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+
+
+@st.composite
+def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
+    offsets = ("", "+1", "-1")
+    names = [
+        f"{name}{offset}"
+        for name in (*_collectives("fwd", plan.parallel), *_collectives("bwd", plan.parallel))
+        for offset in offsets
+    ]
+    rules = []
+    for rule in stage.rules:
+        waits = {}
+        for linear in draw(st.sets(st.sampled_from(LINEARS))):
+            candidates = [RECV_BACKWARD, *names]
+            ones = [rule.model_copy(update={"weight_gradients": {linear: (wait,)}}) for wait in candidates]
+            possible = [
+                wait for wait, one in zip(candidates, ones, strict=True) if not list(weight_gradients.problems(plan, stage, one))
+            ]
+            if possible:
+                waits[linear] = tuple(draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4, unique=True)))
+        rules.append(rule.model_copy(update={"weight_gradients": waits}))
+    bound = WeightGradients(bytes=draw(st.integers(1 << 20, 1 << 30))) if any(rule.weight_gradients for rule in rules) else None
+    return stage.model_copy(update={"rules": tuple(rules), "weight_gradients": bound})
 
 
 @st.composite
@@ -230,17 +266,19 @@ def _moment(window: str) -> tuple[int, ...]:
 
 
 def _forward(parallel: ParallelFacts, *, above: bool) -> list[str]:
-    if parallel.tensor == 1:
-        return []
-    ordinals = range(len(ATTENTION.collectives("fwd", parallel.sequence_parallel)))
-    return [f"fwd.{half}.{n}{layer}" for layer in ("", "+1")[: 1 + above] for half in HALVES for n in ordinals]
+    return [f"{name}{layer}" for layer in ("", "+1")[: 1 + above] for name in _collectives("fwd", parallel)]
 
 
 def _backward(parallel: ParallelFacts) -> list[str]:
+    return [f"{name}{above}" for above in ("", "+1") for name in _collectives("bwd", parallel)]
+
+
+def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
+    """Those of a layer, by their names."""
     if parallel.tensor == 1:
         return []
-    ordinals = range(len(ATTENTION.collectives("bwd", parallel.sequence_parallel)))
-    return [f"bwd.{half}.{n}{above}" for above in ("", "+1") for half in HALVES for n in ordinals]
+    ordinals = range(len(ATTENTION.collectives(passing, parallel.sequence_parallel)))
+    return [f"{passing}.{half}.{n}" for half in HALVES for n in ordinals]
 
 
 HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}

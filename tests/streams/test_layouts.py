@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED
@@ -50,10 +52,23 @@ def both(job: Job) -> Plan:
     return offloading(some, chunk_bytes(job) // 2, prefetch=2)
 
 
+def filling(job: Job) -> Plan:
+    """Weight gradients run in whatever wait comes, those of what was replayed and of what came back from the host."""
+    return deferring(replaying(job))
+
+
+def filling_later(job: Job) -> Plan:
+    return deferring(offloading(replaying(job), chunk_bytes(job) // 2), chosen=is_forward)
+
+
+DEFERRED: dict[str, Any] = {"training": {"ddp": True}, "model": {"gradient_accumulation_fusion": True}}
+
 CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "TP2": (TP2, [replaying], Trial(), False),
     "sequence parallel, gathered once": (SP, [replaying], Trial(), False),
     "sequence parallel, gathered on demand": (SP, [lambda job: replaying(job, windows=False)], Trial(), False),
+    "weight gradients in waits, sequence parallel": (SP, [filling, filling_later], Trial(**DEFERRED), False),
+    "weight gradients in waits, TP2xPP2xVPP2": (ALL_FOUR, [filling_later], Trial(steps=1, **DEFERRED), False),
     "PP4": (PP4, [replaying], Trial(steps=1), False),
     "PP4, offloaded": (PP4, [leaving], Trial(steps=1, model=NO_SYNC), False),
     "PP4, copies away from messages": (PP4, [lambda job: leaving(job, beside="avoid")], Trial(steps=1, model=NO_SYNC), False),

@@ -1,16 +1,18 @@
-"""Gathering a replayed GEMM's input once (sequence parallelism).
+"""Where the gathered input of a linear lies (sequence parallelism).
 
 Replaces              `get_global_memory_buffer` in `megatron.core.tensor_parallel.layers`.
-Why                   Megatron gathers into one global buffer; a frame's gathered input must outlive it, and serves the
-                      replay and then the weight gradient.
-Calls the original    whenever no frame holds the input asked for.
-Holds                 nothing.
-Passes through when   the present site or backward has no gathered input.
+Why                   Megatron gathers into one global buffer. The input of a replayed GEMM is gathered once: it must outlive that
+                      buffer, and serves the replay and then the weight gradient. And a weight gradient that is deferred must own
+                      what it reads, which the next gather would overwrite.
+Calls the original    whenever no frame holds the input asked for; where a weight gradient will be deferred, for a buffer of the
+                      same kind to make a new one of.
+Holds                 which column-parallel linears defer.
+Passes through when   the present site or backward has no gathered input, and its weight gradient is computed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
+from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.runtime.engine import Engine
 
 
@@ -35,18 +38,46 @@ class _OneTensor:
         return self._tensor
 
 
-def claims(engine: Engine) -> Iterator[Claim]:
+class _NewTensor:
+    """A memory buffer that gives away what is asked for."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+
+    def get_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty_like(self._shared.get_tensor(*args, **kwargs))
+
+
+def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
+    """`linears`: those that defer their weight gradients."""
     from megatron.core.tensor_parallel import layers
+
+    puts_off = _puts_off(engine, linears)
 
     def hooked(original: Any) -> Any:
         @wraps(original)
         def get_global_memory_buffer() -> Any:
             gathered = engine.gathered_input() if engine.in_half else None
-            return original() if gathered is None else _OneTensor(gathered)
+            if gathered is not None:
+                return _OneTensor(gathered)
+            return _NewTensor(original()) if puts_off() else original()
 
         return get_global_memory_buffer
 
     yield Claim(layers, "get_global_memory_buffer", hooked, "lends the buffer for a gathered input")
+
+
+def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
+    """Whether the gathered input is for a weight gradient that will be deferred: in backward only the column-parallel linear of
+    a half gathers its input."""
+    of_half = {(linear.layer, linear.half): (linear.layer, linear.item) for linear in linears if linear.role == "column_parallel"}
+
+    def puts_off() -> bool:
+        half = engine.weight_gradients.backward_of
+        linear = None if half is None else of_half.get(half)
+        return linear is not None and engine.weight_gradients.puts_off(linear)
+
+    return puts_off
 
 
 def start_gather(group: Any) -> Any:

@@ -1,0 +1,41 @@
+"""The linears of a live run whose weight gradients a plan defers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.nn import Module
+
+from megatron_lynx.anatomy import Half, Role
+from megatron_lynx.apply.live_run import LiveRun
+from megatron_lynx.apply.site import modules_of, sited_sections_of
+from megatron_lynx.plan.plan import Plan
+
+
+class LinearOf(NamedTuple):
+    """One linear of one layer."""
+
+    layer: int
+    half: Half
+    item: str
+    role: Role
+
+    @property
+    def place(self) -> str:
+        return f"layer {self.layer}.{self.item}"
+
+
+def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
+    """Those of this rank, in the order of a forward."""
+    found: dict[LinearOf, Module] = {}
+    for entry in plan.chunks_of(run.stage):
+        for layer in entry.layers:
+            names = entry.rule_for(layer).weight_gradients
+            for section in sited_sections_of(run.layers[layer]) if names else ():
+                modules = modules_of(section, run.layers[layer], te=run.uses_te)
+                found |= {
+                    LinearOf(layer, section.half, item.name, item.role): module
+                    for item, module in modules.items()
+                    if item.name in names
+                }
+    return found

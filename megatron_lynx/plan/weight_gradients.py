@@ -1,0 +1,100 @@
+"""Checks of weight gradients that a plan defers: every wait in which one may run must exist, and come after its own backward.
+
+    one backward    ... mlp(l)  row-parallel [1]   column-parallel [2]   attention(l) ...   mlp(l-1) ...
+                                             │                     └ bwd.mlp.0, the wait for the input's gradient, is in time
+                                             └ with sequence parallelism behind the wait for the gathered gradient
+
+[1] [2] where stock computes a weight gradient is where it is deferred. A wait of the same backward comes in time from there on;
+any wait of a backward does where another micro-batch follows, and one of a forward where a forward follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress, window_at
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.order import windows_in_order
+from megatron_lynx.plan.rule import Rule
+from megatron_lynx.plan.stage import Stage
+from megatron_lynx.schedule import interleaved, one_f_one_b
+
+
+def problems(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
+    """What keeps the weight gradients that a rule defers from running in the waits that it names, in words."""
+    for linear, waits in rule.weight_gradients.items():
+        section = next(section for section in DENSE.values() if linear in section.linears)
+        inside = [layer for layer in rule.layers if section.half == EXPERTS.half and plan.model.has_experts(layer)]
+        if inside:
+            yield f"weight_gradients.{linear} is deferred, but the MLP of layer {inside[0]} is a mixture of experts: leave it out"
+            continue
+        for wait in waits:
+            why = (why for layer in rule.layers for why in _never(plan, stage, layer, section, linear, wait))
+            yield from (f"weight_gradients.{linear} names {wait}, {text}" for text in list(dict.fromkeys(why))[:1])
+
+
+def _never(plan: PlanContents, stage: Stage, layer: int, section: Section, linear: str, wait: str) -> Iterator[str]:
+    """Why a weight gradient of this layer can never run in that wait."""
+    window, another = window_at(wait, layer), plan.batch.microbatches > 1
+    if window == RECV_BACKWARD:
+        if stage.stage == plan.parallel.pipeline - 1 and stage.chunk == plan.parallel.chunks - 1:
+            yield "but the last stage receives no gradient"
+        elif not another:
+            yield "but with one micro-batch no gradient is received behind its backward"
+        return
+    assert isinstance(window, WindowAddress)
+    if plan.parallel.tensor == 1:
+        yield "but tensor 1 has no collectives"
+    elif window.passing == "fwd":
+        yield from _never_in_forward(plan, stage, window)
+    else:
+        yield from _never_in_backward(plan, stage, (layer, section, linear), window, another)
+
+
+def _never_in_forward(plan: PlanContents, stage: Stage, window: WindowAddress) -> Iterator[str]:
+    """A forward's windows are known by where their layer stands in its chunk: the forward may be any chunk's of the stage."""
+    place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)
+    there = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
+    if not there or window.ordinal >= len(DENSE[window.half].collectives("fwd", plan.parallel.sequence_parallel)):
+        yield "which is no wait of this stage"
+    elif window.half == EXPERTS.half and all(plan.model.has_experts(layer) for layer in there):
+        yield "which lies in a mixture of experts"
+    elif not _forward_follows(plan, stage):
+        yield f"but no forward runs behind a backward (batch.microbatches {plan.batch.microbatches})"
+
+
+def _forward_follows(plan: PlanContents, stage: Stage) -> bool:
+    """Whether this stage runs a forward, of any of its chunks, behind the first backward of this one."""
+    layout, microbatches = plan.parallel, plan.batch.microbatches
+    if plan.schedule == "double_buffered":
+        return True
+    if layout.chunks == 1:
+        return one_f_one_b.warmup(layout.pipeline, stage.stage) + 1 < microbatches
+    before = (layout.chunks - 1 - stage.chunk) * min(layout.group, microbatches)
+    return (
+        interleaved.warmup(layout.pipeline, stage.stage, layout.chunks, layout.group) + 1 + before < microbatches * layout.chunks
+    )
+
+
+def _never_in_backward(
+    plan: PlanContents, stage: Stage, where: tuple[int, Section, str], window: WindowAddress, another: bool
+) -> Iterator[str]:
+    layer, section, linear = where
+    windows = windows_in_order(stage, plan.parallel.sequence_parallel, "cooldown")
+    if window not in windows:
+        yield "which is no wait of this stage"
+    elif window.half == EXPERTS.half and plan.model.has_experts(window.layer):
+        yield "which lies in a mixture of experts"
+    elif not another and windows.index(window) < windows.index(_first_behind(plan, windows, layer, section, linear)):
+        yield "which comes before its own backward, and there is only one micro-batch"
+
+
+def _first_behind(plan: PlanContents, windows: list[Window], layer: int, section: Section, linear: str) -> Window:
+    """The first window behind the place where a linear's weight gradient is deferred: of the column-parallel one the wait for its
+    input's gradient, of the row-parallel one whatever comes behind the wait for the gathered gradient."""
+    collectives = section.collectives("bwd", plan.parallel.sequence_parallel)
+    behind_row = next(at for at, collective in enumerate(collectives) if collective.behind == "column_parallel")
+    first = behind_row if linear == section.row_parallel else len(collectives) - 1
+    own = [WindowAddress("bwd", layer, section.half, ordinal) for ordinal in range(first, len(collectives))]
+    return next(window for window in own if window in windows)

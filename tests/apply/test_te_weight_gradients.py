@@ -1,0 +1,79 @@
+"""Weight gradients of Transformer Engine's linears that are deferred, BF16 and FP8: its own Python of each release, its compiled
+extension stood in for. Every bit stays stock's. Not run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy.address import is_forward
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..te_releases import pool_with
+from ..transparency.deferring import deferring
+from ..transparency.offloaded import offloading
+from ..transparency.plans import plan_for, replayable
+from ..transparency.test_weight_gradients import counts_of
+from ..transparency.trials import Trial
+
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+OVERLAPPED = {"ddp": True, "overlap_grad_reduce": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tensor": 2},
+    "TP2+SP": {"tensor": 2, "sequence_parallel": True},
+    "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
+}
+RECIPES = (None, "delayed", "tensorwise")
+
+
+def te_job(recipe: str | None, like: Any, layout: str) -> Job:
+    fields = LAYOUTS[layout] | ({} if recipe is None else {"fp8": {"recipe": recipe}})
+    return tiny_job(like, implementation="transformer_engine", dtype="bf16", **fields)
+
+
+def plans_of(job: Job) -> list[Plan]:
+    """Kept, deferred into whatever comes later; and replayed."""
+    gather = job.parallel.sequence_parallel
+    windows = not (gather and job.model.fp8_recipe == "tensorwise")  # its amaxes are reduced in every call
+    replayed = plan_for(job, lambda layer: replayable(job, gather=gather), windows=windows)
+    later = (lambda wait: True) if job.parallel.tensor == 1 else is_forward
+    return [deferring(plan_for(job, lambda layer: ()), chosen=later), deferring(replayed)]
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
+    for started in pools.values():
+        started.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_into_waits(pool_of, layout, recipe):
+    """Biases of the GPT, whose gradients the same GEMM makes, with gradients reduced in backward; and without either."""
+    for like, training in (("gpt", OVERLAPPED), ("llama", {"ddp": True})):
+        job = te_job(recipe, like, layout)
+        for both in counts_of(pool_of, job, plans_of(job), Trial(training=training, model=FUSED)):
+            assert all(counts.filled > 0 for counts in both)
+
+
+def test_beside_offloading(pool_of):
+    job = te_job("delayed", "llama", "PP2xVPP2")
+    [first, _] = counts_of(pool_of, job, [offloading(plans_of(job)[0], 8_000)], Trial(training={"ddp": True}, model=FUSED))
+    assert first[0].offloaded_bytes > 0
+    assert first[0].filled > 0
+
+
+@pytest.mark.parametrize(("release", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
+def test_other_releases(release, core):
+    with pool_with(release, 2, core) as pool:
+        for recipe in (None, "delayed"):
+            job = te_job(recipe, "gpt", "TP2+SP")
+            for both in counts_of(lambda ranks: pool, job, plans_of(job), Trial(training=OVERLAPPED, model=FUSED)):
+                assert all(counts.filled == counts.deferred > 0 for counts in both)

@@ -1,0 +1,92 @@
+"""Weight gradients that are pending: first in, first out for each linear; the oldest of a chunk; and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.pending import Entry, Linear, Pending, bytes_held
+from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.task import WeightGradient
+from megatron_lynx.runtime.waits import _fillers
+from megatron_lynx.runtime.windows import Windows
+
+FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
+
+
+def entry(linear: Linear, micro_batch: int, chunk: int = 0, held: int = 10) -> Entry:
+    return Entry(linear, "mlp", chunk, micro_batch, lambda: None, held)
+
+
+def taken(pending: Pending, linear: Linear) -> Iterator[int]:
+    while (one := pending.take(linear)) is not None:
+        yield one.micro_batch
+
+
+def test_first_in_first_out() -> None:
+    pending = Pending()
+    for micro_batch in range(3):
+        pending.add(entry(FC1, micro_batch))
+        pending.add(entry(QKV, micro_batch))
+    assert list(taken(pending, FC1)) == [0, 1, 2]
+    assert (len(pending), pending.bytes) == (3, 30)
+    assert list(taken(pending, QKV)) == [0, 1, 2]
+    assert (len(pending), pending.bytes, pending.take(QKV)) == (0, 0, None)
+
+
+def test_the_oldest_of_a_chunk() -> None:
+    """Behind one that was taken out of the middle."""
+    pending = Pending()
+    for linear, micro_batch, chunk in ((FC1, 0, 0), ((7, "linear_fc1"), 0, 1), (QKV, 0, 0), (FC1, 1, 0)):
+        pending.add(entry(linear, micro_batch, chunk))
+    assert (pending.bytes_of(0), pending.bytes_of(1), pending.bytes_of(2)) == (30, 10, 0)
+    assert pending.take(FC1) is not None
+    oldest = [pending.take_oldest(0) for _ in range(3)]
+    assert [(one.linear, one.micro_batch) for one in oldest if one is not None] == [(QKV, 0), (FC1, 1)]
+    assert (pending.bytes_of(0), len(pending)) == (0, 1)
+    pending.clear()
+    assert (len(pending), pending.bytes, pending.take_oldest(1)) == (0, 0, None)
+
+
+def test_memory_counts_once_and_whole() -> None:
+    """Two views of one block, of which one is a part; and another block."""
+    block, other = torch.empty(100), torch.empty(7, dtype=torch.bfloat16)
+    assert bytes_held([block[:10], block.view(10, 10), other]) == 414
+
+
+@pytest.mark.parametrize(("completing", "ends"), [(None, [(1, 0), (1, 1)]), ({(0, 1)}, [(0, 1)])])
+def test_gradients_are_whole_behind_a_chunks_last_backward(
+    completing: set[tuple[int, int]] | None, ends: list[tuple[int, int]]
+) -> None:
+    """Or where a schedule says so that goes on with the next batch."""
+    order = [(0, 1), (1, 1), (0, 0), (1, 0)]
+    passes = StageOrder([ScheduledPass("B", micro_batch, chunk, "cooldown") for micro_batch, chunk in order], completing)
+    assert sorted(virtual for virtual in order if passes.completes_gradients(virtual)) == ends
+
+
+def test_forwards_of_any_chunk_are_known_by_place() -> None:
+    """The second layer of a chunk that has only one has no wait. A backward's wait is the layer's own."""
+    fourth, of_fc1 = WindowAddress("fwd", 4, "mlp", 0), (WeightGradient((3, "linear_fc1")),)
+    own, of_other = WindowAddress("bwd", 3, "mlp", 0), (WeightGradient((7, "linear_fc1")),)
+    first = Windows(weight_gradients={fourth: of_fc1, own: of_fc1, RECV_BACKWARD: of_fc1}, first_layer=3)
+    second = Windows(weight_gradients={WindowAddress("fwd", 7, "mlp", 0): of_other}, first_layer=7)
+    third = Windows(first_layer=8)
+    assert _fillers([first, second, third]) == {
+        fourth: of_fc1,
+        own: of_fc1,
+        RECV_BACKWARD: of_fc1,
+        WindowAddress("fwd", 9, "mlp", 0): of_fc1,
+        WindowAddress("fwd", 3, "mlp", 0): of_other,
+        WindowAddress("fwd", 7, "mlp", 0): of_other,
+        WindowAddress("fwd", 8, "mlp", 0): of_other,
+    }
+
+
+def test_counts_add_up() -> None:
+    """What was done is summed, what was held at once is the larger."""
+    both = Counts(deferred=3, filled=2, flushed=1, deferred_bytes=7) + Counts(deferred=1, filled=1, deferred_bytes=5)
+    assert (both.deferred, both.filled, both.flushed, both.deferred_bytes) == (4, 3, 1, 7)
