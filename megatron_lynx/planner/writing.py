@@ -64,6 +64,10 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
         if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
             found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
+        if entry.defers:
+            both_s = simulation.weight_gradients_of(entry.stage, entry.chunk)
+            hidden, exposed = (round(seconds, SECOND_DIGITS) for seconds in both_s)
+            found |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
     return plan.model_copy(update={"stages": tuple(stages)})
 

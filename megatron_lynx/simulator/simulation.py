@@ -50,8 +50,8 @@ class Simulation:
         return self.executed[stage]
 
     def busy_s(self, stage: int) -> float:
-        """Seconds of passes, their tensor-parallel waits included, and of replays that delay a pass."""
-        return sum([each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
+        """Seconds of passes, their tensor-parallel waits included, and of what runs in a receive and delays a pass."""
+        return sum([_delay_s(each) if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
 
     def bubble_s(self, stage: int) -> float:
         """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
@@ -65,6 +65,14 @@ class Simulation:
 
     def hidden_replay_s(self, stage: int) -> float:
         return sum([each.content.hidden_s for each in self.counted(stage)])
+
+    def filled_s(self, stage: int) -> float:
+        """Seconds of weight gradients that were put off and run inside waits."""
+        return sum([each.content.filled_s for each in self.counted(stage)])
+
+    def unfilled_s(self, stage: int) -> float:
+        """Seconds of such weight gradients that nothing hides."""
+        return sum([each.content.unfilled_s for each in self.counted(stage)])
 
     def host_s(self, stage: int) -> float:
         """Seconds that the host needs to issue the passes; 0 where its time is not known."""
@@ -89,6 +97,11 @@ class Simulation:
         both = zip(self.executed[stage], self._served[stage], strict=True)
         own = [each.content for each, served in both if served.chunk == chunk]
         return sum([content.hidden_s for content in own]), sum([content.exposed_s for content in own])
+
+    def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Seconds of deferred weight gradients in one chunk's passes: hidden, exposed."""
+        own = [each.content for each in self.executed[stage] if each.action.chunk == chunk]
+        return sum([content.filled_s for content in own]), sum([content.unfilled_s for content in own])
 
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
@@ -135,7 +148,14 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             owner = whose if span.kind in ("replay", "gather") else each.action
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
             placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
-            yield from _parted(placed, each.end_s - each.content.exposed_s) if each.action.kind == "R" else (placed,)
+            if span.kind == "weight_gradient":  # an earlier backward's
+                placed = replace(placed, micro_batch=None)
+            yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
+
+
+def _delay_s(received: Executed) -> float:
+    """By how much the backward begins later, because of what runs in its receive."""
+    return received.content.exposed_s + received.content.unfilled_s
 
 
 def _copy(copied: Copied) -> Span:

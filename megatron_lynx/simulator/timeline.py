@@ -16,7 +16,9 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
-SpanKind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
+ComputeKind = Literal["forward", "backward", "replay", "weight_gradient", "update"]
+WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
+SpanKind = Literal[ComputeKind, WaitKind]
 SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 ON_DEMAND = "on_demand"
