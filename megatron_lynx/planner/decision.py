@@ -21,7 +21,7 @@ from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import filled
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
-from megatron_lynx.planner.writing import device_memory, with_rehearsed, written
+from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
@@ -56,7 +56,8 @@ class Decision:
     @property
     def memory(self) -> tuple[StageMemory, ...]:
         """What a device of every stage holds, by name."""
-        return tuple(device_memory(self.job, answer, self.simulation.memory(answer.stage).peak_bytes) for answer in self.stages)
+        defers = any(entry.defers for entry in self.plan.stages)
+        return tuple(memory_in(self.job, answer, self.simulation, defers=defers) for answer in self.stages)
 
 
 def make_plan(job: Job, profile: Profile) -> Plan:
@@ -174,7 +175,8 @@ def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulat
     held_bytes = simulation.memory(answer.stage).peak_bytes
     too_much = held_bytes - max(_budget_bytes(decision, answer), decision.simulation.memory(answer.stage).peak_bytes)
     if bounded_by_device(decision.job):
-        too_much = max(too_much, device_memory(decision.job, answer, held_bytes).total - decision.job.memory_budget_bytes)
+        memory = memory_in(decision.job, answer, simulation, defers=True)
+        too_much = max(too_much, memory.total - decision.job.memory_budget_bytes)
     return max(0, too_much)
 
 

@@ -53,7 +53,7 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
-        memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
+        memory = memory_in(parted, answers[entry.stage], simulation, defers=any(each.defers for each in plan.stages))
         found = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "exposed_copy_s": waits_s[entry.stage],
@@ -72,22 +72,30 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
+def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0, at_loss_bytes: int | None = None) -> StageMemory:
     """Everything that a device of a stage holds at its fullest, by name. `job`: with its layers.
 
-    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind.
+    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind, or where
+    weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
     lagging = max(0, held_bytes - answer.layers_peak_bytes)
+    at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.chunks.before_loss_bytes)
     return replace(
         beside_layers(job, answer.stage),
         activations=kept + lagging,
-        activations_at_loss=answer.chunks.before_loss_bytes + lagging - staging,
+        activations_at_loss=answer.chunks.before_loss_bytes + at_loss - staging,
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
     ).fullest
+
+
+def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> StageMemory:
+    """The same in a rehearsal. `defers`: whether weight gradients are deferred in it."""
+    at_loss_bytes = simulation.before_backward_bytes(answer.stage) if defers else None
+    return device_memory(job, answer, simulation.memory(answer.stage).peak_bytes, at_loss_bytes)
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:

@@ -209,7 +209,7 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
     """From now on these linears' entries hold by themselves what their half held until now."""
     for linear in linears:
         if linear in half.deferred:
-            walk.holds(LinearOf(half.layer, linear), half.deferred[linear].cost.bytes)
+            walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
 
 
 def _defer(walk: Walk, half: Treated, ordinal: int, last: int) -> float:
@@ -219,11 +219,11 @@ def _defer(walk: Walk, half: Treated, ordinal: int, last: int) -> float:
     for linear, deferral in half.deferred.items():
         column = linear == half.section.column_parallel
         if ordinal == max(0, last if column else last - 1):
-            ran = walk.defer(LinearOf(half.layer, linear), deferral.cost)
+            ran = walk.defer(LinearOf(half.layer, half.half, linear), deferral.cost)
             if column:
                 ran_s += ran
             else:
-                walk.holds(LinearOf(half.layer, linear), deferral.cost.gradient_bytes)
+                walk.holds(LinearOf(half.layer, half.half, linear), deferral.cost.gradient_bytes)
     return ran_s
 
 
@@ -244,7 +244,7 @@ def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) ->
 def _waits(treated: Sequence[Treated]) -> Iterator[tuple[LinearOf, tuple[Window, ...]]]:
     """Where the weight gradients of a chunk's linears may run."""
     for half in reversed(treated):
-        yield from ((LinearOf(half.layer, linear), deferral.waits) for linear, deferral in half.deferred.items())
+        yield from ((LinearOf(half.layer, half.half, linear), deferral.waits) for linear, deferral in half.deferred.items())
 
 
 def _received(walk: Walk, treated: Sequence[Treated], phase: Phase) -> TimedPass:

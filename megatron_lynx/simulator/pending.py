@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lynx.anatomy import Half
 from megatron_lynx.anatomy.address import Window
 from megatron_lynx.cost.weight_gradient import WeightGradient
 
@@ -21,6 +22,7 @@ class LinearOf(NamedTuple):
     """A linear of a layer."""
 
     layer: int
+    half: Half
     linear: str
 
 

@@ -6,6 +6,7 @@ stage   ├─F─┤   wait   ├──B──┤        wait        ├──B
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
 
 class Executed(NamedTuple):
@@ -109,6 +110,12 @@ class Simulation:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
 
+    def before_backward_bytes(self, stage: int) -> int:
+        """The most that the stage's layers hold when one of its backwards is about to begin."""
+        curve = self.memory(stage)
+        starts_s = [each.start_s for each in self.executed[stage] if each.action.kind == "B"]
+        return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
+
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}
@@ -165,11 +172,12 @@ def _copy(copied: Copied) -> Span:
 
 
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
-    """Splits a replay into the part that the receive hides and the part that it does not."""
+    """Splits a replay, or a weight gradient, into the part that the receive hides and the part that it does not."""
     if replay.start_s < hidden_until_s:
         yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:
-        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=ON_DEMAND)
+        exposed = FLUSHED if replay.kind == "weight_gradient" else ON_DEMAND
+        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=exposed)
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:

@@ -13,7 +13,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddres
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import TimedPass
 from megatron_lynx.simulator.pending import Entry, LinearOf, Queue
-from megatron_lynx.simulator.timeline import Span
+from megatron_lynx.simulator.timeline import FLUSHED, Span
 from megatron_lynx.simulator.treated import Part, Treated
 
 
@@ -75,7 +75,7 @@ class Walk:
         start_s, entry = self.clock_s, Entry(of, self._queue.chunk, cost)
         self._unheld[of] = cost.bytes
         for oldest in self._queue.put(entry):
-            self._weight_gradient(oldest, 0.0, ON_DEMAND)
+            self._weight_gradient(oldest, 0.0, FLUSHED)
         return self.clock_s - start_s
 
     def holds(self, of: LinearOf, size_bytes: int) -> None:
@@ -93,7 +93,7 @@ class Walk:
     def flush(self) -> None:
         """Runs whatever is still deferred."""
         for entry in self._queue.flush():
-            self._weight_gradient(entry, 0.0, ON_DEMAND)
+            self._weight_gradient(entry, 0.0, FLUSHED)
 
     def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
         self._span(kind, start_s, half)
@@ -112,11 +112,11 @@ class Walk:
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
         """Runs one, of which so many seconds fit into the wait."""
         name = f"weight gradient {entry.of.linear}({entry.of.layer})"
-        parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, ON_DEMAND))
+        parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
         for seconds, takes_s, where in parts:
             if seconds:
                 start_s, self.clock_s = self.clock_s, self.clock_s + takes_s
-                self._spans.append(Span("weight_gradient", start_s, self.clock_s, entry.of.layer, None, None, where, name))
+                self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
         self._filled_s += fits_s
         self._unfilled_s += rest_s
         newest = not any(each.of == entry.of for each in self._queue.pending)
