@@ -39,7 +39,7 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
     items = profile.half(section.half).items
     seconds = items[linear].wgrad_s or items[linear].backward_s / 2
     if linear == section.column_parallel:
-        input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), items[linear].output_bytes
+        input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), _output_bytes(profile, section, linear)
     else:
         input_bytes, made_bytes = _argument_bytes(profile, section, linear), message_bytes
     return WeightGradient(seconds, input_bytes, made_bytes if profile.shape.fp8 is None else made_bytes * FP8_BYTES // BF16_BYTES)
@@ -48,3 +48,9 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
 def _argument_bytes(profile: Profile, section: Section, linear: str) -> int:
     """What the linear keeps of its input, by the profile; in FP8 that is the cast one."""
     return sum(tensor.bytes for tensor in profile.half(section.half).tensors if linear in tensor.saved_by)
+
+
+def _output_bytes(profile: Profile, section: Section, linear: str) -> int:
+    half = profile.half(section.half)
+    made = (tensor.bytes for tensor in half.tensors if tensor.made_by == linear and tensor.output)
+    return next(made, half.items[linear].output_bytes)
