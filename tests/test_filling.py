@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.when_not import job_of, under
-from megatron_lynx.anatomy import LINEARS
+from benchmarks.when_not import job_of, stock_s, under
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.planner.packing import Linear, Put, Ways
@@ -31,6 +31,12 @@ def between(job: Job, share: float) -> Job:
     """The job with the memory of stock full recomputation and this share of what that saves."""
     most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
     return job.model_copy(update={"budget": Budget(memory_gib=least + share * (most - least))})
+
+
+def kept_and_replayed(plan: Plan) -> list[tuple[object, ...]]:
+    """Of every layer."""
+    rules = (entry.rule_for(layer) for entry in plan.stages for layer in entry.layers)
+    return [(rule.keep, rule.replay, rule.windows, rule.gather) for rule in rules]
 
 
 drawn = st.fixed_dictionaries(
@@ -57,12 +63,7 @@ def test_never_slower_and_never_above_the_budget(change, share):
     found = decide(job, profile)
     assert found.simulation.step_s <= without.simulation.step_s
     assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
-    plain = [
-        [rule.model_copy(update={"weight_gradients": {}, "layers": None}) for rule in entry.rules for _ in rule.layers]
-        for entry in found.plan.stages
-    ]
-    as_before = [[rule.model_copy(update={"layers": None}) for rule in entry.rules for _ in rule.layers] for entry in without.plan.stages]
-    assert plain == as_before, "what is kept and replayed stays"
+    assert kept_and_replayed(found.plan) == kept_and_replayed(without.plan)
     filled = any(entry.defers for entry in found.plan.stages)
     assert filled == (found.simulation.step_s < without.simulation.step_s) == found.weight_gradients.startswith("deferred")
     for entry in found.plan.stages:
@@ -70,13 +71,13 @@ def test_never_slower_and_never_above_the_budget(change, share):
         assert (seconds > 0) == entry.defers
 
 
-def test_a_plan_that_keeps_everything_is_faster_than_stock(tmp_path):
+def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomputation(tmp_path):
     job = job_of({"cluster": "h800-80g", "tensor": 8, "pipeline": 1})
     roomy = job.model_copy(update={"budget": Budget(memory_gib=70.0)})
     profile = analytic_profile(job)
-    found, stock = decide(roomy, profile), decide(deferring(roomy, "none"), profile)
-    assert not any(rule.replay for entry in found.plan.stages for rule in entry.rules)
-    assert found.simulation.step_s < 0.97 * stock.simulation.step_s
+    found, (stock_none_s, _) = decide(roomy, profile), stock_s(job)
+    assert decide(deferring(roomy, "none"), profile).simulation.step_s == pytest.approx(stock_none_s)
+    assert found.simulation.step_s < 0.97 * stock_none_s
     (tmp_path / "plan.yaml").write_text(dump_plan(found.plan))
     read = load_plan(tmp_path / "plan.yaml")
     assert read == found.plan
@@ -106,15 +107,14 @@ def test_old_jobs_keep_their_digest():
 
 
 def test_packing_tries_every_way():
-    """A wait of 2 s that the column-parallel linear's own weight gradient hides half of, one of 3 s with 1 s of replay, a forward's
-    of 4 s: the row-parallel one's goes where it fits, and the column-parallel one's moves only where that gains something."""
+    """A wait of 2 s of which the column-parallel linear's own weight gradient hides half, one of 3 s, a forward's of 4 s: the
+    row-parallel one's goes where it fits."""
     column = Linear("linear_fc1", 1.0, 10, 0, (Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
     row = Linear("linear_fc2", 2.0, 10, None, (Put(0, "bwd.mlp.2", 0), Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
     ways = Ways((2.0, 3.0, 4.0), (row, column), 1.0)
     assert ways.best((0.0, 1.0, 0.0))[0].waits == {"linear_fc2": "bwd.attention.0"}
     first, *rest = ways.best((0.0, 3.0, 0.0))
     assert first.waits == {"linear_fc2": "bwd.mlp.2"}, "1 s of it, beside the other's"
-    assert [each.waits for each in rest] == [{"linear_fc2": "fwd.mlp.0"}]
-    assert first.seconds - rest[0].seconds == pytest.approx(1.0)
-    assert set(LINEARS) >= {column.name, row.name}
-
+    (alone,) = (each for each in rest if each.waits == {"linear_fc2": "fwd.mlp.0"})
+    assert first.seconds - alone.seconds == pytest.approx(1.0)
+    assert {each.seconds for each in rest} == {alone.seconds}, "or both are deferred: the other one's wait then hides this one"

@@ -1,5 +1,5 @@
-"""Deferred weight gradients, simulated: one layer by hand (every item 1 s forward, 2 s backward, a collective 5 s), the queue, and
-the cool-down beside zero-bubble's published schedule."""
+"""Deferred weight gradients, simulated: one layer by hand (every item 1 s forward, 2 s backward, a collective 5 s), the queue,
+and the cool-down beside zero-bubble's published schedule."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_entries_hold_their_operands_until_they_run():
     """From when their half no longer does: at the beginning of the next forward one micro-batch's are there."""
     waits = {"linear_fc1": (at("fwd", "mlp"),), "linear_fc2": (at("bwd", "attention"),)}
     filled = step_of(passes_of(waits), 2)
-    first, second = (each for each in filled.executed[0] if each.action.kind == "F")
+    _, second = (each for each in filled.executed[0] if each.action.kind == "F")
     curve = filled.memory(0)
     held = [size for time_s, size in zip(curve.times_s, curve.bytes, strict=True) if time_s <= second.start_s]
     assert held[-1] == A_SECOND.bytes, "linear_fc1's; linear_fc2's ran in the backward"
@@ -111,7 +111,8 @@ def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
     assert list(queue.due(RECV_BACKWARD)) == [first]
     assert list(queue.due(RECV_BACKWARD)) == [], "there is none left"
     other = Queue(1, A_SECOND.bytes, {}, queue.pending)
-    assert list(other.flush()) == [] and other.pending == (second,), "another chunk's are not its own"
+    assert list(other.flush()) == []
+    assert other.pending == (second,), "another chunk's are not its own"
     assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
 
 

@@ -27,9 +27,7 @@ def test_bytes_are_those_that_are_priced(pool_of: Callable[[int], RankPool], lay
     job = tiny_job(like, **LAYOUTS[layout])
     profile = made_up_profile(job)
     plan = deferring(nothing(job), chosen=is_forward)
-    layer_bytes = sum(
-        weight_gradient(profile, section, linear).bytes for section in DENSE.values() for linear in section.linears
-    )
+    layer_bytes = sum(weight_gradient(profile, section, linear).bytes for section in DENSE.values() for linear in section.linears)
     ((counts,), *_) = counts_of(pool_of, job, [plan], Trial(training={"ddp": True}, model=FUSED))
     assert counts.deferred_bytes == layer_bytes * job.model.layers
 
