@@ -153,11 +153,14 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
+    offloads, prices = stage.offload is not None, {}
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
         rule = stage.rule_for(layer)
-        replay = rule.replays(section.half)
-        price = priced(profile, section, replay)
+        choice = section, rule.replays(section.half)
+        if choice not in prices:
+            prices[choice] = priced(profile, *choice), half_host_s(profile, *choice, offloads=offloads)
+        price, host = prices[choice]
         steady, cooldown = (_seating(stage, frame, section, phase, profile) for phase in BACKWARD_PHASES)
         yield Treated(
             layer,
@@ -167,13 +170,13 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
             steady=steady,
             cooldown=cooldown,
             stops=price.stops,
-            host=half_host_s(profile, section, replay, offloads=stage.offload is not None),
+            host=host,
             deferred=_deferred(profile, rule, layer, section),
         )
 
 
 def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
-    """The linears of a half whose weight gradients are put off, in the order in which backward reaches them."""
+    """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
     if section.opaque:
         return {}
     return {

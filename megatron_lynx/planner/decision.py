@@ -18,7 +18,7 @@ from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
-from megatron_lynx.planner.filling import filled
+from megatron_lynx.planner.filling import Filler
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
@@ -144,9 +144,10 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
     budget is taken from what they may hold, and they are placed again."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}")
+    filler = Filler(decision.plan, decision.job, profile, decision.simulation)
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     for _ in range(PLACED_AGAIN):
-        plan = filled(decision.plan, decision.job, profile, decision.simulation, budgets)
+        plan = filler.filled(budgets)
         if plan == decision.plan:
             break
         simulation = rehearse(plan, profile)

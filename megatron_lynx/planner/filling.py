@@ -30,19 +30,27 @@ from megatron_lynx.units import MIB
 HALF_OF: Mapping[str, Half] = {linear: half for half, section in DENSE.items() for linear in section.linears}
 
 
-def filled(plan: Plan, job: Job, profile: Profile, simulation: Simulation, budgets: Sequence[int]) -> Plan:
-    """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
+class Filler:
+    """Fills the waits of one plan for a job. `simulation`: of the plan."""
 
-    `simulation`: of the plan. `budgets`: what every stage's layers may hold, in bytes.
-    """
-    known = Known()
-    entries = tuple(
-        _Filling(
-            _rooms(plan, entry, job, profile), Slack(simulation, entry.stage, entry.chunk, budgets[entry.stage]), known
-        ).filled(receives=_receives(job, entry))
-        for entry in plan.stages
-    )
-    return plan.model_copy(update={"stages": entries})
+    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> None:
+        self._plan = plan
+        self._job = job
+        self._simulation = simulation
+        self._rooms = [_rooms(plan, entry, job, profile) for entry in plan.stages]
+        self._known = Known()
+
+    def filled(self, budgets: Sequence[int]) -> Plan:
+        """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
+
+        `budgets`: what every stage's layers may hold, in bytes.
+        """
+        entries = tuple(self._filled(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms)
+        return self._plan.model_copy(update={"stages": entries})
+
+    def _filled(self, rooms: Rooms, budget_bytes: int) -> Stage:
+        slack = Slack(self._simulation, rooms.entry.stage, rooms.entry.chunk, budget_bytes)
+        return _Filling(rooms, slack, self._known).filled(receives=_receives(self._job, rooms.entry))
 
 
 def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile) -> Rooms:

@@ -52,8 +52,14 @@ class Rooms:
         return tuple(section for section in sections if not section.opaque)
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
-        backward = [at for at in self._backward if at.layer == layer]
-        return backward + [at for at in self._lengths_s if at.layer == layer and at.passing == "fwd" and self.forwards]
+        return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[WindowAddress]]:
+        found: dict[int, list[WindowAddress]] = {}
+        for at in (*self._backward, *(at for at in self._lengths_s if at.passing == "fwd" and self.forwards)):
+            found.setdefault(at.layer, []).append(at)
+        return found
 
     def _wait(self, address: WindowAddress) -> Wait:
         parts = self._served.get(address, ())
@@ -95,12 +101,17 @@ class Rooms:
     def _lengths_s(self) -> dict[WindowAddress, float]:
         """How long each is where no weight gradient hides anything of it; none without tensor parallelism."""
         message_bytes = message_bytes_of(self.profile)
+        of_section = {
+            (passing, section): window_lengths_s(self.profile, passing, section, message_bytes, section.linears)
+            for passing in PASSES
+            for section in self._own
+        }
         return {
             WindowAddress(passing, layer, section.half, ordinal): seconds
             for passing in PASSES
             for layer in self.entry.layers
             for section in self._sections(layer)
-            for ordinal, seconds in enumerate(window_lengths_s(self.profile, passing, section, message_bytes, section.linears))
+            for ordinal, seconds in enumerate(of_section[passing, section])
         }
 
     @cached_property
@@ -110,9 +121,9 @@ class Rooms:
 
     @cached_property
     def _costs(self) -> dict[str, WeightGradient]:
-        sections = (section for layer in self.entry.layers for section in self._sections(layer))
-        return {
-            linear: weight_gradient(self.profile, section, linear)
-            for section in dict.fromkeys(sections)
-            for linear in section.linears
-        }
+        return {linear: weight_gradient(self.profile, section, linear) for section in self._own for linear in section.linears}
+
+    @cached_property
+    def _own(self) -> tuple[Section, ...]:
+        """The sections of its layers, each once."""
+        return tuple(dict.fromkeys(section for layer in self.entry.layers for section in self._sections(layer)))

@@ -78,20 +78,20 @@ def stage_passes(
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     host = sum((half.host for half in treated), start=NO_HOST_TIME)  # [4]
 
-    hidden = {phase: _hidden(treated, phase) for phase in PHASES}
+    own = {phase: (parts_by_window(treated, phase), _gathered(treated, phase)) for phase in PHASES}
     seen = {chunk: _as_seen_by(treated, other) for chunk, other in others.items()}
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
-            served, gathered = hidden[which] if isinstance(which, str) else seen[which]
+            served, gathered = seen[which] if isinstance(which, int) else own[which] if which == "steady" else ({}, {})
             walk = Walk(profile.interference, queue, first[0])
             return _forward(walk, treated, served, gathered, forward, first[1]).issued_in(host.forward_s)
         assert isinstance(which, str)
         if kind == "R":
-            return _received(Walk(1.0, queue), treated, which)
+            return _received(Walk(1.0, queue), own[which][0])
         walk = Walk(profile.interference, queue, back[0])
-        return _backward(walk, treated, which, backward, back[1], last).issued_in(host.backward_s)
+        return _backward(walk, treated, *own[which], backward, back[1], last).issued_in(host.backward_s)
 
     def queue(pending: Pending) -> Queue:
         return Queue(*deferral, due, pending)
@@ -171,9 +171,10 @@ def _forward(
     return walk.over()
 
 
-def _backward(walk: Walk, treated: Sequence[Treated], phase: Phase, halves: Parts, end_s: float, last: bool) -> TimedPass:
-    """One backward. `last`: the chunk's last one in a step, behind which nothing stays put off."""
-    served, gathered = parts_by_window(treated, phase), _gathered(treated, phase)
+def _backward(
+    walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float, last: bool
+) -> TimedPass:
+    """One backward. `last`: the chunk's last one in a step, behind which nothing stays deferred."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
     for half in reversed(treated):
         if (part := late.get((half.layer, half.half))) is not None:
@@ -247,18 +248,13 @@ def _waits(treated: Sequence[Treated]) -> Iterator[tuple[LinearOf, tuple[Window,
         yield from ((LinearOf(half.layer, half.half, linear), deferral.waits) for linear, deferral in half.deferred.items())
 
 
-def _received(walk: Walk, treated: Sequence[Treated], phase: Phase) -> TimedPass:
+def _received(walk: Walk, served: Served) -> TimedPass:
     """The replays, then the weight gradients, that run while the gradient is received."""
-    for part in parts_by_window(treated, phase).get(RECV_BACKWARD, ()):
+    for part in served.get(RECV_BACKWARD, ()):
         walk.hold(part.taken_bytes)
         walk.replay(part.half, part.seconds, RECV_BACKWARD)
     walk.received()
     return walk.over()
-
-
-def _hidden(treated: Sequence[Treated], phase: Phase) -> tuple[Served, Gathered]:
-    """What a forward of the same chunk hides, and what is gathered behind its collectives."""
-    return (parts_by_window(treated, "steady"), _gathered(treated, "steady")) if phase == "steady" else ({}, {})
 
 
 def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> tuple[Served, Gathered]:
