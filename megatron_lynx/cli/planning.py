@@ -86,7 +86,7 @@ def plan(
         show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
         return
     show(explanation(decision.plan))
-    typer.echo("\n".join(decision.host.lines))
+    typer.echo("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
     if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
     else:
