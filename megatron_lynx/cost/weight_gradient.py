@@ -5,7 +5,8 @@
                                └── total input (gathered, with sequence parallelism)  x  gradient of the output (all rows)
 
 Each of the two is half of the backward's GEMMs: as many FLOPs, and a profile has the seconds of both, measured or not. Nothing
-else holds the operands when the linear's own half is over, so both count whole.
+else holds the operands when the half of the linear is over: both count whole. In FP8 Transformer Engine may keep a tensor by rows
+and by columns, a byte each: as many bytes as in bf16.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
         input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), _output_bytes(profile, section, linear)
     else:
         input_bytes, made_bytes = _argument_bytes(profile, section, linear), message_bytes
-    return WeightGradient(seconds, input_bytes, made_bytes if profile.shape.fp8 is None else made_bytes * FP8_BYTES // BF16_BYTES)
+    by_rows_and_columns = 1 if profile.shape.fp8 is None else BF16_BYTES // FP8_BYTES
+    return WeightGradient(seconds, by_rows_and_columns * input_bytes, made_bytes)
 
 
 def _argument_bytes(profile: Profile, section: Section, linear: str) -> int:

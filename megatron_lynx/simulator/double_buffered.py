@@ -120,7 +120,7 @@ def simulate_without_flushes(
         warmups=tuple(one_f_one_b.warmup(pipeline, stage) for stage in range(pipeline)),
     )
     behind = [{before: step.batch for before, step in pairwise(each) if isinstance(step, Update)} for each in steps]
-    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s).unflushed()
+    return _UnflushedRun(schedule, chunks, (p2p_s, interference), behind, updates, update_s, microbatches).unflushed()
 
 
 class _UnflushedRun(Run):
@@ -134,7 +134,9 @@ class _UnflushedRun(Run):
         behind: Sequence[dict[Action | Update, int]],
         updates: Updates,
         update_s: float,
+        microbatches: int,
     ) -> None:
+        self._microbatches = microbatches
         super().__init__(schedule, [[passes] for passes in chunks], *links)
         self._behind = behind
         self._updates = updates
@@ -145,6 +147,10 @@ class _UnflushedRun(Run):
         """The last message of each stage in each direction."""
         self._made: list[list[Updated]] = [[] for _ in chunks]
         """The updates that each stage has made."""
+
+    def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
+        """The last one of every batch."""
+        return frozenset(each for each in order if each.kind == "B" and (each.micro_batch + 1) % self._microbatches == 0)
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """With deferred updates messages are posted ahead (`double_buffered.exchange`) and never end in a synchronisation."""

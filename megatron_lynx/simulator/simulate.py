@@ -61,7 +61,7 @@ class RunningStage:
     copying: bool = False
     """Whether any of its chunks offloads."""
     last: Container[Action] = ()
-    """The last backward of each chunk."""
+    """The last backward of each chunk in a step."""
     pending: list[Entry] = field(default_factory=list)
     """Weight gradients that are deferred, the oldest first."""
     executed: list[Executed] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Run:
                 _behind(order),
                 _asked_by(order) if _avoids_messages(passes) else {},
                 any(chunk.copy is not None for chunk in passes),
-                _last_backwards(order),
+                self._completing(order),
             )
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
@@ -127,6 +127,10 @@ class Run:
         self._links: dict[tuple[int, str], float] = {}
         self._waiting: dict[Message, list[int]] = {}
         self._ready: deque[int] = deque()
+
+    def _completing(self, order: Sequence[Action]) -> frozenset[Action]:
+        """The backwards of a stage behind which gradients may be read: nothing stays deferred."""
+        return frozenset({action.chunk: action for action in order if action.kind == "B"}.values())
 
     def simulation(self) -> Simulation:
         walks = [self._walk(stage) for stage in self._stages]
@@ -297,10 +301,6 @@ def _behind(order: Sequence[Action]) -> list[Action | None]:
         after = after if action.kind == "R" else action
     behind.reverse()
     return behind
-
-
-def _last_backwards(order: Sequence[Action]) -> frozenset[Action]:
-    return frozenset({action.chunk: action for action in order if action.kind == "B"}.values())
 
 
 def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:
