@@ -123,7 +123,8 @@ def _opponents(census: Census) -> list[Counted]:
     """Stock settings that hold no more than ours, by either count; what holds most repeats least, so those come first."""
     ours = census.of("ours")
     others = [counted for counted in census.counted if counted.candidate not in (NONE, SELECTIVE, FULL)]
-    small = [counted for counted in others if not counted.candidate.ours and counted.holds_no_more_than(ours)]
+    timed = [counted for counted in others if not counted.candidate.ours and not counted.candidate.offloads]
+    small = [counted for counted in timed if counted.holds_no_more_than(ours)]
     return sorted(small, key=lambda counted: counted.most_resident_bytes, reverse=True)
 
 
@@ -135,6 +136,8 @@ def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
             continue
         held = format_bytes(counted.most_resident_bytes)
         reason = "repeats more than the settings of no more bytes that were timed"
+        if counted.candidate.offloads:
+            reason = f"holds {held}; its copies run beside nothing on a CPU, so that its seconds would say nothing"
         if not counted.holds_no_more_than(ours):
             reason = f"holds {held}, ours {format_bytes(ours.most_resident_bytes)}: no opponent"
         yield Skipped(name=counted.candidate.name, reason=reason)
