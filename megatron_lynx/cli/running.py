@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, write_comparison
+from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_named, plan_and_costs, plan_for
 from megatron_lynx.cli.options import AsJson, ClusterOption, JobName, ProfileOption
@@ -28,11 +28,16 @@ def compare(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the reports go.")] = Path(
         "build/compare"
     ),
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings of no more bytes, simulated."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a job under stock Megatron's settings and under a plan, side by side, on this machine.
 
-    A job without flushes is simulated and, on the testbed, trained beside those with flushes.
+    With --simulate nothing runs, and the job's GPUs need not be here. A job without flushes is simulated and, on the
+    testbed, trained beside those with flushes.
     """
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
@@ -44,6 +49,9 @@ def compare(
     make_folder(output)
     if job.schedule == "double_buffered":
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
+        return
+    if simulate:
+        _compare_simulated(job, plan_file, profile_file, output, as_json)
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
@@ -57,6 +65,22 @@ def compare(
     if not comparison.gradients_equal:
         typer.echo("gradients under the plan differ from stock Megatron's", err=True)
         raise typer.Exit(1)
+
+
+def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+    from megatron_lynx.planner import partitioned_as
+    from megatron_lynx.rehearsal import rehearse
+    from megatron_lynx.stock.side_by_side import side_by_side, verdict
+    from megatron_lynx.testbed.schedule_comparison import most_held
+
+    made, costs = plan_and_costs(job, plan_file, profile_file, output)
+    parted, simulation = partitioned_as(job, made), rehearse(made, costs)
+    rows = side_by_side(parted, costs, simulation.step_s, max(most_held(parted, simulation)))
+    if as_json:
+        show_json({"rows": [row.as_json for row in rows]})
+    else:
+        show_simulated(rows)
+        typer.echo(verdict(rows))
 
 
 def _compare_schedules(

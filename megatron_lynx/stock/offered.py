@@ -39,8 +39,9 @@ def families(job: Job, release: str = NEWEST) -> Iterator[Family]:
     for setting in module_sets(job, release):
         shares = _shares(most) if setting.offload and release >= FRACTION_SINCE else ()
         yield (*(_of_part(setting, share) for share in shares), setting)
-        if setting.offload and not setting.recompute:
-            yield tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
+        beside = tuple(StockSetting(method="block", layers=layers, offload=setting.offload) for layers in range(1, most))
+        if beside and setting.offload and not setting.recompute and offered(beside[0], Facts.of(job, release)):
+            yield beside
 
 
 def module_sets(job: Job, release: str = NEWEST, least: int = LEAST_ELEMENTS) -> Iterator[StockSetting]:

@@ -15,6 +15,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.offered import Family, families
 from megatron_lynx.stock.price import Priced, host_problem, least_bytes, priced
+from megatron_lynx.stock.setting import StockSetting
 
 
 def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Priced | None:
@@ -25,11 +26,16 @@ def best_rival(job: Job, profile: Profile, budget_bytes: int, release: str = NEW
 def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST) -> Iterator[Priced]:
     """The fastest of every family, if one fits. Where a cluster's link to the host is not described, nothing is offloaded."""
     for family in families(job, release):
-        if family[-1].offload and not _has_host_link(job, profile):
+        if family[-1].offload and (not _has_host_link(job, profile) or _fits_without(job, family[-1], budget_bytes)):
             continue
         price = _first_that_fits(job, profile, family, budget_bytes)
         if price is not None and host_problem(job, price) is None:
             yield price
+
+
+def _fits_without(job: Job, setting: StockSetting, budget_bytes: int) -> bool:
+    """Whether its recomputed modules are enough by themselves: then offloading gains nothing."""
+    return setting.method is None and least_bytes(job, StockSetting(recompute=setting.recompute)) <= budget_bytes
 
 
 def _has_host_link(job: Job, profile: Profile) -> bool:

@@ -56,7 +56,7 @@ def compare(
     check_plan(job, plan)
     with announce("counting what every setting holds, comparing gradients"):
         censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
-    field = _field(censuses[0])
+    field = field_of(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
     settings = tuple(_setting(counted.candidate.name, censuses, laps) for counted in field)
@@ -66,7 +66,7 @@ def compare(
         device=hosts.device,
         warmups=warmups,
         settings=settings,
-        skipped=(*_left_out(censuses[0], field), *censuses[0].skipped),
+        skipped=(*left_out_of(censuses[0], field), *censuses[0].skipped),
         counter_check=censuses[0].check,
     )
     return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
@@ -112,7 +112,7 @@ def subject_of(job: Job) -> str:
     )
 
 
-def _field(census: Census) -> list[Counted]:
+def field_of(census: Census) -> list[Counted]:
     """The settings that are timed."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
@@ -128,7 +128,7 @@ def _opponents(census: Census) -> list[Counted]:
     return sorted(small, key=lambda counted: counted.most_resident_bytes, reverse=True)
 
 
-def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
+def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
     """The settings that were counted but not timed, and why."""
     ours = census.of("ours")
     for counted in census.counted:

@@ -1,0 +1,71 @@
+"""A plan beside stock Megatron's strongest settings, simulated: a row for each.
+
+none, full                     what everybody knows
+the fastest few that hold no more than the plan does on its fullest device: what to beat
+ours
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.stock.legality import NEWEST
+from megatron_lynx.stock.price import Priced, priced
+from megatron_lynx.stock.rival import rivals
+from megatron_lynx.stock.setting import FULL, NONE
+
+STRONGEST = 5
+"""Rivals that get a row."""
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """One setting: seconds of a step without the optimizer's update."""
+
+    setting: str
+    ours: bool
+    step_s: float
+    ratio_to_none: float
+    device_bytes: int
+    """What the fullest device holds."""
+    host_bytes: int
+    """Page-locked memory of the rank that needs most."""
+    flags: tuple[str, ...]
+    """What stock's launch says for it."""
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "flags": list(self.flags)}
+
+
+def side_by_side(
+    job: Job, profile: Profile, ours_s: float, ours_bytes: int, ours_host_bytes: int = 0, release: str = NEWEST
+) -> list[SimulatedRow]:
+    """`ours_bytes`: on the fullest device under the plan, which is what stock may use. `release`: of megatron-core."""
+    none, full = priced(job, profile, NONE), priced(job, profile, FULL)
+    found = sorted(rivals(job, profile, ours_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
+    others = [price for price in found if price.setting not in (NONE, FULL)]
+    rows = [_row(price, none.step_s) for price in (none, full, *others[:STRONGEST])]
+    ours = SimulatedRow("ours", True, ours_s, ours_s / none.step_s, ours_bytes, ours_host_bytes, ())
+    return [*rows, ours]
+
+
+def _row(price: Priced, none_s: float) -> SimulatedRow:
+    setting = price.setting
+    figures = (price.step_s, price.step_s / none_s, price.most_bytes, price.host_bytes)
+    return SimulatedRow(f"stock {setting.name}", False, *figures, setting.flags)
+
+
+def verdict(rows: list[SimulatedRow]) -> str:
+    """How ours compares with the fastest of stock that holds no more."""
+    ours = next(row for row in rows if row.ours)
+    small = [row for row in rows if not row.ours and row.device_bytes <= ours.device_bytes]
+    best = min(small, key=lambda row: row.step_s, default=None)
+    if best is None:
+        return "No stock setting holds as little as ours."
+    gain = best.step_s / ours.step_s
+    how = f"{gain:.2f} times as fast as" if gain >= 1 else f"slower, by a factor of {1 / gain:.2f}, than"
+    return f"ours is {how} {best.setting}, the fastest stock setting that holds no more ({' '.join(best.flags) or 'no flags'})."
