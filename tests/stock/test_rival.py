@@ -122,15 +122,15 @@ def _with_host_link(job: Job, gb_per_s: float) -> dict:
     return data
 
 
-def test_rows_are_against_the_fastest_that_holds_no_more():
+def test_rows_are_against_the_fastest_that_fits():
     job = job_of()
     profile = analytic_profile(job)
     budget = priced(job, profile, StockSetting(recompute=("mlp",))).most_bytes
-    rows = side_by_side(job, profile, 0.9 * priced(job, profile, NONE).step_s, budget)
+    rows = side_by_side(job, profile, 0.9 * priced(job, profile, NONE).step_s, budget - 1, budget)
     assert [row.setting for row in rows[:2]] == ["stock none", "stock full"]
     assert rows[-1].ours
     assert all(row.device_bytes <= budget for row in rows[2:])
     fastest = min(rows[1:-1], key=lambda row: row.step_s if row.device_bytes <= budget else float("inf"))
-    assert fastest.setting in verdict(rows)
-    assert all(flag in verdict(rows) for flag in fastest.flags)
+    assert fastest.setting in verdict(rows, budget)
+    assert all(flag in verdict(rows, budget) for flag in fastest.flags)
     assert best_rival(job, profile, budget).step_s == fastest.step_s
