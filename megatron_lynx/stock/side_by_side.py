@@ -43,9 +43,9 @@ class SimulatedRow:
 
 
 def allowed_bytes(job: Job, ours_bytes: int) -> int:
-    """What stock may use of a device: what ours may, even where ours needs less; on the testbed, whose memory says nothing, as much
+    """What stock may use of a device: what ours may, even where ours needs less. On the testbed, whose memory says nothing, as much
     as ours holds."""
-    return max(ours_bytes, job.memory_budget_bytes) if job.cluster.device == "cuda" else ours_bytes
+    return job.memory_budget_bytes if job.cluster.device == "cuda" else ours_bytes
 
 
 def side_by_side(
