@@ -43,8 +43,8 @@ class SimulatedRow:
 
 
 def allowed_bytes(job: Job, ours_bytes: int) -> int:
-    """What stock may use of a device: what ours may, even where ours needs less. On the testbed, whose memory says nothing, as much
-    as ours holds."""
+    """What stock may use of a device: what ours may, even where ours needs less. On the testbed, whose memory says nothing, what
+    ours holds."""
     return job.memory_budget_bytes if job.cluster.device == "cuda" else ours_bytes
 
 
