@@ -9,7 +9,10 @@ Nothing runs: seconds are the simulator's, from the figures of catalogued cluste
 given the memory of stock full recomputation and a tenth of what that saves:
 
     full ├───┼───────────────────────────────┤ none        what a device holds
-             └ the budget of the row: stock recomputes 9 layers of 10 (block), ours keeps, hides and replays as it likes
+             └ the budget of the row: stock recomputes, or offloads, as its best setting does, ours keeps, hides and replays
+
+Stock's best is sought among all that releases 0.16 to 0.19 offer (`megatron_lynx.stock`): sets of recomputed modules, blocks of
+whole layers, fine-grained offloading of some layers or all. Its copies slow nothing else down here. Ours offloads nothing.
 
 Userbuffers (--tp-comm-overlap) hide collectives behind the GEMMs they belong to, and leave no windows. What they can gain at most
 is priced by links between a node's GPUs that take no time.
@@ -35,6 +38,8 @@ from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.stock.price import Priced
+from megatron_lynx.stock.rival import rivals
 from megatron_lynx.units import GIB
 from megatron_lynx.yaml_file import read_yaml
 
@@ -83,7 +88,7 @@ SMALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Layers so small that Python may not keep the GPU busy: with host time, each beside the same row without."""
 
 
-SECONDS = ("none_s", "block_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s", "filled_s")
+SECONDS = ("none_s", "block_s", "best_stock_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s", "filled_s")
 """What `--json` says of a row, as it is."""
 
 
@@ -95,9 +100,13 @@ class Row:
     none_s: float
     block_s: float
     """Stock within the budget: full recomputation of so many layers as have to be."""
+    best_stock_s: float
+    best_stock: str
+    """The fastest setting of stock within the budget, by name."""
     hidden_none_s: float
     """Stock none if every collective were hidden."""
-    hidden_block_s: float
+    hidden_best_s: float
+    """Stock's fastest within the budget, if every collective were hidden."""
     ours_s: float
     hidden: float
     """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
@@ -116,9 +125,8 @@ class Row:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """`best_stock_s`: full recomputation of blocks is all that is priced of what stock offers within the budget."""
         seconds = {name: getattr(self, name) for name in SECONDS}
-        return {"what": self.what, **seconds, "best_stock_s": self.block_s}
+        return {"what": self.what, **seconds, "best_stock": self.best_stock}
 
 
 def job_of(change: Mapping[str, Any]) -> Job:
@@ -153,7 +161,6 @@ def rows(always: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def row(what: str, job: Job) -> Row:
-    none_s, block_s = stock_s(job)
     most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
     budget_gib = least + KEPT_BY_STOCK * (most - least)
     allowed = job.model_copy(update={"budget": Budget(memory_gib=budget_gib)})
@@ -166,14 +173,19 @@ def row(what: str, job: Job) -> Row:
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
     ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, hideable_s, sum(early_s for _, early_s in windows))
     filled_s = sum(decision.simulation.filled_s(stage) for stage in range(job.parallel.pipeline))
-    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, share, *ends, filled_s)
+    none_s, block, best = stock_within(job, budget_gib)
+    hidden_none_s, _, hidden_best = stock_within(at_once(job), budget_gib)
+    stock = (none_s, block.step_s, best.step_s, best.setting.name, hidden_none_s, hidden_best.step_s)
+    return Row(what, *stock, ours_s, share, *ends, filled_s)
 
 
-def stock_s(job: Job) -> tuple[float, float]:
-    """Nothing recomputed; and as many layers as the budget of the row asks for."""
+def stock_within(job: Job, budget_gib: float) -> tuple[float, Priced, Priced]:
+    """Seconds of stock none, which does not fit; the block of whole layers that does, and the fastest setting of all that do."""
     profile = analytic_profile(job)
-    none_s, full_s = (pipeline_s(under(job, policy), profile, 0.0) for policy in ("none", "full"))
-    return none_s, none_s + (1 - KEPT_BY_STOCK) * (full_s - none_s)
+    found = list(rivals(job, profile, int(budget_gib * GIB)))
+    blocks = [each for each in found if each.setting.method is not None and not each.setting.offload]
+    block, best = (min(each, key=lambda price: price.step_s) for each in (blocks, found))
+    return pipeline_s(under(job, "none"), profile, 0.0), block, best
 
 
 def under(job: Job, policy: Policy) -> Job:
@@ -213,16 +225,18 @@ def windows_s(decision: Decision, stage: int) -> tuple[float, float]:
 
 def table(rows: Iterable[Row]) -> str:
     """Markdown. Steps are ratios to stock none."""
-    lines = ["| layout | none holds | budget | stock (block) | ours | hidden | filled | gain | userbuffers: none, block |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    lines = [
+        "| layout | none holds | budget | block | best stock: which | ours | hidden | filled | gain | userbuffers: none, best |"
+    ]
+    lines.append("|---|--:|--:|--:|---|--:|--:|--:|--:|--:|")
     for each in rows:
-        block, ours, bare, hidden_block = (
-            f"{seconds / each.none_s:.2f}" for seconds in (each.block_s, each.ours_s, each.hidden_none_s, each.hidden_block_s)
-        )
-        gain = f"{each.block_s / each.ours_s - 1:.0%}"
-        hidden, filled = f"{each.hidden:.0%}", f"{each.filled_s / each.none_s:.2f}"
+        steps = (each.block_s, each.best_stock_s, each.ours_s, each.hidden_none_s, each.hidden_best_s, each.filled_s)
+        block, best, ours, bare, hidden_best, filled = (f"{seconds / each.none_s:.2f}" for seconds in steps)
+        which = f"{best}: {each.best_stock}"
+        gain = f"{each.best_stock_s / each.ours_s - 1:.0%}"
         sizes = [f"{size:.0f} GiB" for size in (each.none_gib, each.budget_gib)]
-        lines.append(f"| {' | '.join([each.what, *sizes, block, ours, hidden, filled, gain, f'{bare}, {hidden_block}'])} |")
+        figures = [each.what, *sizes, block, which, ours, f"{each.hidden:.0%}", filled, gain, f"{bare}, {hidden_best}"]
+        lines.append(f"| {' | '.join(figures)} |")
     return "\n".join(lines)
 
 

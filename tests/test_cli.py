@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_lynx.cli import app
-from megatron_lynx.config import Job
+from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
@@ -230,3 +231,20 @@ def test_an_answer_that_cannot_be_written_is_an_error_without_a_traceback(form: 
         done = run_cli("explain", plan, *form, stdout=full)
     assert done.returncode == 2
     assert done.stderr == "standard output cannot be written: no space left on device\n"
+
+
+def test_compare_simulates_stocks_strongest_settings_beside_a_plan(tmp_path: Path) -> None:
+    """The GPUs need not be here: nothing runs."""
+    result = lynx("compare", "jobs/llama-65b-h800-80g", "--simulate", "-o", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["setting"] for row in rows[:2]] == ["stock none", "stock full"]
+    *others, ours = rows
+    assert (ours["setting"], ours["ours"]) == ("ours", True)
+    rivals = others[2:]
+    assert rivals
+    may_use = load_job("jobs/llama-65b-h800-80g").memory_budget_bytes
+    assert all(row["device_bytes"] <= may_use for row in rivals)
+    assert all(row["flags"] for row in rivals)
+    assert all(one["step_s"] <= other["step_s"] for one, other in pairwise(rivals))
+    assert ours["step_s"] < rivals[0]["step_s"]

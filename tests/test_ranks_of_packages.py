@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lynx"
 
 FOUNDATION = {"anatomy", "errors", "fp8_recipes", "units", "nest", "validation", "whole_file", "yaml_file", "version"}
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": {"schedule.groups"},
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "launch_arguments": {"config"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
+    "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),

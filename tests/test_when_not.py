@@ -25,10 +25,12 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     by_name = {row.what: row for row in priced}
     bare = by_name["t=1, p=1: no collective, no message"]
     assert bare.hidden == 0
-    assert all(bare.block_s / bare.ours_s <= row.block_s / row.ours_s for row in by_name.values())
+    assert all(row.ours_s < row.best_stock_s < row.block_s for row in by_name.values())
+    assert all(bare.best_stock_s / bare.ours_s <= row.best_stock_s / row.ours_s for row in by_name.values())
+    assert all("mlp" in row.best_stock and "offload" in row.best_stock for row in by_name.values())
     assert by_name["t=8, p=1"].hidden < 0.25 < 0.95 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
     assert by_name["t=8, p=1"].hidden_s > 0.85 * by_name["t=8, p=1"].hideable_s
     assert all(row.hidden_s <= row.hideable_s * (1 + 1e-9) for row in by_name.values())
-    assert by_name["H800, t=8, p=1"].hidden_block_s < by_name["H800, t=8, p=1"].ours_s
+    assert by_name["H800, t=8, p=1"].hidden_best_s < by_name["H800, t=8, p=1"].ours_s
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
-    assert reference.ours_s < reference.hidden_block_s
+    assert reference.hidden_best_s < reference.ours_s < reference.best_stock_s

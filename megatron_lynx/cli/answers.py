@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
+    from megatron_lynx.stock.side_by_side import SimulatedRow
     from megatron_lynx.testbed.comparison import Comparison
     from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
@@ -146,6 +147,22 @@ def show_schedules(rows: list[ScheduleRow]) -> None:
     show(table)
     if any(row.without_flushes for row in rows):
         typer.echo("a batch without flushes teaches something else than one with: compare losses, not only seconds")
+
+
+def show_simulated(rows: list[SimulatedRow]) -> None:
+    """A table of a plan and of stock's settings, simulated, with the flags of each."""
+    from rich.table import Table
+
+    from megatron_lynx.units import format_bytes, format_seconds
+
+    table = Table(header_style="bold", title="one step, without its update, simulated", title_justify="left")
+    for column in ("setting", "step", "ratio to none", "fullest device", "on the host"):
+        table.add_column(column, justify="left" if column == "setting" else "right", overflow="fold")
+    for row in rows:
+        host = format_bytes(row.host_bytes) if row.host_bytes else "-"
+        figures = (format_seconds(row.step_s), f"{row.ratio_to_none:.3f}", format_bytes(row.device_bytes), host)
+        table.add_row(row.setting, *figures, style="bold" if row.ours else "")
+    show(table)
 
 
 def show_held(held: list[Held], summary: str) -> None:

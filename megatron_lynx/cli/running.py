@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, write_comparison
+from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_named, plan_and_costs, plan_for
-from megatron_lynx.cli.options import AsJson, ClusterOption, JobName, ProfileOption
+from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
+from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, ProfileOption
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
+from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def compare(
-    job_file: JobName,
+    asked: JobOrLaunch,
     plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
     profile_file: ProfileOption = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
@@ -28,11 +29,17 @@ def compare(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the reports go.")] = Path(
         "build/compare"
     ),
+    cluster: ClusterOption = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings that fit, simulated."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a job under stock Megatron's settings and under a plan, side by side, on this machine.
 
-    A job without flushes is simulated and, on the testbed, trained beside those with flushes.
+    With --simulate nothing runs, and the GPUs of the job, or of the launch, need not be here. A job without flushes is simulated
+    and, on the testbed, trained beside those with flushes.
     """
     from megatron_lynx.compare.report import print_report
     from megatron_lynx.compare.table import as_json as rows_as_json
@@ -40,10 +47,16 @@ def compare(
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
-    job = job_named(job_file)
+    job, _ = job_or_launch(asked, cluster, None, planning=True, quiet=as_json)
+    if cluster is not None and not simulate:
+        problem = Problem("--cluster", cluster, "--simulate beside it", "nothing of a launch is trained here")
+        raise ConfigError("a launch is compared by simulating it", [problem])
     make_folder(output)
     if job.schedule == "double_buffered":
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
+        return
+    if simulate:
+        _compare_simulated(job, plan_file, profile_file, output, as_json)
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
@@ -57,6 +70,24 @@ def compare(
     if not comparison.gradients_equal:
         typer.echo("gradients under the plan differ from stock Megatron's", err=True)
         raise typer.Exit(1)
+
+
+def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+    from megatron_lynx.planner import partitioned_as
+    from megatron_lynx.rehearsal import rehearse
+    from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
+    from megatron_lynx.testbed.schedule_comparison import most_held
+
+    made, costs = plan_and_costs(job, plan_file, profile_file, output)
+    parted, simulation = partitioned_as(job, made), rehearse(made, costs)
+    ours_bytes = max(most_held(parted, simulation))
+    budget_bytes = allowed_bytes(parted, ours_bytes)
+    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes)
+    if as_json:
+        show_json({"rows": [row.as_json for row in rows]})
+    else:
+        show_simulated(rows)
+        typer.echo(verdict(rows, budget_bytes))
 
 
 def _compare_schedules(

@@ -56,7 +56,18 @@ def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
         return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
     let_go = [tensor for tensor in tensors if policy == "selective" and (tensor.made_by, *tensor.saved_by) == CORE_ALONE]
-    return sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
+    given_bytes = core_arguments_bytes(shape) if let_go else 0
+    return given_bytes + sum(tensor.bytes for tensor in tensors if tensor.saved_by and tensor not in let_go)
+
+
+def core_arguments_bytes(shape: LayerShape) -> int:
+    """What a checkpoint of the core attention is given, and nobody else keeps. Inside it, eager kernels repeat grouped keys and
+    values for every head, so it holds them as they were: keys, and the projection's whole block, of which values are a part."""
+    model = shape.model
+    if not shape.eager or model.kv_groups == model.heads:
+        return 0
+    changed = model.position == "rope" or model.qk_norm
+    return shape.tokens * model.element_bytes * (shape.qkv_width + (shape.key_width if changed else 0))
 
 
 def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:

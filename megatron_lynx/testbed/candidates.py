@@ -2,7 +2,7 @@
 
 none                                     what ratios refer to
 selective, full                          stock's two usual answers
-modules {...}, block N                   opponents: the fastest stock setting of no more bytes than ours may be one of them
+modules {...}, offload {...}, block N    opponents: the fastest stock setting of no more bytes than ours may be one of them
 ours, on demand                          the plan without its windows: what replaying costs if nothing hides it
 ours                                     the plan
 """
@@ -18,8 +18,17 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Gather, Plan, Rule, Windows
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock import FULL as STOCK_FULL
+from megatron_lynx.stock import NONE as STOCK_NONE
+from megatron_lynx.stock import SELECTIVE as STOCK_SELECTIVE
+from megatron_lynx.stock import StockSetting
+from megatron_lynx.stock.legality import Facts, fails, not_launched
+from megatron_lynx.stock.offered import module_sets as offered_sets
+from megatron_lynx.stock.recompute import RECOMPUTED
+from megatron_lynx.stock.setting import block
 
-MODULES = ("core_attn", "layernorm", "mlp")
+MODULES = tuple(module.name for module in RECOMPUTED if module.sections)
 """Stock's `recompute_modules` of a dense layer; the others belong to mixtures of experts and to latent attention."""
 
 
@@ -32,15 +41,21 @@ class Candidate:
     plan: Plan | None = None
     known_to_fail: str | None = None
     """The reason for which it must not even be tried, if there is one."""
+    offloads: bool = False
+    """Whether stock Megatron's own offloading is on. On a CPU its copies run where they are asked for, beside nothing: they are
+    counted, and their seconds would say nothing."""
 
     @property
     def ours(self) -> bool:
         return self.plan is not None
 
 
-NONE = Candidate("stock none")
-SELECTIVE = Candidate("stock selective", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]})
-FULL = Candidate("stock full", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+def stock(setting: StockSetting, known_to_fail: str | None = None) -> Candidate:
+    """One of stock's."""
+    return Candidate(f"stock {setting.name}", setting.fields, known_to_fail=known_to_fail, offloads=bool(setting.offload))
+
+
+NONE, SELECTIVE, FULL = stock(STOCK_NONE), stock(STOCK_SELECTIVE), stock(STOCK_FULL)
 
 
 def ours(plan: Plan) -> tuple[Candidate, Candidate]:
@@ -49,19 +64,35 @@ def ours(plan: Plan) -> tuple[Candidate, Candidate]:
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
-    """Every other set of `recompute_modules`."""
+    """Every other set of `recompute_modules`, whether it runs or not."""
+    facts = Facts.of(job)
     for count in range(1, len(MODULES) + 1):
         for modules in combinations(MODULES, count):
-            fields = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-            if fields != SELECTIVE.fields:
-                yield Candidate(f"stock {' + '.join(modules)}", fields, known_to_fail=_known_to_fail(job, modules))
+            setting = StockSetting(recompute=modules)
+            if setting != STOCK_SELECTIVE:
+                yield stock(setting, fails(setting, facts))
+
+
+def offload_sets(job: Job) -> Iterator[Candidate]:
+    """Every set of `offload_modules` that differs from the others, alone and with `recompute_modules`. Tensors are as small here
+    as their model, so Megatron is told to offload smaller ones, too."""
+    least = max(1, LayerShape.of(job).input_bytes // job.model.element_bytes // 4)
+    for setting in offered_sets(job, least=least):
+        if setting.offload:
+            candidate = stock(setting)
+            candidate.fields["min_offloaded_tensor_size"] = least
+            yield candidate
+
+
+def no_offloading(job: Job) -> str | None:
+    """Why stock Megatron offloads nothing of this job; None where it does."""
+    return not_launched(StockSetting(offload=("core_attn",)), Facts.of(job))
 
 
 def blocks(job: Job) -> Iterator[Candidate]:
     """Full recomputation of the first N layers of each stage, from almost all layers down: each holds more than the last."""
     for recomputed in range(len(job.layers_of(0)) - 1, 0, -1):
-        fields = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": recomputed}
-        yield Candidate(f"stock block {recomputed}", fields)
+        yield stock(block(recomputed))
 
 
 def without_windows(plan: Plan) -> Plan:
@@ -80,10 +111,3 @@ def _on_demand(rule: Rule) -> Rule:
         if getattr(rule.gather, half) is not None and DENSE[half].column_parallel in rule.replay
     }
     return rule.model_copy(update={"windows": Windows(), "gather": Gather.model_validate(gathers)})
-
-
-def _known_to_fail(job: Job, modules: tuple[str, ...]) -> str | None:
-    """Why stock cannot run these modules (seen with megatron-core 0.16.1). Trying would take the machine down with it."""
-    if "mlp" in modules and job.model.bias:
-        return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
-    return None

@@ -3,7 +3,8 @@
     none ── one step ──> losses and gradients that all others must equal in every bit
     each candidate ── one step: gradients, counts of replays; it warms up as well
                    └─ one step: bytes
-    opponents ── module sets, all that run; block N from almost all layers down, until one holds more than ours
+    opponents ── module sets, all that run, and with Transformer Engine's layers sets of offloaded modules; block N from almost
+                 all layers down, until one holds more than ours
 
 Whether a module set runs at all is tried by each rank for itself, before: a stage that fails would leave the next one waiting.
 
@@ -23,7 +24,17 @@ from megatron_lynx.measure.measurement import CounterCheck, Skipped
 from megatron_lynx.measure.memory import MemoryUse
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.counts import Counts
-from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE, Candidate, blocks, module_sets, ours
+from megatron_lynx.testbed.candidates import (
+    FULL,
+    NONE,
+    SELECTIVE,
+    Candidate,
+    blocks,
+    module_sets,
+    no_offloading,
+    offload_sets,
+    ours,
+)
 from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
 
 Bits = dict[str, torch.Tensor]
@@ -76,6 +87,7 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
         census.counted.append(_count(Subject(job, candidate, none), reference))
     if module_sets_too:
         _count_module_sets(census, job, none, reference)
+        _count_offload_sets(census, job, none, reference)
     _count_blocks(census, job, none, reference)
     census.check = _check_of(none)
     return census
@@ -99,6 +111,16 @@ def _count_module_sets(census: Census, job: Job, none: Subject, reference: Bits)
     for candidate in module_sets(job):
         if candidate.name not in failing:
             census.counted.append(_count(Subject(job, candidate, none), reference))
+
+
+def _count_offload_sets(census: Census, job: Job, none: Subject, reference: Bits) -> None:
+    """Count what stock offloads, after one step more: in its first one it only learns what there is."""
+    for candidate in offload_sets(job):
+        subject = Subject(job, candidate, none)
+        subject.repeatable_step()
+        census.counted.append(_count(subject, reference))
+    if reason := no_offloading(job):
+        census.skipped.append(Skipped(name="stock offload", reason=reason))
 
 
 def _count_blocks(census: Census, job: Job, none: Subject, reference: Bits) -> None:

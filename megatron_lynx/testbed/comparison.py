@@ -56,7 +56,7 @@ def compare(
     check_plan(job, plan)
     with announce("counting what every setting holds, comparing gradients"):
         censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
-    field = _field(censuses[0])
+    field = field_of(censuses[0])
     with announce(f"timing {len(field)} settings, {warmups + rounds} rounds"):
         laps = hosts.run(race, job, [counted.candidate for counted in field], rounds, warmups)
     settings = tuple(_setting(counted.candidate.name, censuses, laps) for counted in field)
@@ -66,7 +66,7 @@ def compare(
         device=hosts.device,
         warmups=warmups,
         settings=settings,
-        skipped=(*_left_out(censuses[0], field), *censuses[0].skipped),
+        skipped=(*left_out_of(censuses[0], field), *censuses[0].skipped),
         counter_check=censuses[0].check,
     )
     return Comparison(measurement, timeline_of({rank: lap["ours"].events for rank, lap in enumerate(laps)}))
@@ -112,7 +112,7 @@ def subject_of(job: Job) -> str:
     )
 
 
-def _field(census: Census) -> list[Counted]:
+def field_of(census: Census) -> list[Counted]:
     """The settings that are timed."""
     ours = [counted for counted in census.counted if counted.candidate.ours]
     always = [census.of(candidate.name) for candidate in (NONE, SELECTIVE, FULL)]
@@ -123,11 +123,12 @@ def _opponents(census: Census) -> list[Counted]:
     """Stock settings that hold no more than ours, by either count; what holds most repeats least, so those come first."""
     ours = census.of("ours")
     others = [counted for counted in census.counted if counted.candidate not in (NONE, SELECTIVE, FULL)]
-    small = [counted for counted in others if not counted.candidate.ours and counted.holds_no_more_than(ours)]
+    timed = [counted for counted in others if not counted.candidate.ours and not counted.candidate.offloads]
+    small = [counted for counted in timed if counted.holds_no_more_than(ours)]
     return sorted(small, key=lambda counted: counted.most_resident_bytes, reverse=True)
 
 
-def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
+def left_out_of(census: Census, field: list[Counted]) -> Iterator[Skipped]:
     """The settings that were counted but not timed, and why."""
     ours = census.of("ours")
     for counted in census.counted:
@@ -135,6 +136,8 @@ def _left_out(census: Census, field: list[Counted]) -> Iterator[Skipped]:
             continue
         held = format_bytes(counted.most_resident_bytes)
         reason = "repeats more than the settings of no more bytes that were timed"
+        if counted.candidate.offloads:
+            reason = f"holds {held}; its copies run beside nothing on a CPU, so that its seconds would say nothing"
         if not counted.holds_no_more_than(ours):
             reason = f"holds {held}, ours {format_bytes(ours.most_resident_bytes)}: no opponent"
         yield Skipped(name=counted.candidate.name, reason=reason)

@@ -7,7 +7,7 @@ What megatron.core asks, and who answers while the stand-in is active:
     torch.zeros(..., device="cuda"), .to, .cuda()    the same call with device="cpu"
     torch.cuda.get/set_rng_state, manual_seed,       the CPU's default generator: dropout on CPU tensors draws from it, so
       default_generators, _lazy_call                 Megatron's tracker forks and restores the numbers that are really used
-    streams, events, empty_cache                     torch.cpu's empty versions
+    streams, events, empty_cache                     torch.cpu's empty versions; ranges for a profiler (`nvtx`) are ignored
     torch.cuda.synchronize()                         `posted`: it waits for copies and for all that this rank has posted
     all-to-all with its sizes in tensors             the same with numbers: from a GPU Megatron would have fetched them as such
     Tensor.type()                                    "torch.cuda.FloatTensor", which gradient clipping and optimizers insist on
@@ -92,6 +92,9 @@ def answer_device_calls(undo: ExitStack) -> None:
     }
     for name, answer in answers.items():
         replace(undo, torch.cuda, name, answer)
+    for name in ("range_push", "range_pop"):
+        replace(undo, torch.cuda.nvtx, name, ignore)
+    replace(undo, torch.Tensor, "record_stream", ignore)
 
 
 def answer_synchronize(undo: ExitStack) -> None:
@@ -144,15 +147,16 @@ def answer_exchanges(undo: ExitStack) -> None:
 
 
 def with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with the CPU in place of CUDA (as `device=`, or as the first argument of `Tensor.to`)."""
+    """The same function with the CPU in place of CUDA (as `device=`, or as the first argument of `Tensor.to`), and with plain
+    memory where page-locked memory is asked for."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and (is_cuda(kwargs["device"]) or isinstance(kwargs["device"], int)):
             kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
         elif len(args) > 1 and is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
     return on_cpu

@@ -127,10 +127,10 @@ def _of_policy(job: Job, profile: Profile, policy: Policy, way: Way) -> _Predict
 def _of_plan(job: Job, profile: Profile, way: Way) -> _Predicted:
     assert way.plan is not None
     simulation = rehearse(way.plan, profile)
-    return _Predicted(way, simulation.step_s, update_s(job, profile), max(_most_held(job, simulation)))
+    return _Predicted(way, simulation.step_s, update_s(job, profile), max(most_held(job, simulation)))
 
 
-def _most_held(job: Job, simulation: Simulation) -> Iterator[int]:
+def most_held(job: Job, simulation: Simulation) -> Iterator[int]:
     """By stage, with all that the layers hold at their fullest taken to be there whenever micro-batches run."""
     for stage in range(job.parallel.pipeline):
         yield replace(beside_layers(job, stage), activations=simulation.memory(stage).peak_bytes).fullest.total

@@ -6,8 +6,8 @@ many of them need no more memory than one. No optimizer runs: every step starts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,12 @@ class Subject:
         from megatron_lynx.testbed.training import Training
 
         chunks = None if weights_of is None else weights_of.training.chunks
+        self._quietly: Callable[[], AbstractContextManager[None]] = nullcontext
+        if candidate.offloads:
+            from megatron_lynx.testbed.stock_offload import forget_offloaded, without_its_table
+
+            forget_offloaded()
+            self._quietly = without_its_table
         # Weights are drawn, or shared, once the model stands: Megatron need not draw its own.
         model = build_model(job, weights_of=chunks, perform_initialization=False, **candidate.fields)
         self.job = job
@@ -57,7 +63,8 @@ class Subject:
 
     def step(self) -> list[torch.Tensor]:
         """Forward, backward and reductions of one step; its losses."""
-        return self.training.step(self.batches)
+        with self._quietly():
+            return self.training.step(self.batches)
 
     def uncleared_step(self, forward_step: ForwardStep | None = None) -> None:
         """Forward and backward only; gradients are added to those that are there, so none is allocated or freed."""

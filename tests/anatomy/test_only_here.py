@@ -15,11 +15,18 @@ import pytest
 from megatron_lynx.anatomy import HALVES, ITEMS
 from tests.test_ranks_of_packages import PACKAGE
 
-TABLES = ("anatomy/", "apply/releases", "apply/transformer_engine/", "double_buffered/releases.py")
+TABLES = (
+    "anatomy/",
+    "apply/releases",
+    "apply/transformer_engine/",
+    "double_buffered/releases.py",
+    "stock/recompute.py",
+    "stock/offload.py",
+)
 """What Megatron and Transformer Engine call their things, release by release, and the anatomy itself."""
 
 EXCEPTIONS = {
-    ("testbed/candidates.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",
+    ("stock/legality.py", "'mlp'"): "one of Megatron's `recompute_modules`, which are not our sections",
     ("testbed/tiny_jobs.py", "'attention'"): "a key of a job: which attention kernel",
     ("testbed/tiny_jobs.py", "'activation'"): "a key of a job: GELU or SwiGLU",
 }

@@ -78,6 +78,7 @@ def test_what_was_not_timed_says_why(comparison: Comparison) -> None:
     considered = timed | reasons.keys()
     assert {candidate.name for candidate in module_sets(JOB)} <= considered
     assert "stock block 3" in considered
+    assert "Transformer Engine" in reasons["stock offload"]
 
 
 def test_the_counter_was_checked(comparison: Comparison) -> None:

@@ -1,0 +1,125 @@
+"""Which settings stock Megatron accepts, release by release, and which it accepts although they cannot train.
+
+refused       by TransformerConfig's own validation: the tests run it, of every release
+not launched  by `validate_args`: offloading is for Transformer Engine's layers alone
+fails         accepted, and it ends in an error; seen on CPU ranks, with the releases named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.stock.offload import OFFLOADED
+from megatron_lynx.stock.recompute import RECOMPUTED, Fact, recompute_module
+from megatron_lynx.stock.setting import WHOLE, StockSetting
+
+RELEASES = ("0.15", "0.16", "0.17", "0.18", "0.19")
+NEWEST = RELEASES[-1]
+
+FRACTION_SINCE = "0.19"
+"""The release that brought `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""
+
+NOT_IN_DELAYED_FP8 = ("moe_act", "layernorm")
+"""Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s own FP8 context."""
+
+IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
+"""Offloaded from inside `moe`."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What legality depends on, beside the setting."""
+
+    release: str = NEWEST
+    has: frozenset[Fact] = field(default_factory=frozenset)
+    fp8_recipe: str | None = None
+    shared_overlap: bool = False
+    """Whether shared experts run beside the dispatch (`--moe-shared-expert-overlap`)."""
+    op_fuser: bool = False
+    """Whether Transformer Engine's operations are fused (`--use-transformer-engine-op-fuser`)."""
+    transformer_engine: bool = True
+    """Whether layers are Transformer Engine's."""
+    bias: bool = False
+    pipeline: int = 1
+
+    @classmethod
+    def of(cls, job: Job, release: str = NEWEST) -> Facts:
+        """A job's. Transformer Engine's experts are taken to have grouped GEMMs, which all published recipes switch on."""
+        model, has = job.model, set[Fact]()
+        if model.experts is not None:
+            has.add("experts")
+            has |= {"grouped_gemm"} if model.uses_te else set()
+            has |= {"shared_experts"} if model.experts.shared_ffn else set()
+        return cls(
+            release,
+            frozenset(has),
+            model.fp8_recipe,
+            transformer_engine=model.uses_te,
+            bias=model.bias,
+            pipeline=job.parallel.pipeline,
+        )
+
+
+def refused(setting: StockSetting, facts: Facts) -> list[str]:
+    """Every reason for which TransformerConfig does not accept the setting; none where it does."""
+    return [*_recompute_refused(setting, facts), *_offload_refused(setting, facts)]
+
+
+def _recompute_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
+    if setting.method is not None and setting.recompute:
+        yield "whole layers and single modules are not recomputed together"
+    if setting.method is not None and setting.layers is None:
+        yield f"{setting.method} needs a number of layers"
+    known = {module.name for module in RECOMPUTED if module.since <= facts.release}
+    if unknown := [name for name in setting.recompute if name not in known]:
+        yield f"{facts.release} does not recompute {', '.join(unknown)}"
+    for module in (recompute_module(name) for name in setting.recompute if name in known):
+        if module.needs is not None and module.needs not in facts.has:
+            yield f"{module.name} needs a model with {module.needs}"
+        if module.name == "shared_experts" and facts.shared_overlap and "shared_experts" in facts.has:
+            yield "shared experts that run beside the dispatch are not recomputed"
+        if module.name in NOT_IN_DELAYED_FP8 and facts.fp8_recipe == "delayed":
+            yield f"{module.name} is not recomputed with delayed scaling"
+
+
+def _offload_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
+    if not setting.offload:
+        return
+    known = {module.name for module in OFFLOADED if module.since <= facts.release}
+    if unknown := [name for name in setting.offload if name not in known]:
+        yield f"{facts.release} does not offload {', '.join(unknown)}"
+    if "attn_proj" in setting.offload and "core_attn" not in setting.offload:
+        yield "attn_proj is offloaded with core_attn alone"
+    if setting.fraction != WHOLE and (facts.release < FRACTION_SINCE or not 0 <= setting.fraction <= 1):
+        yield f"a part ({setting.fraction:g}) is offloaded from {FRACTION_SINCE} on, between 0 and 1"
+    inside = [name for name in setting.offload if name in IN_EXPERTS]
+    if facts.release >= FRACTION_SINCE and inside and "moe" in setting.recompute:
+        yield f"{', '.join(inside)} is inside the moe that is recomputed"
+    if "fused_group_mlp" in setting.offload and "fused_group_mlp" in known:
+        if not facts.op_fuser:
+            yield "fused_group_mlp needs fused operations of Transformer Engine"
+        if len(inside) > 1:
+            yield "fused_group_mlp is offloaded without expert_fc1 and moe_act"
+
+
+def not_launched(setting: StockSetting, facts: Facts) -> str | None:
+    """Why a launch with this setting ends before it trains, although its configuration is accepted."""
+    if setting.offload and not facts.transformer_engine:
+        return "stock Megatron offloads from Transformer Engine's layers alone"
+    return None
+
+
+def fails(setting: StockSetting, facts: Facts) -> str | None:
+    """Why stock Megatron cannot train with a setting that it accepts. Trying some of these would take the machine down."""
+    if "mlp" in setting.recompute and facts.bias:
+        return "stock Megatron recomputes an MLP with linear biases without end, until memory is gone"
+    if setting.offload and setting.method is not None and facts.pipeline > 1:
+        return "stock Megatron loses its place among offloaded chunks when whole layers are recomputed (Chunk mismatch)"
+    return None
+
+
+def offered(setting: StockSetting, facts: Facts) -> bool:
+    """Whether somebody can train with it."""
+    return not refused(setting, facts) and not_launched(setting, facts) is None and fails(setting, facts) is None

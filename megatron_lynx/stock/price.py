@@ -1,0 +1,81 @@
+"""A stock setting priced: what every stage holds, as the maximum over moments, and the simulated step.
+
+Seconds are of forwards and backwards, without gradients' reductions and the optimizer's update, which no setting changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.interleaved import interleaved
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.search.simulated import in_steady_state
+from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.stock.stage import StockStage
+from megatron_lynx.units import GIB
+
+WALKED_GROUPS = 4
+"""Copies are walked through so many times as many micro-batches as there are stages: by then each phase looks as it stays."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a setting costs a job."""
+
+    setting: StockSetting
+    stages: tuple[StageMemory, ...]
+    step_s: float
+    host_bytes: int = 0
+    """Page-locked memory of the rank that needs most."""
+
+    @property
+    def most_bytes(self) -> int:
+        """What the fullest device holds."""
+        return max(stage.total for stage in self.stages)
+
+
+def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
+    """The setting's price. `profile`: of the job's layers, as `analytic_profile` or a measurement makes it."""
+    pipeline = job.parallel.pipeline
+    stages = [StockStage(job, setting, stage) for stage in range(pipeline)]
+    walked = schedule_of(job, min(job.microbatches, WALKED_GROUPS * job.microbatch_group))
+    copies = [stage.copies(profile, walked) for stage in stages]
+    chunks = [stage.passes(profile, own) for stage, own in zip(stages, copies, strict=True)]
+    message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
+
+    def step_s(microbatches: int) -> float:
+        return simulate(schedule_of(job, microbatches), chunks, message_s).step_s
+
+    return Priced(
+        setting,
+        tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
+        in_steady_state(step_s, job.microbatches, pipeline),
+        max(stage.host_bytes for stage in stages),
+    )
+
+
+def schedule_of(job: Job, microbatches: int) -> Schedule:
+    """Megatron's schedule with flushes, of so many micro-batches."""
+    if job.chunks > 1:
+        return interleaved(job.parallel.pipeline, microbatches, job.chunks, job.microbatch_group)
+    return one_f_one_b(job.parallel.pipeline, microbatches)
+
+
+def least_bytes(job: Job, setting: StockSetting) -> int:
+    """What the fullest device holds at least: copies take no time."""
+    return max(memory.total for memory in of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory()))
+
+
+def host_problem(job: Job, price: Priced) -> str | None:
+    """Why a node's host memory does not hold what is offloaded; None where it does."""
+    node, needed = job.cluster.node, job.host_sharers * price.host_bytes
+    if node is None or needed <= node.host_memory_gib * GIB:
+        return None
+    return f"needs {needed / GIB:.0f} GiB of a node's {node.host_memory_gib:g} GiB of host memory"

@@ -1,0 +1,55 @@
+"""Megatron's `--recompute-modules`, as data: what each runs again, and what is let go for it.
+
+    checkpoint         the module keeps its arguments alone; its inside is made again when its backward begins
+    output discarded   (`CheckpointWithoutOutput`) its output is freed as well, although the next module reads it in backward; it
+                       is made again when the gradient of what lies behind that module is there
+
+Read in `transformer_config.py`, `transformer_layer.py`, `attention.py` and `moe/` of megatron-core 0.16.1 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lynx.anatomy import ATTENTION, MLP, Role, Section
+
+Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
+"""What a model must have for a module to do something, or to be legal at all."""
+
+
+@dataclass(frozen=True)
+class RecomputeModule:
+    """One word of `--recompute-modules`."""
+
+    name: str
+    sections: tuple[Section, ...] = ()
+    """The sections of a dense layer of which it runs a part again."""
+    roles: tuple[Role, ...] = ()
+    """Which items of these."""
+    discards_output: bool = False
+    expert_parts: tuple[str, ...] = ()
+    """What it lets go in the half of a layer with experts (`profiler.expert_tensors.saved_parts`)."""
+    needs: Fact | None = None
+    """Without it, Megatron refuses the word."""
+    since: str = "0.15"
+
+
+RECOMPUTED = (
+    RecomputeModule("core_attn", (ATTENTION,), ("core",)),
+    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, expert_parts=("norm",)),
+    RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
+    RecomputeModule("moe", expert_parts=("router", "experts", "shared")),
+    RecomputeModule("moe_act", discards_output=True, expert_parts=("behind fc1",), needs="grouped_gemm"),
+    RecomputeModule("shared_experts", expert_parts=("shared",)),
+    RecomputeModule("mla_up_proj", discards_output=True, needs="latent"),
+    RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
+)
+
+INSIDE_EXPERTS = ("moe_act", "shared_experts")
+"""Modules that `moe` runs again anyway."""
+
+
+def recompute_module(name: str) -> RecomputeModule:
+    """Raises `KeyError` for a word that no release knows."""
+    return {module.name: module for module in RECOMPUTED}[name]

@@ -1,0 +1,77 @@
+"""One setting of stock Megatron against activation memory.
+
+recompute    modules whose inside is made again in backward       --recompute-granularity selective --recompute-modules ...
+method       whole layers: `uniform`, every one; `block`, the first `layers` of every chunk   --recompute-granularity full
+offload      modules whose saved tensors wait in host memory      --fine-grained-activation-offloading --offload-modules ...
+fraction     the share of these that really goes (0.19 and later): the first layers of every chunk
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Method = Literal["uniform", "block"]
+
+WHOLE = 1.0
+
+
+@dataclass(frozen=True)
+class StockSetting:
+    """Modules are in Megatron's words, in the order in which `recompute` and `offload` list them."""
+
+    recompute: tuple[str, ...] = ()
+    method: Method | None = None
+    layers: int | None = None
+    """With `uniform` the layers of one checkpoint; with `block` those that are recomputed, of every chunk."""
+    offload: tuple[str, ...] = ()
+    fraction: float = WHOLE
+
+    @property
+    def name(self) -> str:
+        """As tables show it, without the word stock."""
+        return ", ".join(part for part in (self._recomputation, self._offloading) if part) or "none"
+
+    @property
+    def _recomputation(self) -> str:
+        if self.method is not None:
+            return "full" if self == FULL else f"{self.method} {self.layers}"
+        return "selective" if self.recompute == SELECTIVE.recompute else " + ".join(self.recompute)
+
+    @property
+    def _offloading(self) -> str:
+        share = "" if self.fraction == WHOLE else f" ({self.fraction:.2f} of the layers)"
+        return f"offload {' + '.join(self.offload)}{share}" if self.offload else ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig."""
+        fields: dict[str, Any] = {}
+        if self.method is not None:
+            fields = {"recompute_granularity": "full", "recompute_method": self.method, "recompute_num_layers": self.layers}
+        elif self.recompute:
+            fields = {"recompute_granularity": "selective", "recompute_modules": list(self.recompute)}
+        if self.offload:
+            fields |= {"fine_grained_activation_offloading": True, "offload_modules": list(self.offload)}
+        if self.fraction != WHOLE:
+            fields["activation_offload_fraction"] = self.fraction
+        return fields
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a launch says."""
+        words = []
+        for name, value in self.fields.items():
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words.append(" ".join(["--" + name.replace("_", "-"), *map(str, values)]))
+        return tuple(words)
+
+
+NONE = StockSetting()
+SELECTIVE = StockSetting(recompute=("core_attn",))
+FULL = StockSetting(method="uniform", layers=1)
+
+
+def block(layers: int) -> StockSetting:
+    """Whole layers recomputed, the first so many of every chunk."""
+    return StockSetting(method="block", layers=layers)

@@ -1,0 +1,150 @@
+"""One stage under a stock setting: the passes of its chunks, and what its device holds at each moment.
+
+layers of every chunk ─┬─ bytes ───> what stays, what is made again ─┬─> parts of the stage at each moment
+                       ├─ copies ──> walked layer by layer ──────────┤
+                       └─ seconds ─> ────────────────────────────────┴─> passes of every chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.communication import embedding_of, head_of
+from megatron_lynx.cost.host import HostSeconds, policy_host_s
+from megatron_lynx.cost.in_flight import chunks_in_flight
+from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage_memory import parts_beside_layers, stage_parts
+from megatron_lynx.profiler.profile import BlockProfile, Profile
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.schedule.schedule import Schedule
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
+from megatron_lynx.stock.copying import CopiedLayer, StageCopies
+from megatron_lynx.stock.layer_bytes import layer_bytes
+from megatron_lynx.stock.layers import StockLayer, chunk_layers, made_again_bytes
+from megatron_lynx.stock.seconds import LayerSeconds, layer_seconds, recomputed_whole
+from megatron_lynx.stock.setting import StockSetting
+
+NO_BLOCK = BlockProfile()
+
+
+@dataclass(frozen=True)
+class StockStage:
+    """One stage of a job under one setting."""
+
+    job: Job
+    setting: StockSetting
+    stage: int
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[StockLayer, ...], ...]:
+        return tuple(chunk_layers(self.job, self.setting, self.stage, chunk) for chunk in range(self.job.chunks))
+
+    def least_memory(self) -> StageMemory:
+        """Its fullest moment if copies took no time and no room."""
+        return self._memory(0)
+
+    def memory(self, copies: StageCopies | None) -> StageMemory:
+        """Its fullest moment."""
+        return self._memory(copies.most_bytes() if copies is not None else 0)
+
+    def _memory(self, staging_bytes: int) -> StageMemory:
+        job, stage, layers = self.job.model_copy(update={"policy": "none"}), self.stage, max(self.chunks, key=_stays)
+        whole = not self.setting.recompute
+        parts = (stage_parts if whole else parts_beside_layers)(job, stage)
+        return replace(
+            parts,
+            activations=chunks_in_flight(job, stage) * _stays(layers),
+            staging=staging_bytes,
+            recomputed=max(map(made_again_bytes, self.chunks)),
+            chunk=_stays(layers),
+        ).fullest
+
+    @property
+    def host_bytes(self) -> int:
+        """Page-locked host memory: every chunk in flight has its own."""
+        return chunks_in_flight(self.job, self.stage) * max(sum(layer.copied for layer in chunk) for chunk in self.chunks)
+
+    def copies(self, profile: Profile, schedule: Schedule) -> StageCopies | None:
+        """Its copies, walked; None where there are none."""
+        if not any(layer.copied for chunk in self.chunks for layer in chunk):
+            return None
+        blocking = schedule.blocking and schedule.pipeline > 1
+        exchange_s = profile.link_s("p2p", LayerShape.of(self.job).input_bytes) if blocking else None
+        timed = [self._timed(profile, chunk) for chunk in range(self.job.chunks)]
+        copies = StageCopies(timed, exchange_s, ahead=self.setting.method is None)
+        copies.walk(list(schedule.phases(self.stage)))
+        return copies
+
+    def passes(self, profile: Profile, copies: StageCopies | None) -> list[ChunkPasses]:
+        """Of every chunk."""
+        host = policy_host_s(self._as_policy, profile, self.stage) * (1 / self.job.chunks)
+        return [self._chunk_passes(profile, chunk, copies, host) for chunk in range(self.job.chunks)]
+
+    @property
+    def _as_policy(self) -> Job:
+        """The job under the policy whose host time is known and is the nearest."""
+        return self.job.model_copy(update={"policy": "full" if self.setting.method == "uniform" else "none"})
+
+    def _chunk_passes(self, profile: Profile, chunk: int, copies: StageCopies | None, host: HostSeconds) -> ChunkPasses:
+        layers = self._timed(profile, chunk)
+        plain_s = {"F": sum(layer.forward_s for layer in layers), "B": sum(sum(layer.backward_s) for layer in layers)}
+        least_s = {"F": host.forward_s, "B": host.backward_s}
+        walked = {} if copies is None else copies.seconds
+        forward, backward = (
+            {phase: TimedPass(max(least_s[kind], walked.get((kind, chunk, phase), plain_s[kind]))) for phase in PHASES}
+            for kind in plain_s
+        )
+        return ChunkPasses(forward, backward)
+
+    def _timed(self, profile: Profile, chunk: int) -> list[CopiedLayer]:
+        """The layers of a chunk with their seconds; the first and the last one with the ends of the model that the chunk has."""
+        message_bytes = LayerShape.of(self.job).gathered_bytes
+        first = embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK
+        ends = (self.job.parallel.pipeline - 1, self.job.chunks - 1)
+        last = head_of(profile, message_bytes) if (self.stage, chunk) == ends else NO_BLOCK
+        layers = [self._timed_layer(profile, layer) for layer in self.chunks[chunk]]
+        return with_ends(layers, first, last)
+
+    def _timed_layer(self, profile: Profile, layer: StockLayer) -> CopiedLayer:
+        seconds = self._seconds(profile, layer)
+        (attention, mlp), copied = seconds, layer.copied
+        again_s = mlp.again_s + (attention.again_s + self._both_ways_s(profile, layer) if layer.whole else 0.0)
+        rest_s = attention.backward_s + (0.0 if layer.whole else attention.again_s)
+        copy_s = profile.link_s("host", copied) if copied else 0.0
+        forward_s = attention.forward_s + mlp.forward_s
+        return CopiedLayer(forward_s, (again_s + mlp.backward_s, rest_s), copy_s, layer.leaves, copied)
+
+    def _both_ways_s(self, profile: Profile, layer: StockLayer) -> float:
+        """Copies of what a layer that is recomputed as a whole makes again."""
+        if not self.setting.offload:
+            return 0.0
+        modules = StockSetting(offload=self.setting.offload)
+        halves = layer_bytes(LayerShape.of(self.job), modules, layer.experts)
+        return 2 * profile.link_s("host", sum(half.copied for half in halves))
+
+    def _seconds(self, profile: Profile, layer: StockLayer) -> LayerSeconds:
+        seconds = layer_seconds(LayerShape.of(self.job), profile, self.setting, layer.experts)
+        return recomputed_whole(seconds) if layer.whole else seconds
+
+
+def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:
+    """The same layers, with what runs before the first and behind the last one."""
+    if not layers:
+        empty = CopiedLayer(first.forward_s + last.forward_s, (last.backward_s, first.backward_s))
+        return [empty]
+    timed = list(layers)
+    timed[0] = _longer(timed[0], forward_s=first.forward_s, rest_s=first.backward_s)
+    timed[-1] = _longer(timed[-1], forward_s=last.forward_s, before_s=last.backward_s)
+    return timed
+
+
+def _longer(layer: CopiedLayer, *, forward_s: float, before_s: float = 0.0, rest_s: float = 0.0) -> CopiedLayer:
+    first_s, second_s = layer.backward_s
+    return layer._replace(forward_s=layer.forward_s + forward_s, backward_s=(first_s + before_s, second_s + rest_s))
+
+
+def _stays(layers: Sequence[StockLayer]) -> int:
+    return sum(layer.stays for layer in layers)

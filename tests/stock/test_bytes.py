@@ -1,0 +1,140 @@
+"""What stock settings hold, byte by byte, on ranks with the real megatron-core; and Transformer Engine's Python, stood in for.
+
+What a checkpoint remembers of random states is on the host on GPUs but for a few bytes, and not priced; here they are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_lynx.cost.layer import kept_bytes
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock.layer_bytes import layer_bytes
+from megatron_lynx.stock.layers import chunk_layers
+from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting, block
+from megatron_lynx.testbed.census import take_census
+from megatron_lynx.testbed.comparison import field_of, left_out_of
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.stock.on_ranks import copies, hold
+from tests.te_releases import pool_with
+
+STATE = torch.get_rng_state().nbytes
+STATES = 3 * STATE
+"""What one checkpoint remembers: the CPU's, the device's, and the tracker's."""
+ODD = STATE + 512
+"""A checkpoint may share a state with another one, or a layer with the ends of the model; and gloo still has rows of an exchange,
+a float each."""
+
+SIZE = {"seq": 64, "micro": 2, "hidden": 64, "ffn": 256, "microbatches": 1}
+LEAST = 64
+"""Elements of the smallest tensor that these tiny models offload."""
+
+RECOMPUTED = (SELECTIVE, StockSetting(recompute=("mlp",)), StockSetting(recompute=("core_attn", "mlp")))
+
+
+@pytest.mark.parametrize(
+    ("like", "fields"),
+    [
+        ("gpt", {"bias": False}),
+        ("llama", {}),
+        ("gpt", {"bias": False, "kv_groups": 2}),
+        ("llama", {"tensor": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_a_layer_with_recomputed_modules_holds_what_is_priced(pool_of, like, fields):
+    """Grouped keys and values were forgotten: a checkpoint of eager attention holds them as they were before it repeats them."""
+    jobs = [tiny_job(like, layers=layers, **SIZE, **fields) for layers in (2, 4)]
+    settings = (NONE, *RECOMPUTED)
+    few, many = pool_of(jobs[0].gpus).run(hold, jobs, [setting.fields for setting in settings])[0]
+    shape = LayerShape.of(jobs[0])
+    for setting, less, more in zip(settings, few, many, strict=True):
+        stays = sum(half.stays for half in layer_bytes(shape, setting))
+        checkpoints = len(setting.recompute)
+        expected = pytest.approx(stays + STATES * checkpoints, abs=ODD * max(1, checkpoints))
+        assert (more - less) / 2 == expected, setting.name
+    assert sum(half.stays for half in layer_bytes(shape, SELECTIVE)) == kept_bytes(shape, "selective")
+
+
+def test_blocks_hold_what_is_priced(pool_of):
+    job = tiny_job("llama", **SIZE)
+    settings = [NONE, *(block(layers) for layers in (1, 2, 3)), FULL]
+    (held,) = pool_of(1).run(hold, [job], [setting.fields for setting in settings])[0]
+    layers = [chunk_layers(job, setting, 0) for setting in settings]
+    stays = [sum(layer.stays for layer in each) for each in layers]
+    for each, counted, priced in zip(layers, held, stays, strict=True):
+        whole = sum(layer.whole for layer in each)
+        assert counted - held[0] == pytest.approx(priced - stays[0] + STATES * whole, abs=ODD)
+
+
+@pytest.fixture(scope="module")
+def te_pool() -> Iterator[RankPool]:
+    with pool_with("2.9", 1) as pool:
+        yield pool
+
+
+OFFLOADED = (("qkv_linear",), ("core_attn",), ("core_attn", "attn_proj"), ("qkv_linear", "core_attn", "attn_proj"))
+
+
+def te_job(layers):
+    return tiny_job("gpt", implementation="transformer_engine", bias=False, layers=layers, **SIZE)
+
+
+def small(setting):
+    return setting.fields | {"min_offloaded_tensor_size": LEAST}
+
+
+def on_a_cpu(setting):
+    """What leaves a layer of this stand-in, whose attention is one of eager operators."""
+    te, local = (LayerShape.of(job) for job in (te_job(2), tiny_job("gpt", bias=False, **SIZE)))
+    core = [name for name in setting.offload if name == "core_attn"]
+    others = [name for name in setting.offload if name not in core]
+    alone = StockSetting(recompute=setting.recompute, offload=tuple(core))
+    eager = sum(half.leaves for half in layer_bytes(local, alone, least=LEAST))
+    together = sum(half.leaves for half in layer_bytes(te, setting, least=LEAST))
+    without = sum(half.leaves for half in layer_bytes(te, alone, least=LEAST))
+    return eager + together - without if others else eager
+
+
+def test_what_stock_offloads_leaves_the_device(te_pool):
+    """The top layer's stays, because its backward comes next."""
+    settings = [NONE, *(StockSetting(offload=modules) for modules in OFFLOADED)]
+    settings += [StockSetting(recompute=("mlp",), offload=modules) for modules in OFFLOADED[-1:]]
+    few, many = te_pool.run(hold, [te_job(2), te_job(4)], [small(setting) for setting in settings])[0]
+    shape = LayerShape.of(te_job(2))
+    for setting, less, more in zip(settings, few, many, strict=True):
+        again = sum(half.again for half in layer_bytes(shape, setting))
+        gone = on_a_cpu(setting) + again - STATES * len(setting.recompute)
+        assert (more - less) / 2 == pytest.approx((many[0] - few[0]) / 2 - gone, abs=ODD), setting.name
+        left = many[0] - more - 4 * (again - STATES * len(setting.recompute))
+        assert left == pytest.approx(3 * on_a_cpu(setting), abs=2 * ODD), f"{setting.name}: of three layers of four"
+
+
+def test_a_comparison_counts_what_stock_offloads_and_does_not_time_it(te_pool):
+    """On a CPU its copies run beside nothing."""
+    job = te_job(4)
+    (census,) = te_pool.run(take_census, job, uniform_plan(job))
+    names = {counted.candidate.name for counted in census.counted if counted.candidate.offloads}
+    assert {"stock offload qkv_linear", "stock mlp, offload core_attn + attn_proj"} <= names
+    assert [counted.candidate.name for counted in census.counted if counted.gradients_equal is False] == []
+    timed, left_out = field_of(census), {each.name for each in left_out_of(census, field_of(census))}
+    assert not [counted.candidate.name for counted in timed if counted.candidate.offloads]
+    assert names <= left_out
+    both, alone = (census.of(f"stock {name}") for name in ("mlp, offload core_attn + attn_proj", "mlp"))
+    assert both.use.resident_bytes < alone.use.resident_bytes
+
+
+def test_copies_come_back_ahead_unless_whole_layers_are_recomputed(te_pool):
+    """As `copying` prices them: three layers of four go out and are asked for ahead; with whole layers, nothing is."""
+    modules = ("qkv_linear",)
+    (ahead,) = te_pool.run(copies, te_job(4), small(StockSetting(offload=modules)))
+    tensors = 4  # input, norm's output, mean and deviation
+    assert ahead == "o" * 3 * tensors + "b" * 3 * tensors
+    (late,) = te_pool.run(copies, te_job(4), small(StockSetting(method="block", layers=2, offload=modules)))
+    assert "b" not in late
+    assert late.count("o") == late.count("d") > 2 * tensors

@@ -1,0 +1,104 @@
+"""The table of legal settings against the validation of every release: its own TransformerConfig is run with each setting."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+
+from megatron_lynx.stock.legality import RELEASES, Facts, fails, not_launched, refused
+from megatron_lynx.stock.offload import OFFLOADED
+from megatron_lynx.stock.recompute import RECOMPUTED
+from megatron_lynx.stock.setting import FULL, NONE, StockSetting, block
+from megatron_lynx.testbed.ranks import RankPool
+from tests.stock.on_ranks import accepts
+from tests.te_releases import folder_of, python_path
+
+INSTALLED = "0.16"
+
+MODELS = {
+    "dense": (frozenset(), {}),
+    "experts": (frozenset({"experts", "grouped_gemm"}), {"num_moe_experts": 2, "moe_grouped_gemm": True}),
+    "latent": (frozenset({"latent"}), {"multi_latent_attention": True}),
+    "shared experts": (
+        frozenset({"experts", "shared_experts"}),
+        {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 16, "moe_token_dispatcher_type": "alltoall"},
+    ),
+}
+OVERLAP = {"moe_shared_expert_overlap": True}
+
+
+def subsets(names):
+    return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
+
+
+RECOMPUTE_SETS = list(subsets([module.name for module in RECOMPUTED]))
+OFFLOAD_SETS = list(subsets([module.name for module in OFFLOADED]))
+SETTINGS = [
+    NONE,
+    FULL,
+    *(block(layers) for layers in (0, 1, 2)),
+    StockSetting(method="uniform"),
+    *(StockSetting(recompute=modules) for modules in RECOMPUTE_SETS if modules),
+    *(StockSetting(offload=modules) for modules in OFFLOAD_SETS if modules),
+    *(StockSetting(recompute=("mlp", "moe"), offload=modules) for modules in OFFLOAD_SETS if modules),
+    *(StockSetting(offload=("core_attn",), fraction=share) for share in (-0.5, 0.0, 0.5, 1.5)),
+    StockSetting(method="block", layers=1, offload=("core_attn",)),
+    StockSetting(recompute=("no_such_module",)),
+    StockSetting(offload=("no_such_module",)),
+]
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release_pool(request):
+    env = {}
+    if request.param != INSTALLED:
+        env = {"PYTHONPATH": python_path(folder_of("MEGATRON_CORE", request.param, "megatron/core"))}
+    with RankPool(1, env=env) as pool:
+        yield request.param, pool
+
+
+def test_what_a_release_accepts_is_exactly_what_the_table_calls_legal(release_pool):
+    release, pool = release_pool
+    asked = [(Facts(release, has), fields, setting) for has, fields in MODELS.values() for setting in SETTINGS]
+    shared, fields = MODELS["shared experts"]
+    asked += [(Facts(release, shared, shared_overlap=True), fields | OVERLAP, setting) for setting in SETTINGS]
+    asked += [
+        (Facts(release, fp8_recipe="delayed"), {"fp8": "e4m3", "fp8_recipe": "delayed"}, StockSetting(recompute=modules))
+        for modules in RECOMPUTE_SETS
+        if modules
+    ]
+    (answers,) = pool.run(accepts, [fields | setting.fields for _, fields, setting in asked])
+    wrong = [
+        (setting, refused(setting, facts), answer)
+        for (facts, _, setting), answer in zip(asked, answers, strict=True)
+        if bool(refused(setting, facts)) != (answer is not None)
+    ]
+    assert wrong == []
+    legal = sum(answer is None for answer in answers)
+    assert 100 < legal < len(asked) - 100, "both kinds were asked for"
+
+
+def test_what_is_accepted_and_cannot_train_is_said_apart():
+    offloading = StockSetting(offload=("core_attn",))
+    local, te = Facts(transformer_engine=False), Facts()
+    assert refused(offloading, local) == refused(offloading, te) == []
+    assert not_launched(offloading, te) is None
+    assert "Transformer Engine" in (not_launched(offloading, local) or "")
+    both = StockSetting(method="block", layers=1, offload=("core_attn",))
+    assert fails(both, Facts(pipeline=1)) is None
+    assert "loses its place" in (fails(both, Facts(pipeline=2)) or "")
+    assert "without end" in (fails(StockSetting(recompute=("mlp",)), Facts(bias=True)) or "")
+
+
+def test_a_setting_says_its_flags_and_its_name():
+    setting = StockSetting(recompute=("mlp",), offload=("core_attn", "attn_proj"), fraction=0.5)
+    assert setting.name == "mlp, offload core_attn + attn_proj (0.50 of the layers)"
+    assert setting.flags == (
+        "--recompute-granularity selective",
+        "--recompute-modules mlp",
+        "--fine-grained-activation-offloading",
+        "--offload-modules core_attn attn_proj",
+        "--activation-offload-fraction 0.5",
+    )
+    assert [each.name for each in (NONE, FULL, block(3))] == ["none", "full", "block 3"]
