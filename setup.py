@@ -27,7 +27,11 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["megatron_lynx", "megatron_lynx.*"]), "megatron_lynx.configs"],
     package_dir={"megatron_lynx": "megatron_lynx", "megatron_lynx.configs": "configs"},
-    package_data={"megatron_lynx": ["py.typed", "launch_arguments/flags.json"], "megatron_lynx.configs": ["*.json", "**/*.yaml"]},
+    package_data={
+        "megatron_lynx": ["py.typed", "launch_arguments/flags.json"],
+        "megatron_lynx.report": [f"assets/*.{suffix}" for suffix in ("html", "css", "js")],
+        "megatron_lynx.configs": ["*.json", "**/*.yaml"],
+    },
     install_requires=[
         "torch",
         MEGATRON,

@@ -83,7 +83,7 @@ SMALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Layers so small that Python may not keep the GPU busy: with host time, each beside the same row without."""
 
 
-SECONDS = ("none_s", "block_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s")
+SECONDS = ("none_s", "block_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s", "filled_s")
 """What `--json` says of a row, as it is."""
 
 
@@ -111,13 +111,14 @@ class Row:
     together. Where forwards hide more, that counts as well."""
     forward_windows_s: float
     """What forwards have room for besides. What they hide is held until its backward, so that it takes bytes of the budget."""
+    filled_s: float
+    """Deferred weight gradients that run in waits, of all stages."""
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """`best_stock_s`: full recomputation of blocks is all that is priced of what stock offers within the budget. `filled_s`:
-        weight gradients in waits, of which there are none."""
+        """`best_stock_s`: full recomputation of blocks is all that is priced of what stock offers within the budget."""
         seconds = {name: getattr(self, name) for name in SECONDS}
-        return {"what": self.what, **seconds, "best_stock_s": self.block_s, "filled_s": 0.0}
+        return {"what": self.what, **seconds, "best_stock_s": self.block_s}
 
 
 def job_of(change: Mapping[str, Any]) -> Job:
@@ -164,7 +165,8 @@ def row(what: str, job: Job) -> Row:
     hideable_s = sum(min(sum(both), max(late_s, both[0])) for both, (late_s, _) in zip(replays, windows, strict=True))
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
     ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, hideable_s, sum(early_s for _, early_s in windows))
-    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, share, *ends)
+    filled_s = sum(decision.simulation.filled_s(stage) for stage in range(job.parallel.pipeline))
+    return Row(what, none_s, block_s, *stock_s(at_once(job)), ours_s, share, *ends, filled_s)
 
 
 def stock_s(job: Job) -> tuple[float, float]:
@@ -211,15 +213,16 @@ def windows_s(decision: Decision, stage: int) -> tuple[float, float]:
 
 def table(rows: Iterable[Row]) -> str:
     """Markdown. Steps are ratios to stock none."""
-    lines = ["| layout | none holds | budget | stock (block) | ours | hidden | gain | userbuffers: none, block |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    lines = ["| layout | none holds | budget | stock (block) | ours | hidden | filled | gain | userbuffers: none, block |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for each in rows:
         block, ours, bare, hidden_block = (
             f"{seconds / each.none_s:.2f}" for seconds in (each.block_s, each.ours_s, each.hidden_none_s, each.hidden_block_s)
         )
         gain = f"{each.block_s / each.ours_s - 1:.0%}"
+        hidden, filled = f"{each.hidden:.0%}", f"{each.filled_s / each.none_s:.2f}"
         sizes = [f"{size:.0f} GiB" for size in (each.none_gib, each.budget_gib)]
-        lines.append(f"| {' | '.join([each.what, *sizes, block, ours, f'{each.hidden:.0%}', gain, f'{bare}, {hidden_block}'])} |")
+        lines.append(f"| {' | '.join([each.what, *sizes, block, ours, hidden, filled, gain, f'{bare}, {hidden_block}'])} |")
     return "\n".join(lines)
 
 

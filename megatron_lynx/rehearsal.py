@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Rule, Stage
@@ -32,7 +33,7 @@ from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.treated import Seating, Treated
+from megatron_lynx.simulator.treated import Deferral, Seating, Treated
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
@@ -69,14 +70,16 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
     """What one micro-batch costs on one stage, or on one chunk of it."""
-    own = tuple(_treated(plan, stage, profile))
+    own = tuple(treated_halves(plan, stage, profile))
     chunks = {
-        each.chunk: tuple(_treated(plan, each, profile)) for each in plan.chunks_of(stage.stage) if each.chunk != stage.chunk
+        each.chunk: tuple(treated_halves(plan, each, profile))
+        for each in plan.chunks_of(stage.stage)
+        if each.chunk != stage.chunk
     }
     passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
-    kept = tuple(_treated(plan, _keeping(stage), profile))
+    kept = tuple(treated_halves(plan, _keeping(stage), profile))
     return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
 
 
@@ -92,6 +95,7 @@ def _passes(
         embedding=embedding_of(profile, message_bytes) if first else None,
         head=head_of(profile, message_bytes) if last else None,
         others=others,
+        deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
     )
 
 
@@ -147,12 +151,16 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
     return ((layer, section) for layer in stage.layers for section in sections_of(experts=plan.model.has_experts(layer)))
 
 
-def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
+def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
+    offloads, prices = stage.offload is not None, {}
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
-        replay = stage.rule_for(layer).replays(section.half)
-        price = priced(profile, section, replay)
+        rule = stage.rule_for(layer)
+        choice = section, rule.replays(section.half)
+        if choice not in prices:
+            prices[choice] = priced(profile, *choice), half_host_s(profile, *choice, offloads=offloads)
+        price, host = prices[choice]
         steady, cooldown = (_seating(stage, frame, section, phase, profile) for phase in BACKWARD_PHASES)
         yield Treated(
             layer,
@@ -162,8 +170,23 @@ def _treated(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
             steady=steady,
             cooldown=cooldown,
             stops=price.stops,
-            host=half_host_s(profile, section, replay, offloads=stage.offload is not None),
+            host=host,
+            deferred=_deferred(profile, rule, layer, section),
         )
+
+
+def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
+    """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
+    if section.opaque:
+        return {}
+    return {
+        linear: Deferral(
+            weight_gradient(profile, section, linear),
+            tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear]),
+        )
+        for linear in reversed(section.linears)
+        if linear in rule.weight_gradients
+    }
 
 
 def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile) -> Seating:

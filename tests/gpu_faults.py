@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -21,6 +23,13 @@ def hanging(rank: int) -> Answer:
 def raising(rank: int) -> Answer:
     if rank > 0:
         raise ValueError("a rank that cannot go on")
+    return Answer()
+
+
+def killed(rank: int) -> Answer:
+    """The last rank is gone, as where a machine is short of memory."""
+    if rank > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     return Answer()
 
 

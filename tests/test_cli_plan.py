@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.cli.inputs import words_asked
 from megatron_lynx.config import load_job
 from megatron_lynx.plan import load_plan
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -38,6 +39,14 @@ def test_a_cluster_with_figures_is_planned_without_measuring(tmp_path: Path) -> 
         assert f"{flag} \\\n" in shown or f"{flag}\n" in shown
     assert "(--global-batch-size is 32 x the data-parallel size)" in shown
     assert "whole device 64." in shown
+
+
+def test_a_plan_says_how_it_was_asked_for(tmp_path: Path) -> None:
+    """A run that runs out of memory under it says the same words, with less memory."""
+    planned(tmp_path, "--memory-gib", 70)
+    provenance = load_plan(tmp_path / "plan.yaml").provenance
+    assert provenance.asked == JOB
+    assert words_asked(["torchrun", "a b.py"], "h100-80g", 8, None) == "--cluster h100-80g --gpus 8 -- torchrun 'a b.py'"
 
 
 def test_layers_measured_on_one_gpu_plan_a_cluster(tmp_path: Path) -> None:

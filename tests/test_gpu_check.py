@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,16 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.runtime.trace import Span
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from scripts.gpu_check.__main__ import main
+from scripts.gpu_check import command
+from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
 from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
-from scripts.gpu_check.part import Part
+from scripts.gpu_check.part import Part, Result
 from scripts.gpu_check.parts import parts, plan_of
+from scripts.gpu_check.running import lacking
 from scripts.gpu_check.trial import Setting
 from tests import gpu_faults
+from tests.te_releases import folder_of
 
 pytestmark = pytest.mark.streams
 
@@ -34,10 +39,12 @@ def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = par
 
 
 DRY_RUN = [
+    "fusions",
     "Transformer Engine",
     "one rank of TP8",
     "TP2, sequence parallel",
     "PP2, offloading",
+    "PP2, two chunks",
     "PP2, double-buffered, updates deferred",
     "PP4",
 ]
@@ -62,8 +69,29 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 4 passed, 0 failed, 2 skipped" in page
+    assert "**PASSED**: 6 passed, 0 failed, 2 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_ranks(tmp_path: Path) -> None:
+    """They are more than a CPU here has cores: nothing may depend on how far ranks are apart."""
+    names = [part.name for part in parts(Machine(dry=True, gpus=8, devices=(), nccl=None)) if part.ranks == 8]
+    status, results, page = run(tmp_path, "--gpus", "8", "--parts", ";".join(names))
+    assert status == 0, page
+    assert [part["status"] for part in results["parts"]] == ["passed"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_transformer_engines_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own Python, with a stand-in for what is compiled."""
+    monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
+    status, results, page = run(tmp_path, "--parts", "Transformer Engine;TP2, sequence parallel, Transformer Engine")
+    assert status == 0, page
+    assert [part["status"] for part in results["parts"]] == ["passed", "passed"]
+    assert [figures["share hidden"] > 0.5 for figures in results["parts"][1]["figures"]] == [True, True]
 
 
 def tensor_parallel(**fields: Any) -> Setting:
@@ -74,6 +102,7 @@ def tensor_parallel(**fields: Any) -> Setting:
 FAULTS = {
     "hangs": (gpu_faults.hanging, (), "hangs: no answer from ranks [1] within 5 s"),
     "raises": (gpu_faults.raising, (), "rank 1: ValueError: a rank that cannot go on"),
+    "is killed": (gpu_faults.killed, (), "rank 1: ended without an answer (exit status -9)"),
     "another mask": (
         gpu_faults.with_other_masks,
         (tensor_parallel(),),
@@ -94,8 +123,10 @@ def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.Capt
     """Each in processes of its own: those that hang are ended, and the next part runs."""
     faulty = [Part(name, "a fault", 2, function, given) for name, (function, given, _) in FAULTS.items()]
     hurried, others = faulty[:1], faulty[1:]
-    status, results, _ = run(tmp_path, "--limit", "5", of=lambda machine: hurried)
+    status, results, page = run(tmp_path, "--limit", "5", of=lambda machine: hurried)
     assert status == 1
+    assert "rank 1 is at" in page
+    assert "in hanging" in page
     found = {part["name"]: part for part in results["parts"]}
     status, results, page = run(tmp_path, of=lambda machine: others)
     assert status == 1
@@ -105,6 +136,7 @@ def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.Capt
     for name, (_, _, says) in FAULTS.items():
         assert says in found[name]["reason"]
         assert f"gpu_check: {name} failed: " in said
+    assert "gpu_faults.py" in found["raises"]["details"]
     assert "values are not stock's in every bit" in found["another mask"]["reason"]
     assert "not stock's" not in found["no overlap"]["reason"], "what runs too late is slow, never wrong"
     assert "| another mask | 2 | **FAILED** |" in page
@@ -126,10 +158,22 @@ def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.Capt
         ),
         (replace(GPUS, gpus=1, devices=(H800, "NVIDIA L4")), []),
         (replace(GPUS, nccl=None), ["without NCCL, needed one with NCCL"]),
-        (replace(GPUS, facts={"megatron-core": "none"}), ["megatron-core: found none installed, needed 0.16 to 0.19"]),
+        (replace(GPUS, facts={"megatron-core": "none"}), ["megatron-core: found none installed, needed one of 0.15, "]),
+        (replace(GPUS, facts={"megatron-core": "0.12.3"}), ["megatron-core: found 0.12.3, needed one of 0.15, 0.16, "]),
         (Machine(dry=True, gpus=8, devices=(), nccl=None), []),
     ],
-    ids=["fine", "three", "more than there are", "none", "two kinds", "one of two kinds", "no NCCL", "no Megatron", "dry"],
+    ids=[
+        "fine",
+        "three",
+        "more than there are",
+        "none",
+        "two kinds",
+        "one of two kinds",
+        "no NCCL",
+        "no Megatron",
+        "an old Megatron",
+        "dry",
+    ],
 )
 def test_a_run_that_cannot_begin_says_why(machine: Machine, says: list[str]) -> None:
     found = [str(problem) for problem in problems(machine)]
@@ -137,12 +181,79 @@ def test_a_run_that_cannot_begin_says_why(machine: Machine, says: list[str]) -> 
     assert all(expected in problem for expected, problem in zip(says, found, strict=True))
 
 
-def test_bad_input_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dry-run", "--gpus", "3", "--out", str(tmp_path)]) == 2
-    assert "--gpus: found 3, needed 1, 2, 4 or 8" in capsys.readouterr().err
-    assert main(["--dry-run", "--parts", "TP3", "--out", str(tmp_path)]) == 2
-    assert "--parts: found TP3, needed some of: one rank, gpt; " in capsys.readouterr().err
+BAD_INPUT = {
+    "three GPUs": (["--gpus", "3"], "--gpus: found 3, needed 1, 2, 4 or 8"),
+    "no such part": (["--parts", "TP2; TP3"], "--parts: found TP3, needed some of: one rank, gpt; "),
+    "no name": (["--parts", ";"], "--parts: found no name, needed some of: one rank, gpt; "),
+    "nothing that can run": (
+        ["--parts", "PP4"],
+        "--parts: found PP4, which needs 4 GPUs, this run has 2, needed a part that can run",
+    ),
+    "no time": (["--limit", "0"], "--limit: found 0, needed a number of seconds above 0"),
+    "no limit": (["--limit", "inf"], "--limit: found inf, needed a number of seconds above 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert main(["--dry-run", "--out", str(tmp_path), *arguments]) == 2
+    assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run_part", lambda *_: pytest.fail("a part runs"))
+    (tmp_path / "in the way").touch()
+    for out in (tmp_path / "in the way", tmp_path / "in the way" / "results"):
+        assert main(["--dry-run", "--out", str(out)]) == 2
+        assert f"{out}: found " in capsys.readouterr().err
+
+
+def test_an_interrupted_run_leaves_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([Result(parts(GPUS)[0], "passed", "fine", 1.0)])
+
+    def run_part(*_: Any) -> Result:
+        for answer in answers:
+            return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_part", run_part)
+    status, results, page = run(tmp_path)
+    assert status == 130
+    assert f"interrupted; 1 of {len(parts(GPUS))} parts are in {tmp_path}" in capsys.readouterr().err
+    assert [part["status"] for part in results["parts"]] == ["passed", *["not run"] * (len(parts(GPUS)) - 1)]
+    assert results["passed"] is False
+    assert "**NOT FINISHED**: 1 passed, 0 failed, 0 skipped, " in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md"]
+
+
+def test_a_second_run_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    for number in (1, 2):
+        assert main(["--dry-run"], lambda machine: []) == 0
+        assert len(list(tmp_path.glob("build/gpu-dry-run-*/results.md"))) == number
+
+
+def test_transformer_engine_is_skipped_where_it_is_not_known() -> None:
+    of_te = next(part for part in parts(GPUS) if part.name == "Transformer Engine")
+    assert lacking(of_te, GPUS) == "Transformer Engine is not installed"
+    assert lacking(of_te, replace(GPUS, te="2.9.0")) is None
+    assert "Transformer Engine 9.1 is not known; 2." in str(lacking(of_te, replace(GPUS, te="9.1")))
+
+
+def test_a_module_that_is_missing_is_named() -> None:
+    program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('scripts.gpu_check', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", program, "--dry-run"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "found no module torch, needed torch with CUDA and NCCL, megatron-core, and what `pip install -e" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_every_number_of_gpus_has_parts_and_they_have_names_of_their_own() -> None:

@@ -37,6 +37,10 @@ MAY_IMPORT = {
     "double_buffered": {"plan", "runtime", "schedule", "apply.hook", "apply.inventory", "apply.releases"},
     "measure": set(),
     "compare": {"plan", "simulator.timeline", "measure"},
+    "report": {
+        *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
+        *("measure.measurement", "compare.report", "compare.table"),
+    },
 }
 ANYTHING = {"cli", "launch", "testbed"}
 

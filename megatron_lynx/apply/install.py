@@ -179,7 +179,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
     yield from steps.claims(engine)
     linears = deferring_linears(plan, run)
     if run.pipeline > 1:
-        apart = run.overlaps_exchanges and run.pipeline > 2 and any(receives_in(entry, "steady") for entry in plan.stages)
+        apart = run.overlaps_exchanges and any(receives_in(entry, "steady") for entry in plan.stages)
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)

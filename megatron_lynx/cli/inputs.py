@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -73,6 +74,13 @@ def job_or_launch(
     job = job_of(reading, cluster, changes or {})
     mention_experts(job)
     return job, reading
+
+
+def words_asked(words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None) -> str:
+    """The words of a shell that ask for the same job, or the same launch, again."""
+    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    return shlex.join([*options, *(["--"] if cluster is not None else []), *words])
 
 
 def understood_as_json(reading: Reading | None) -> dict[str, object]:

@@ -20,6 +20,7 @@ from megatron_lynx.cli.inputs import (
     job_path,
     measured_here,
     understood_as_json,
+    words_asked,
 )
 from megatron_lynx.cli.options import (
     AsJson,
@@ -78,12 +79,14 @@ def plan(
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
-    save_plan(decision.plan, output)
+    words = words_asked(asked, cluster, gpus, profile_file)
+    made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
+    save_plan(made, output)
     if as_json:
         show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
         return
     show(explanation(decision.plan))
-    typer.echo("\n".join(decision.host.lines))
+    typer.echo("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
     if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
     else:

@@ -4,7 +4,7 @@
                 everything else               one bar, in its lane
 
 A half's bar spans the waits inside it. Their holes take them out of the compute lane again, and the replays that ran there are
-drawn over the holes.
+drawn over the holes, and so are weight gradients.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FORWARD = Style("forward half", "#bcd7f0", 2)
 BACKWARD = Style("backward half", "#7fabd3", 2)
 HIDDEN = Style("replay in a window", "#2e9e5b", 4)
 ON_DEMAND = Style("replay on demand (exposed)", "#d6301d", 4)
+FILLING = Style("weight gradient in a window", "#17818c", 4)
+FLUSHED = Style("deferred weight gradient, exposed", "#a8551f", 4)
 WAITING = Style("waiting", "#e3e3e3", 3)
 WINDOW = Style("window: tensor-parallel communication", "#a98bc9", 2)
 RECEIVE = Style("window: pipeline receive", "#e6a94e", 2)
@@ -35,7 +37,7 @@ GATHER = Style("gathered input", "#5c3d8a", 3)
 OFFLOAD = Style("copy to the host", "#8c8c46", 3)
 RELOAD = Style("copy back from the host", "#c9c25b", 3)
 UPDATE = Style("update, with the wait for the other stages", "#4a4a4a", 3)
-STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD, UPDATE)
+STYLES = (FORWARD, BACKWARD, HIDDEN, ON_DEMAND, FILLING, FLUSHED, WAITING, WINDOW, RECEIVE, GATHER, OFFLOAD, RELOAD, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def _bars(span: Span) -> tuple[Bar, ...]:
         return (Bar("compute", UPDATE, span),)
     if span.kind == "replay":
         return (Bar("compute", ON_DEMAND if span.on_demand else HIDDEN, span),)
+    if span.kind == "weight_gradient":
+        return (Bar("compute", FLUSHED if span.flushed else FILLING, span),)
     if span.kind in ("gather", "offload", "reload"):
         return (Bar("communication", {"gather": GATHER, "offload": OFFLOAD, "reload": RELOAD}[span.kind], span),)
     if span.kind == "copy_wait":

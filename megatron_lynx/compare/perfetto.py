@@ -59,7 +59,9 @@ def _counters(rank: int, curve: MemoryCurve) -> Iterator[dict[str, Any]]:
 
 
 def _event(rank: int, span: Span) -> dict[str, Any]:
-    colour = "good" if span.hidden else "terrible" if span.on_demand else COLOURS.get(span.kind)
+    colour = COLOURS.get(span.kind)
+    for wanted, applies in (("good", span.hidden), ("terrible", span.on_demand), ("vsync_highlight_color", span.filling)):
+        colour = wanted if applies else colour
     known = {"layer": span.layer, "half": span.half, "micro_batch": span.micro_batch, "window": span.window}
     return {
         "ph": "X",

@@ -35,6 +35,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
     off["model"].add("fusions")  # what a measured profile knows better
     if overlap == Overlap():
         off["overlap"] = True
+    elif overlap.weight_gradients == Overlap().weight_gradients:
+        off["overlap"] = {"weight_gradients"}
     off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
     if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
         off["cluster"]["fp8"] = {"efficiency"}

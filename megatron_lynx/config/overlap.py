@@ -6,11 +6,15 @@
     a linear's gradient         behind its weight's gradient           unless --no-async-tensor-model-parallel-allreduce
     messages between chunks     behind passes                          unless --no-overlap-p2p-communication
     tensor-parallel exchanges   behind pieces of their own GEMM        --tp-comm-overlap (userbuffers)
+    any of them                 behind weight gradients of other       a plan, unless --no-gradient-accumulation-fusion,
+                                layers, deferred                       --delay-wgrad-compute
 
 Whatever is not hidden holds a step up.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -32,6 +36,9 @@ class Overlap(Part):
     userbuffers: bool = False
     """Whether Transformer Engine cuts tensor-parallel exchanges and their GEMMs into pieces that overlap. How much that hides
     nobody can say beforehand: the step is priced as a range."""
+    weight_gradients: Literal["auto", "none", "deferred"] = "auto"
+    """Whether a plan may defer weight gradients into waits. That takes Megatron's fused weight gradients (its default on GPUs) or
+    Transformer Engine's store of them. auto: on a GPU, but not on the testbed; deferred: everywhere."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Overlap:

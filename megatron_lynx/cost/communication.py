@@ -11,6 +11,8 @@ which is as much as in bf16.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_lynx.anatomy import Collective, Pass, Section
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
@@ -18,20 +20,26 @@ from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
 
-def window_lengths_s(profile: Profile, passing: Pass, section: Section, message_bytes: int) -> tuple[float, ...]:
+def window_lengths_s(
+    profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()
+) -> tuple[float, ...]:
     """Seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
 
-    Empty without tensor parallelism.
+    `deferred`: linears whose weight gradient is put off, so that it hides nothing here. Empty without tensor parallelism.
     """
     if profile.shape.tensor == 1:
         return ()
     collectives = section.collectives(passing, profile.shape.sequence_parallel)
-    return tuple(_exposed_s(profile, section, collective, message_bytes) for collective in collectives)
+    return tuple(_exposed_s(profile, section, collective, message_bytes, deferred) for collective in collectives)
 
 
-def _exposed_s(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> float:
-    """What is left of a collective: the GEMM beside it hides the rest."""
+def _exposed_s(
+    profile: Profile, section: Section, collective: Collective, message_bytes: int, deferred: Collection[str]
+) -> float:
+    """What is left of a collective: the GEMM beside it hides the rest, if it is there."""
     seconds = profile.link_s(collective.kind, _carried_bytes(profile, collective, message_bytes))
+    if collective.beside == "wgrad" and section.column_parallel in deferred:
+        return seconds
     return max(0.0, seconds - _beside_s(profile, section, collective))
 
 

@@ -120,6 +120,11 @@ class Parts:
         missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
         return tuple(moment for moment in MOMENTS if moment not in missing)
 
+    @property
+    def beside_states(self) -> dict[str, dict[str, int]]:
+        """What is held beside what is always there, by moment and kind."""
+        return {moment: self._beside_states(moment) for moment in self.moments}
+
     def at(self, moment: Moment) -> StageMemory:
         """What is held at one moment."""
         beside: dict[str, Any] = self._beside_states(moment)

@@ -65,6 +65,15 @@ def of_all_ranks(mine: Value) -> list[Value]:
     return gathered
 
 
+def gathered_on_rank_0(mine: Value) -> list[Value]:
+    """What each rank gave, in the order of ranks, on rank 0; elsewhere nothing. Every rank must call this."""
+    if not dist.is_initialized():
+        return [mine]
+    gathered = [mine] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(mine, gathered or None)
+    return gathered
+
+
 def _end(reports: Sequence[Report | None]) -> None:
     """Rank 0 speaks before anybody goes: torchrun ends all ranks as soon as one is gone."""
     first = next(report for report in reports if report is not None)

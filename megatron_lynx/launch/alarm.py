@@ -58,6 +58,31 @@ def ending_together() -> Iterator[None]:
         raise
 
 
+class LastWord:
+    """Who ended the job: the first rank that failed on its own account, which says why. All others leave without a word.
+
+    To be made while all ranks live: it holds a connection of its own to the store.
+    """
+
+    def __init__(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._store: Any = _store() if several else None
+
+    def is_first(self) -> bool:
+        """Whether this rank, which fails and will leave, is the first that does."""
+        if self._store is None:
+            return True
+        first = not _another_was_first(self._store)
+        _set(self._store, RAISED)
+        _set(self._store, f"{SEEN}{dist.get_rank()}")
+        return first
+
+    def follow(self) -> None:
+        """Leave, if this rank fails because another one is gone that has said why."""
+        if self._store is not None and _is_raised(self._store):
+            _follow(self._store)
+
+
 def _store() -> Any:
     """A connection of our own, where torch can make one: on a shared one we would wait for what another thread waits for."""
     store: Any = dist.distributed_c10d._get_default_store()

@@ -17,7 +17,7 @@ from megatron_lynx.launch.flags import Flags, read_flags
 from megatron_lynx.launch.message import say
 
 USAGE = """\
-usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]]
+usage: torchrun ... -m {module} SCRIPT [--lynx-plan PLAN] [--lynx-trace PATH [--lynx-trace-step N]] [--lynx-outcome PATH]
                     [--lynx-check N [--lynx-check-against REFERENCE] | --lynx-check frames[:N]]
                     [--lynx-schedule flush | double-buffered] [--lynx-log LEVEL] <arguments of SCRIPT>
 

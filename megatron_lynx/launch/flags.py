@@ -31,6 +31,7 @@ class Flags:
     """A number of steps, or `frames:N`. Not an object of ours: Megatron records it in checkpoints."""
     lynx_check_against: str = "fitting"
     lynx_schedule: str = "flush"
+    lynx_outcome: str | None = None
 
     @property
     def plan(self) -> Path | None:
@@ -49,6 +50,10 @@ class Flags:
     def checks_frames(self) -> bool:
         """Whether frames are checked, not whole steps."""
         return isinstance(self.lynx_check, str)
+
+    @property
+    def outcome(self) -> Path | None:
+        return None if self.lynx_outcome is None else Path(self.lynx_outcome)
 
     @property
     def trace(self) -> Path | None:
@@ -72,6 +77,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--lynx-trace-step", metavar="N", type=_step, default=Flags.lynx_trace_step, help="Which step of this run. Default: 3."
+    )
+    group.add_argument(
+        "--lynx-outcome",
+        metavar="PATH",
+        help="Write what was predicted and measured of every stage, as JSON. Default: lynx_outcome.json beside the trace, else "
+        "in --tensorboard-dir, else nowhere. Needs --lynx-plan.",
     )
     group.add_argument(
         "--lynx-check",
@@ -128,6 +139,8 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     flags = Flags(**vars(found))
     if flags.lynx_trace is not None and flags.lynx_plan is None:
         problems.append(Problem("--lynx-trace", "no --lynx-plan", "one: without a plan there is nothing to trace"))
+    if flags.lynx_outcome is not None and flags.lynx_plan is None:
+        problems.append(Problem("--lynx-outcome", "no --lynx-plan", "one: without a plan nothing is predicted"))
     if flags.lynx_check is not None and flags.lynx_plan is None:
         problems.append(Problem("--lynx-check", "no --lynx-plan", "one: without a plan there is nothing to check"))
     if flags.lynx_check is None and flags.lynx_check_against != Flags.lynx_check_against:

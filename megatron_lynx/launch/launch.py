@@ -10,24 +10,29 @@ the training loop ends, however          end()
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_lynx.apply import install
+from megatron_lynx.apply.live_run import live_run
 from megatron_lynx.apply.releases import installed_version
-from megatron_lynx.errors import ConfigError, LynxError
+from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.check.frames import FrameCheck
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.metrics import Metrics, writers
+from megatron_lynx.launch.out_of_memory.watch import MemoryWatch
+from megatron_lynx.launch.outcome.device_peak import DevicePeak
+from megatron_lynx.launch.outcome.reporter import Reporter, path_of
 from megatron_lynx.launch.trace_file import TraceFile
 from megatron_lynx.launch.without_flushes.refusals import problems as against_two_versions
+from megatron_lynx.launch.writable import unwritable
 from megatron_lynx.plan import Plan, load_plan
 from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.device import device_for
 from megatron_lynx.units import format_bytes
 from megatron_lynx.version import __version__
 
@@ -43,7 +48,10 @@ class Launch:
         self._check: Check | FrameCheck | None = None
         self._args: Any = None
         self._metrics: Metrics | None = None
+        self._peak: DevicePeak | None = None
+        self._reporter: Reporter | None = None
         self._steps = 0
+        self.memory = MemoryWatch(lambda: self.how_far)
         self.how_far = "before its training loop began"
         """Where this run is, in words."""
 
@@ -63,18 +71,21 @@ class Launch:
             problems = [*against_two_versions(args)] if self.flags.without_flushes else []
             if self.flags.plan is not None:
                 self._plan = load_plan(self.flags.plan)
-                if others := [*arguments_against(self._plan, args), *self._trace.problems()]:
+                if others := [*arguments_against(self._plan, args), *self._unwritable()]:
                     headline, problems = "this launch and its plan do not fit", [*problems, *others]
             if problems:
                 raise ConfigError(headline, problems)
         except LynxError as found:
             error = found
-        agree(error, same=None if self._plan is None else _digest(self._plan), what=f"--lynx-plan {self.flags.lynx_plan}")
+        self.memory.under(self._plan, str(self.flags.lynx_plan))
+        self._peak = None if self._plan is None else DevicePeak()
+        agree(error, same=None if self._plan is None else self._plan.digest, what=f"--lynx-plan {self.flags.lynx_plan}")
 
     @contextmanager
     def training(self, model: Any, optimizer: Any) -> Iterator[None]:
         """The schedule and the plan are in force inside."""
         self.how_far = "when its training loop began"
+        self.memory.trains(model, optimizer)
         with self._in_force(model, optimizer):
             yield
             self.how_far = f"when its training loop ended, behind {self._steps} steps"
@@ -106,8 +117,10 @@ class Launch:
             self._say_begun()
             self._check = self._new_check()
             self._metrics = Metrics(self._args, *writers())
+            self._reporter = self._new_reporter(model)
             yield
             self._say_checked()
+            self._reporter.ends()
             self._metrics.close()
             self._say_done(self._metrics.total)
 
@@ -116,20 +129,42 @@ class Launch:
         """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
         self._steps += 1
         self.how_far = f"in step {self._steps} of this run"
+        with self.memory.step():
+            yield from self._step(arguments)
+        self.how_far = f"between steps, behind step {self._steps} of this run"
+
+    def _step(self, arguments: dict[str, Any]) -> Iterator[None]:
         if self._installation is None:
             yield
-            self.how_far = f"between steps, behind step {self._steps} of this run"
             return
+        assert self._reporter is not None
+        assert self._metrics is not None
+        usual = self._check is None and not self._trace.comes
         if self._check is not None:
             schedule, optimizer = arguments["forward_backward_func"], arguments["optimizer"]
             arguments["forward_backward_func"] = self._check.around(schedule, optimizer, self._installation)
-        with self._trace.around(self._installation.engine.trace):
+        engine = self._installation.engine
+        with self._trace.around(engine.trace), self._reporter.step(arguments, usual=usual):
             yield
-        if self._metrics is not None:
-            self._metrics.step_ends(self._installation.engine)
+        counts = self._metrics.step_ends(engine, self._reporter.figures)
+        self._reporter.step_ends(counts, usual=usual)
         if self._check is not None and self._check.over:
             self._say_checked()
-        self.how_far = f"between steps, behind step {self._steps} of this run"
+
+    def _unwritable(self) -> Iterator[Problem]:
+        """What rank 0 could not write of what it is to write."""
+        paths = {"--lynx-trace": self.flags.trace, "--lynx-outcome": self.flags.outcome}
+        for flag, path in paths.items():
+            if path is not None and self._args.rank == 0:
+                yield from unwritable(flag, path)
+
+    def _new_reporter(self, model: Any) -> Reporter:
+        assert self._plan is not None
+        assert self._peak is not None
+        run: Any = live_run(model)  # the plan is installed for it
+        path = path_of(self.flags.outcome, self.flags.trace, getattr(self._args, "tensorboard_dir", None))
+        device = device_for(next(run.chunks[0].parameters()).device)
+        return Reporter(self._installation.engine, device, self._peak, self._plan, run.stage, str(self.flags.lynx_plan), path)
 
     def _new_check(self) -> Check | FrameCheck | None:
         if self.flags.lynx_check is None or self._plan is None:
@@ -151,9 +186,10 @@ class Launch:
             on_rank_0(f"megatron-lynx: {summary}")
 
     def _say_begun(self) -> None:
+        assert self._plan is not None
         held = f"{len(self._installation.hooks)} hooks on rank 0"
         on_rank_0(
-            f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({_digest(self._plan)[:12]}), "
+            f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
             f"megatron-core {installed_version()}, {held}"
         )
 
@@ -164,8 +200,3 @@ class Launch:
         if counts.deferred:
             done += f"; deferred {counts.deferred} weight gradients: {counts.filled} ran in waits, {counts.flushed} were flushed"
         on_rank_0(f"megatron-lynx: rank 0 {done}")
-
-
-def _digest(plan: Plan | None) -> str:
-    assert plan is not None
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()

@@ -10,7 +10,7 @@ Nothing waits for a device: seconds of events that it has not reached when a ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.engine import Engine
 
 PREFIX = "lynx/"
+UNKNOWN = -1.0
+"""Stands for what a rank does not know: less than any figure, so that of all ranks one that knows counts."""
 
 
 def figures(counts: Counts) -> dict[str, float]:
@@ -71,21 +73,24 @@ class Metrics:
         self._group = dist.new_group(backend="gloo") if together else None
         self._pending: _Pending | None = None
 
-    def step_ends(self, engine: Engine) -> None:
-        """Take what the engine counted in this step. It is logged as often as Megatron logs."""
+    def step_ends(self, engine: Engine, more: Callable[[], Mapping[str, float | None]] = dict) -> Counts:
+        """Take what the engine counted in this step, and return it. It is logged as often as Megatron logs, with `more`, which
+        has the same names on all ranks; what is None is not known."""
         counts = engine.take_counts(exact=False)
         self.total = self.total + counts
         step = self._args.curr_iteration + 1
         if not self._wanted or step % self._args.tensorboard_log_interval:
-            return
+            return counts
         self._write()
         found = figures(counts)
+        found |= {name: UNKNOWN if value is None else value for name, value in more().items()}
         values = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
         work = None
         if self._group is not None:
             last = dist.get_world_size() - 1
             work = dist.reduce(values, dst=last, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = _Pending(step, list(found), values, work)
+        return counts
 
     def close(self) -> None:
         """Write what is left."""
@@ -100,7 +105,8 @@ class Metrics:
             return
         if pending.work is not None:
             pending.work.wait()
-        named = {f"{PREFIX}{name}": value for name, value in zip(pending.names, pending.values.tolist(), strict=True)}
+        logged = zip(pending.names, pending.values.tolist(), strict=True)
+        named = {f"{PREFIX}{name}": value for name, value in logged if value != UNKNOWN}
         if self._tensorboard is not None:
             for name, value in named.items():
                 self._tensorboard.add_scalar(name, value, pending.step)

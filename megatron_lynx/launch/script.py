@@ -36,7 +36,7 @@ def run_script(command: Command) -> None:
         launch = Launch(command.flags)
         hooks = _held(launch)
         try:
-            with named_ending(lambda: launch.how_far):
+            with named_ending(lambda: launch.how_far), launch.memory.watching():
                 runpy.run_path(str(command.script), run_name="__main__")
         finally:
             holding.give_back(hooks)

@@ -11,6 +11,10 @@ SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_
 LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
 
 
+IN_PLACE = "gradient_accumulation_fusion"
+"""Without it a deferred weight gradient has nowhere to go."""
+
+
 def overlap_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
     """`planning`: plans are refused beside userbuffers, which an estimate prices."""
     for name, flag in SWITCHED_ON.items():
@@ -19,6 +23,8 @@ def overlap_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
     for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
         if given[flag] is False:
             yield Fact(f"overlap.{name}", False, given.origin(flag))
+    if given[IN_PLACE] is False:
+        yield Fact("overlap.weight_gradients", "none", given.origin(IN_PLACE))
     if given[USERBUFFERS] and not planning:
         yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))
 

@@ -44,9 +44,8 @@ def remember_blocks() -> None:
     Call it before the model is built where a counted step may free something older than itself. Raises LynxError if this
     build of PyTorch does not offer the flag.
     """
-    library = Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
     try:
-        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _FLAG)
+        flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(c10_library())), _FLAG)
     except (OSError, ValueError) as error:
         needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
         problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
@@ -55,6 +54,11 @@ def remember_blocks() -> None:
         unknown = torch.empty(1, device="cpu")
         flag.value = True
         del unknown
+
+
+def c10_library() -> Path:
+    """Where the allocator is."""
+    return Path(torch.__file__).parent / "lib" / ("libc10.dylib" if sys.platform == "darwin" else "libc10.so")
 
 
 @final

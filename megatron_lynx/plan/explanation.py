@@ -43,8 +43,9 @@ def _treatment(stage: Stage) -> object:
     first = stage.layers.first
     places = [(rule.layers.first - first, rule.layers.last - first) for rule in stage.rules]
     rules = [rule.model_copy(update={"layers": None}) for rule in stage.rules]
-    predicted = stage.predicted.model_copy(update={"hidden_replay_s": 0.0, "exposed_replay_s": 0.0})
-    return stage.ahead_depth, places, rules, stage.offload, stage.whole, predicted
+    seconds = ("hidden_replay_s", "exposed_replay_s", "weight_gradient_hidden_s", "weight_gradient_exposed_s")
+    predicted = stage.predicted.model_copy(update={**dict.fromkeys(seconds, 0.0), "memory": {}})
+    return stage.ahead_depth, places, rules, stage.offload, stage.weight_gradients, stage.whole, predicted
 
 
 def _heading(plan: Plan) -> Iterator[Text]:
@@ -75,12 +76,13 @@ def _table(alike: Sequence[Stage], chunked: bool) -> Table:
     layers = ", ".join(str(each.layers) for each in alike)
     title = f"{place}: layers {layers}, ahead depth {stage.ahead_depth} (layer halves)"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    for column in ("layers", "half", "kept", "replayed", "window"):
+    for column in ("layers", "half", "kept", "replayed", "window", *(["weight gradients"] if stage.defers else [])):
         table.add_column(column)
     for rule in stage.rules:
         for half in HALVES:
             kept = [item for item in DENSE[half].names if item in rule.keep]
-            table.add_row(str(rule.layers), half, _listed(kept), _listed(rule.replays(half)), _window(rule, half))
+            deferred = [_deferred(rule, half)] if stage.defers else []
+            table.add_row(str(rule.layers), half, _listed(kept), _listed(rule.replays(half)), _window(rule, half), *deferred)
     return table
 
 
@@ -99,6 +101,12 @@ def _window(rule: Rule, half: Half) -> Text:
     return Text(f"{text}{gathered}{differs}".replace(THEN, f"\n{THEN.lstrip()}"))
 
 
+def _deferred(rule: Rule, half: Half) -> Text:
+    """The linears that defer their weight gradients, and where these run."""
+    waits = rule.weight_gradients
+    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in DENSE[half].linears if linear in waits])
+
+
 def _beside(stage: Stage) -> Text | None:
     """Offloading, and micro-batches that keep everything: what applies to micro-batches and not to layers."""
     lines = []
@@ -108,6 +116,10 @@ def _beside(stage: Stage) -> Text | None:
         lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
+    if (deferred := stage.weight_gradients) is not None:
+        lines.append(
+            f"weight gradients that are deferred hold at most {format_bytes(deferred.bytes)}; then the oldest run at once"
+        )
     if (whole := stage.whole) is not None:
         lines.append(f"micro-batches that keep everything: the first {whole.first} of every {whole.of_every}")
     return Text("\n".join(lines)) if lines else None
@@ -122,6 +134,10 @@ def _expected(predicted: Predicted) -> Text:
         f"resident per micro-batch {format_bytes(predicted.resident_activation_bytes)}",
         f"regenerated ahead {format_bytes(predicted.ahead_bytes)}",
     ]
+    if predicted.weight_gradient_hidden_s or predicted.weight_gradient_exposed_s:
+        both = (predicted.weight_gradient_hidden_s, predicted.weight_gradient_exposed_s)
+        hidden, exposed = map(format_seconds, both)
+        facts.append(f"weight gradients deferred: {hidden} hidden, {exposed} exposed")
     if predicted.host_bytes:
         facts.append(f"pinned on the host {format_bytes(predicted.host_bytes)}")
         facts.append(f"waiting for copies {format_seconds(predicted.exposed_copy_s)}")

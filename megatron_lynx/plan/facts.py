@@ -69,4 +69,6 @@ class Provenance(Part):
     made_by: str
     job: str | None = None
     profile: str | None = None
+    asked: str | None = None
+    """The words with which `megatron-lynx plan` was asked for it: a job, or a cluster and a launch."""
     note: str | None = None

@@ -14,6 +14,8 @@ together in `consistency`. Whether it fits a live run is `apply.match`'s questio
 
 from __future__ import annotations
 
+import hashlib
+
 from pydantic import model_validator
 
 from megatron_lynx.plan import consistency
@@ -48,6 +50,11 @@ PLAN_VERSION = 1
 
 class Plan(PlanContents):
     """A whole plan, version 1."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it says, whatever its file looks like."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

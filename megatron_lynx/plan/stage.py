@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,9 @@ from megatron_lynx.plan.layer_range import Layers
 from megatron_lynx.plan.rule import Rule
 from megatron_lynx.units import MIB
 from megatron_lynx.validation import Part
+
+ALWAYS = "always"
+"""Beside the moments of a step: what a device holds at all of them."""
 
 
 class Predicted(Part):
@@ -38,10 +42,17 @@ class Predicted(Part):
     """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
     """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
+    memory: Mapping[str, Mapping[str, Annotated[int, Field(ge=0)]]] = {}
+    """What that consists of, by moment and kind: under `always` what is there all the time, under each moment that the stage has
+    what is held beside it then. Stated once, with a stage's first chunk."""
     host_s: float = 0.0
     """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
     device_s: float = 0.0
     """Of such a stage: seconds of the device to run what the host issues, if it never waited for the host."""
+
+    def held_at(self, moment: str) -> Mapping[str, int] | None:
+        """Bytes by kind at one moment, as planned; None where the plan does not say."""
+        return {**self.memory.get(ALWAYS, {}), **self.memory[moment]} if moment in self.memory else None
 
 
 class Offload(Part):

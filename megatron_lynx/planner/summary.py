@@ -19,6 +19,7 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
     return {
         "step_s": decision.simulation.step_s,
         "host_time": decision.host.as_json,
+        "weight_gradients": decision.weight_gradients,
         "partition": [len(stage.layers) for stage in plan.stages],
         "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
         "stages": list(_stages(decision)),

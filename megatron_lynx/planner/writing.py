@@ -15,7 +15,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
-from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
@@ -31,6 +31,7 @@ from megatron_lynx.plan.plan import (
     Stage,
 )
 from megatron_lynx.plan.rule import joined
+from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
@@ -53,37 +54,66 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
     stages = []
     for entry in plan.stages:
-        memory = device_memory(parted, answers[entry.stage], simulation.memory(entry.stage).peak_bytes)
-        found = {
+        parts = parts_in(parted, answers[entry.stage], simulation, defers=any(each.defers for each in plan.stages))
+        found: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "exposed_copy_s": waits_s[entry.stage],
-            "memory_bytes": memory.total,
+            "memory_bytes": parts.fullest.total,
+            "memory": _by_moment(parts) if entry.chunk == 0 else {},
         }
         if (load := loads.get(entry.stage)) is not None:
             found |= {"host_s": round(load.host_s, SECOND_DIGITS), "device_s": round(load.device_s, SECOND_DIGITS)}
         if parted.chunks > 1:  # what a receive hides differs from backward to backward; the solver counts on the least
             hidden_s, exposed_s = simulation.replays_of(entry.stage, entry.chunk)
             found["hidden_replay_s"], found["exposed_replay_s"] = round(hidden_s, SECOND_DIGITS), round(exposed_s, SECOND_DIGITS)
+        if entry.defers:
+            both_s = simulation.weight_gradients_of(entry.stage, entry.chunk)
+            hidden, exposed = (round(seconds, SECOND_DIGITS) for seconds in both_s)
+            found |= {"weight_gradient_hidden_s": hidden, "weight_gradient_exposed_s": exposed}
         stages.append(entry.model_copy(update={"predicted": entry.predicted.model_copy(update=found)}))
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMemory:
-    """Everything that a device of a stage holds at its fullest, by name. `job`: with its layers.
+    """Everything that a device of a stage holds at its fullest, by name; `device_parts` says of what."""
+    return device_parts(job, answer, held_bytes).fullest
 
-    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind.
+
+def device_parts(job: Job, answer: StageAnswer, held_bytes: int = 0, at_loss_bytes: int | None = None) -> Parts:
+    """Everything that a device of a stage ever holds, by name. `job`: with its layers.
+
+    `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind, or where
+    weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
     lagging = max(0, held_bytes - answer.layers_peak_bytes)
+    at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.chunks.before_loss_bytes)
     return replace(
         beside_layers(job, answer.stage),
         activations=kept + lagging,
-        activations_at_loss=answer.chunks.before_loss_bytes + lagging - staging,
+        activations_at_loss=answer.chunks.before_loss_bytes + at_loss - staging,
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
-    ).fullest
+    )
+
+
+def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
+    """Bytes by moment and kind, without kinds of which there are none."""
+    held = {ALWAYS: parts.states.kinds, **parts.beside_states}
+    return {moment: {kind: size for kind, size in kinds.items() if size} for moment, kinds in held.items()}
+
+
+def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> Parts:
+    """The same in a rehearsal. `defers`: whether weight gradients are deferred in it."""
+    at_loss_bytes = simulation.before_backward_bytes(answer.stage) if defers else None
+    return device_parts(job, answer, simulation.memory(answer.stage).peak_bytes, at_loss_bytes)
+
+
+def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> StageMemory:
+    """What a device of a stage holds at its fullest in a rehearsal."""
+    return parts_in(job, answer, simulation, defers=defers).fullest
 
 
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:

@@ -36,8 +36,9 @@ from megatron_lynx.runtime.offload import Offloader, Shipment
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
-from megatron_lynx.runtime.record import Passage
+from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
+from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
@@ -72,7 +73,8 @@ class Engine:
         self.trace = self.offloader.trace
         self._ledger = Ledger(order)
         self._random = random or TorchRandom(device)
-        self._progress = Progress(self._ledger, self.offloader)
+        self.clock = ReplayClock(device)
+        self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
         self._recipes = Recipes()
@@ -141,7 +143,7 @@ class Engine:
     def backward_pass(self, output: Any) -> Iterator[None]:
         """One micro-batch's backward, from the output of its forward."""
         micro_batch = self._ledger.begin_backward(output)
-        with self._progress.aborting():
+        with self._progress.aborting(micro_batch):
             self.offloader.backward_begins(micro_batch, self._ledger)
             yield
             if (running := self._ledger.running) is not None and self._ledger.completes_gradients:
@@ -242,6 +244,11 @@ class Engine:
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
         return self._waits.receive(works)
+
+    def gathered(self, whole: Tensor) -> None:
+        """A half has gathered the input of its present site."""
+        if isinstance(self._progress.scope, Recorder):
+            self._progress.scope.gathered(whole)
 
     def gathered_input(self) -> Tensor | None:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""

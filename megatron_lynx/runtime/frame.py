@@ -83,6 +83,8 @@ class Frame:
     let_go_bytes: int = 0
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
+    told: Callable[[Tensor], None] | None = None
+    """Whom to show the gathered input when this half's backward has waited for it; usually nobody (`watched`)."""
     mark: Any = None
     """The hook in the graph that tells when backward reaches this half. It owns the frame, until the half's backward is over."""
 

@@ -171,6 +171,16 @@ class Ledger:
         return self._living(backward.virtual) if backward is not None else None
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs."""
+        return self._in_forward
+
+    @property
+    def recording(self) -> MicroBatch | None:
+        """The micro-batch whose forward runs."""
+        return self._recording
+
+    @property
     def recording_chunk(self) -> int:
         """The chunk whose forward runs."""
         return self._recording.chunk if self._recording is not None else 0

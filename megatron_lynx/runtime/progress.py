@@ -5,6 +5,7 @@ pending    weight gradients that were deferred
 scope      the call of a half that runs now: recorded, replayed, or only passed through
 counts     what was done since somebody last asked
 trace      when it was done, if somebody asked for that
+clock      how long replays took, likewise
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Event
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
+from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload import Offloader
 from megatron_lynx.runtime.pending import Pending
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.replay import Replayer
+from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.trace import SpanKind, Trace
+from megatron_lynx.runtime.whereabouts import Whereabouts, note
 
 
 class Progress:
     """The state that the parts of one engine share."""
 
-    def __init__(self, ledger: Ledger, offloader: Offloader) -> None:
+    def __init__(self, ledger: Ledger, offloader: Offloader, clock: ReplayClock) -> None:
         self.ledger = ledger
         self.trace: Trace = offloader.trace
         self.offloader = offloader
         self.counts = Counts()
+        self.clock = clock
         self.pending = Pending()
         self.scope: Recorder | Replayer | Passage | None = None
 
@@ -54,13 +59,26 @@ class Progress:
         self.offloader.abandon()
 
     @contextmanager
-    def aborting(self) -> Iterator[None]:
-        """An exception that leaves this context ends the step."""
+    def aborting(self, backward_of: MicroBatch | None = None) -> Iterator[None]:
+        """An exception that leaves this context ends the step. `backward_of`: whose backward runs, where one does."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            note(error, self._whereabouts(backward_of))
             self.abandon()
             raise
+
+    def _whereabouts(self, backward_of: MicroBatch | None = None) -> Whereabouts:
+        scope, entered = self.scope, self.ledger.entered
+        frame = scope.frame if scope is not None else entered
+        micro_batch = frame.micro_batch if frame is not None else backward_of or self.ledger.recording
+        return Whereabouts(
+            passing="forward" if self.ledger.in_forward else "backward",
+            micro_batch=micro_batch.index if micro_batch is not None else None,
+            chunk=micro_batch.chunk if micro_batch is not None else 0,
+            half=frame.key if frame is not None else None,
+            replays=isinstance(scope, Replayer),
+        )
 
     def take_counts(self, *, exact: bool) -> Counts:
         counts, self.counts = self.counts, Counts()
@@ -73,6 +91,9 @@ class Progress:
         outer, self.scope = self.scope, scope
         try:
             return scope.run(*given)
+        except BaseException as error:
+            note(error, self._whereabouts())
+            raise
         finally:
             self.scope = outer
 

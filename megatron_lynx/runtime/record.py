@@ -78,6 +78,9 @@ class Recorder:
             self._stow_what_replay_needs(self._shipment)
         return outputs
 
+    def gathered(self, whole: Tensor) -> None:
+        """The present site has gathered its input. Nobody wants to know."""
+
     def site(self, call: SiteCall) -> Any:
         site = call.site
         segment = self._segment + (1 if site.first is None else 2)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.runtime.context import Context
 from megatron_lynx.runtime.frame import Frame, Handle
 from megatron_lynx.runtime.progress import Progress
@@ -43,17 +44,18 @@ class Replays:
         if torch.is_grad_enabled():
             raise second_order(handle.frame.policy.name)
         if handle.frame.lets_go:
-            self.replay(handle.frame, "on_demand")
+            self.replay(handle.frame, ON_DEMAND)
             self._progress.counts.on_demand += 1
         return handle.take()
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
-        begin = self._progress.trace.now()
+        begin, clocked = self._progress.trace.now(), self._progress.clock.begin()
         if self.would_gather(frame, until):
             self.gather(frame)
         if frame.wanted:
             self._run(frame, until)
+        self._progress.clock.end(window, clocked)
         self._progress.add_span("replay", frame, window, begin)
         if not frame.wanted:
             frame.give_up_inputs()

@@ -101,9 +101,11 @@ class Waits:
         gathering = self._gathering
         if gathering is None or storage_of(gathering[0]) != storage_of(output):
             return None
-        if self._progress.scope is None:
-            self._ledger.ordinal += 1
-        return gathering[1]
+        if self._progress.scope is not None:
+            return gathering[1]
+        self._ledger.ordinal += 1
+        frame = self._ledger.entered
+        return gathering[1] if frame is None or frame.told is None else _telling(frame.told, *gathering)
 
     @property
     def _gathering(self) -> tuple[Tensor, Any] | None:
@@ -157,6 +159,17 @@ class Waits:
         for task in tasks:
             if not task.run(opening):
                 return
+
+
+def _telling(told: Callable[[Tensor], None], gathered: Tensor, work: Any) -> WindowedWork:
+    """Whoever waits for the gather shows what it gathered, before it is used."""
+
+    def wait_and_tell(wait: Callable[[], Any]) -> Any:
+        waited = wait()
+        told(gathered)
+        return waited
+
+    return WindowedWork(work, wait_and_tell)
 
 
 def _fillers(windows: Sequence[Windows]) -> dict[Window, tuple[Task, ...]]:

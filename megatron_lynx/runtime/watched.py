@@ -4,6 +4,9 @@
                                                                              │
     backward    what a replay or a reload made of it <── asks ───────────────┘ [2] the observer sees that, before a node uses it
 
+    forward     an input is gathered that will be gathered again ─────────────[3] the observer sees the whole
+    backward    waits for the gather that serves its weight gradient ─────────[4] the observer sees that, before it is used
+
 The observer sees what autograd gets, so it sees whatever went wrong between record and use: another dropout mask, a reload that
 was not waited for, memory that was used again too early (rule R10). Without an observer none of this exists.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -28,6 +31,10 @@ Returned = Callable[[Tensor], None]
 """Called with what backward gets instead of a saved tensor, each time it asks."""
 
 
+Again = Literal["replayed", "reloaded", "gathered"]
+"""A replay makes a tensor again; it comes back from the host; ranks gather it again."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in a half a tensor was saved."""
@@ -36,8 +43,8 @@ class Place:
     """The item that saved it; None before the first one."""
     segment: int
     ordinal: int
-    reloaded: bool
-    """Whether it comes back from the host; otherwise a replay makes it again."""
+    again: Again
+    """How it comes to be there again."""
 
 
 class Observer(Protocol):
@@ -47,7 +54,7 @@ class Observer(Protocol):
         """Whether to observe this call of a half, which is about to be recorded. `offloads`: some of it may go to the host."""
 
     def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        """A tensor was saved that will not stay as it is."""
+        """A tensor was saved, or gathered, that will not stay as it is."""
 
 
 def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, take: Take, *others: Any) -> Recorder:
@@ -77,6 +84,10 @@ class WatchedRecorder(Recorder):
         self._items: dict[int, str] = {}
         self._hosted = 0
 
+    def gathered(self, whole: Tensor) -> None:
+        if self._item == self.frame.policy.gather_site and self._item is not None:
+            self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)  # [3] [4]
+
     def _hooks_for(self, pick: Pick, arguments: list[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         pack, _ = super()._hooks_for(pick, arguments)
         return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
@@ -103,5 +114,5 @@ class WatchedRecorder(Recorder):
             self._hosted += 1
         else:
             return packed  # it stays
-        place = Place(self._items.get(segment), segment, ordinal, isinstance(packed, Hosted))
+        place = Place(self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, Hosted) else "replayed")
         return _Watched(packed, self._observer.saved(self.frame, place, tensor))  # [1]

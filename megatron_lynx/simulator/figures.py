@@ -23,15 +23,22 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
 def table(simulation: Simulation) -> Table:
     """The figures as a table with a row for each stage."""
     result = Table(title=headline(simulation), title_justify="left", title_style="bold")
-    for column in ("stage", "busy", "bubble", "replay hidden", "replay exposed", *_of_copies(simulation), "activations at most"):
+    replays = ("replay hidden", "replay exposed")
+    deferred = ("weight gradients hidden", "exposed") if _defers(simulation) else ()
+    for column in ("stage", "busy", "bubble", *replays, *deferred, *_of_copies(simulation), "activations at most"):
         result.add_column(column, justify="right")
     for row in as_json(simulation)["stages"]:
         seconds = (row["busy_s"], row["hidden_replay_s"], row["exposed_replay_s"])
         busy, hidden, exposed = map(format_seconds, seconds)
         copies = [format_seconds(row["exposed_copy_s"])] if _of_copies(simulation) else []
         bubble = f"{format_seconds(row['bubble_s'])} ({_share(simulation, row['bubble_s'])})"
-        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, *copies, format_bytes(row["peak_activation_bytes"]))
+        late = [format_seconds(row[key]) for key in DEFERRED if deferred]
+        peak = format_bytes(row["peak_activation_bytes"])
+        result.add_row(str(row["stage"]), busy, bubble, hidden, exposed, *late, *copies, peak)
     return result
+
+
+DEFERRED = ("hidden_weight_gradient_s", "exposed_weight_gradient_s")
 
 
 def headline(simulation: Simulation) -> str:
@@ -61,9 +68,17 @@ def note(simulation: Simulation, stage: int) -> str:
     lines = [f"bubble {_share(simulation, simulation.bubble_s(stage))}"]
     if hidden or exposed:
         lines += [f"replays: {format_seconds(hidden)} hidden,", f"{format_seconds(exposed)} exposed"]
+    if _defers(simulation):
+        filled, late = simulation.filled_s(stage), simulation.unfilled_s(stage)
+        lines += [f"weight gradients: {format_seconds(filled)} hidden,", f"{format_seconds(late)} exposed"]
     if simulation.copied[stage]:
         lines.append(f"waits for copies: {format_seconds(simulation.exposed_copy_s(stage))}")
     return "\n".join(lines)
+
+
+def _defers(simulation: Simulation) -> bool:
+    """Whether any stage defers weight gradients."""
+    return any(simulation.filled_s(stage) + simulation.unfilled_s(stage) for stage in range(len(simulation.executed)))
 
 
 def _of_copies(simulation: Simulation) -> list[str]:
@@ -82,11 +97,18 @@ def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:
         "bubble_s": simulation.bubble_s(stage),
         "hidden_replay_s": simulation.hidden_replay_s(stage),
         "exposed_replay_s": simulation.exposed_replay_s(stage),
+        **_of_weight_gradients(simulation, stage),
         "exposed_copy_s": simulation.exposed_copy_s(stage),
         **_of_host(simulation, stage),
         "peak_activation_bytes": simulation.memory(stage).peak_bytes,
         "actions": actions,
     }
+
+
+def _of_weight_gradients(simulation: Simulation, stage: int) -> dict[str, float]:
+    """Seconds of deferred weight gradients, in a simulation that has some."""
+    seconds = simulation.filled_s(stage), simulation.unfilled_s(stage)
+    return dict(zip(DEFERRED, seconds, strict=True)) if _defers(simulation) else {}
 
 
 def _of_host(simulation: Simulation, stage: int) -> dict[str, float]:

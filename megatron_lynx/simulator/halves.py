@@ -11,13 +11,14 @@
 [2] in a window the replays run first, then what is left of the window is waited for, and then inputs are gathered
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 [4] a pass takes as long as the host needs to issue its halves, at least
+[5] a deferred weight gradient is none of its half's seconds, hides nothing beside it, and runs behind the replays of a wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,9 +26,11 @@ from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.host import NO_HOST_TIME
+from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, TimedPass
-from megatron_lynx.simulator.treated import Part, Treated
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass
+from megatron_lynx.simulator.pending import Due, LinearOf, Pending, Queue
+from megatron_lynx.simulator.treated import HalfKind, Part, Treated
 from megatron_lynx.simulator.walk import Walk
 
 if TYPE_CHECKING:
@@ -51,8 +54,8 @@ class Segments:
 
 T = TypeVar("T")
 
-Parts = Mapping[Section, Segments]
-"""The sections of a stage's layers."""
+Parts = Mapping[HalfKind, Segments]
+"""The kinds of halves in a stage's layers."""
 
 
 def stage_passes(
@@ -62,39 +65,67 @@ def stage_passes(
     embedding: BlockProfile | None = None,
     head: BlockProfile | None = None,
     others: Mapping[int, Sequence[Treated]] = MappingProxyType({}),
+    deferral: tuple[int, int] = (0, 0),
 ) -> ChunkPasses:
     """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
-    `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays."""
-    sections = {half.section for half in (*treated, *chain.from_iterable(others.values()))}
+    `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays. `deferral`: which chunk
+    this is, and how many bytes its deferred weight gradients may hold."""
+    kinds = {half.kind for half in treated}
     forward, backward = (
-        {section: segments(profile, passing, section, message_bytes) for section in sections} for passing in PASSES
+        {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
     first = (embedding.forward_s if embedding else 0.0, head.forward_s if head else 0.0)
     back = (head.backward_s if head else 0.0, embedding.backward_s if embedding else 0.0)
     host = sum((half.host for half in treated), start=NO_HOST_TIME)  # [4]
 
-    def forward_pass(served: Served, gathered: Gathered) -> TimedPass:
-        return _forward(treated, served, gathered, forward, profile.interference, first).issued_in(host.forward_s)
+    own = {phase: (parts_by_window(treated, phase), _gathered(treated, phase)) for phase in PHASES}
+    seen = {chunk: _as_seen_by(treated, other) for chunk, other in others.items()}
 
+    def walked(key: PassKey, queue: Queue) -> TimedPass:
+        kind, which, last = key
+        if kind == "F":
+            served, gathered = seen[which] if isinstance(which, int) else own[which] if which == "steady" else ({}, {})
+            walk = Walk(profile.interference, queue, first[0])
+            return _forward(walk, treated, served, gathered, forward, first[1]).issued_in(host.forward_s)
+        assert isinstance(which, str)
+        if kind == "R":
+            return _received(Walk(1.0, queue), own[which][0])
+        walk = Walk(profile.interference, queue, back[0])
+        return _backward(walk, treated, *own[which], backward, back[1], last).issued_in(host.backward_s)
+
+    def queue(pending: Pending) -> Queue:
+        return Queue(*deferral, due, pending)
+
+    due = _due(treated, others)
+    if due:
+        return ChunkPasses(filled=Filled(walked, queue, frozenset(others)))
     return ChunkPasses(
-        forward={phase: forward_pass(*_hidden(treated, phase)) for phase in PHASES},
-        backward={
-            phase: _backward(treated, phase, backward, profile.interference, back).issued_in(host.backward_s) for phase in PHASES
-        },
-        received={phase: _received(treated, phase) for phase in PHASES},
-        hiding={chunk: forward_pass(*_as_seen_by(treated, other)) for chunk, other in others.items()},
+        forward={phase: walked(("F", phase, False), queue(())) for phase in PHASES},
+        backward={phase: walked(("B", phase, False), queue(())) for phase in PHASES},
+        received={phase: walked(("R", phase, False), queue(())) for phase in PHASES},
+        hiding={chunk: walked(("F", chunk, False), queue(())) for chunk in others},
     )
 
 
-def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int) -> Segments:
-    """How a section's seconds lie around its windows: where each one is, the section's collectives say."""
+def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()) -> Segments:
+    """How a section's seconds lie around its windows: where each one is, the section's collectives say. `deferred`: linears whose
+    weight gradients are put off, so that they are not among these seconds."""
     if section.opaque:
         assert profile.experts is not None, "a profile with such a section has its figures"
         return Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
-    windows_s = window_lengths_s(profile, passing, section, message_bytes)
+    windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
     waited = section.collectives(passing, profile.shape.sequence_parallel) if windows_s else ()
-    between = _between_forward if passing == "fwd" else _between_backward
-    return Segments(tuple(between(profile.half(section.half).items, section, waited)), windows_s)
+    items = profile.half(section.half).items
+    if passing == "fwd":
+        return Segments(tuple(_between_forward(items, section, waited)), windows_s)
+    off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
+    left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
+    return Segments(tuple(_between_backward(left, section, waited)), windows_s)
+
+
+def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
+    """A linear without its weight gradient."""
+    return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
 
 
 def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
@@ -122,79 +153,115 @@ def _backward_s(items: Mapping[str, ItemProfile], section: Section, begin: int, 
 
 
 def _forward(
-    treated: Sequence[Treated],
-    served: Served,
-    gathered: Gathered,
-    halves: Parts,
-    interference: float,
-    ends_s: tuple[float, float],
+    walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float
 ) -> TimedPass:
     """One forward. `served`, `gathered`: what its windows hide of replays, and what is gathered behind them."""
-    walk = Walk(interference, ends_s[0])
     for half in treated:
         start_s = walk.clock_s
-        parts = halves[half.section]
+        parts = halves[half.kind]
         for ordinal, compute_s in enumerate(parts.compute_s):
             walk.compute(compute_s)
             if ordinal < len(parts.windows_s):
                 place = WindowAddress("fwd", half.layer, half.half, ordinal)
                 walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
-                walk.hold(gathered.get(place, 0))
+                walk.regenerate(gathered.get(place, 0))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
-    walk.compute(ends_s[1])
+    walk.compute(end_s)
     return walk.over()
 
 
 def _backward(
-    treated: Sequence[Treated], phase: Phase, halves: Parts, interference: float, ends_s: tuple[float, float]
+    walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float, last: bool
 ) -> TimedPass:
-    walk = Walk(interference, ends_s[0])
-    served, gathered = _served(treated, phase), _gathered(treated, phase)
+    """One backward. `last`: the chunk's last one in a step, behind which nothing stays deferred."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
     for half in reversed(treated):
         if (part := late.get((half.layer, half.half))) is not None:
             walk.on_demand(part)
         start_s = walk.clock_s
-        _back_through(walk, half, halves[half.section], served, gathered)
+        _back_through(walk, half, halves[half.kind], served, gathered)
         walk.half("backward", start_s, half)
-    walk.compute(ends_s[1])
+    walk.compute(end_s)
+    if last:
+        walk.flush()
     return walk.over()
 
 
 def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered) -> None:
     """One half's backward, from its first segment to its last."""
-    last, left = len(parts.windows_s) - 1, half.memory.whole
+    last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
+        ran_s = _defer(walk, half, ordinal, last)
         if ordinal == last:  # [3]
-            walk.hold(half.memory.tail - left)
-            left = half.memory.tail
+            first = max(0, min(regenerated, left - half.memory.tail))
+            walk.hold(half.memory.tail - left, regenerated_bytes=-first)
+            left, regenerated = half.memory.tail, regenerated - first
+            _hold_rest(walk, half, half.section.row_parallel)
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
-            walk.window(place, parts.windows_s[ordinal], served.get(place, ()))
-            walk.hold(gathered.get(place, 0))
-    walk.hold(-left)
+            walk.window(place, max(0.0, parts.windows_s[ordinal] - ran_s), served.get(place, ()))
+            walk.regenerate(gathered.get(place, 0))
+    walk.hold(-left, regenerated_bytes=-regenerated)
+    _hold_rest(walk, half, *half.deferred)
 
 
-def _received(treated: Sequence[Treated], phase: Phase) -> TimedPass:
-    """The replays that run while the gradient is received."""
-    walk = Walk(1.0)
-    for part in _served(treated, phase).get(RECV_BACKWARD, ()):
-        walk.hold(part.taken_bytes)
+def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
+    """From now on these linears' entries hold by themselves what their half held until now."""
+    for linear in linears:
+        if linear in half.deferred:
+            walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
+
+
+def _defer(walk: Walk, half: Treated, ordinal: int, last: int) -> float:
+    """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
+    `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit."""
+    ran_s = 0.0
+    for linear, deferral in half.deferred.items():
+        column = linear == half.section.column_parallel
+        if ordinal == max(0, last if column else last - 1):
+            ran = walk.defer(LinearOf(half.layer, half.half, linear), deferral.cost)
+            if column:
+                ran_s += ran
+            else:
+                walk.holds(LinearOf(half.layer, half.half, linear), deferral.cost.gradient_bytes)
+    return ran_s
+
+
+def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) -> Due:
+    """Which linears' weight gradients run in which wait, in the order in which backward reaches them. In forwards those of other
+    chunks do, too, at the same places."""
+    due: dict[Window, list[LinearOf]] = {}
+    for linear, waits in _waits(treated):
+        for wait in waits:
+            due.setdefault(wait, []).append(linear)
+    for other in others.values():
+        for linear, waits in _waits(other):
+            for wait in _moved(dict.fromkeys(waits, linear), treated[0].layer - other[0].layer):
+                due.setdefault(wait, []).append(linear)
+    return due
+
+
+def _waits(treated: Sequence[Treated]) -> Iterator[tuple[LinearOf, tuple[Window, ...]]]:
+    """Where the weight gradients of a chunk's linears may run."""
+    for half in reversed(treated):
+        yield from ((LinearOf(half.layer, half.half, linear), deferral.waits) for linear, deferral in half.deferred.items())
+
+
+def _received(walk: Walk, served: Served) -> TimedPass:
+    """The replays, then the weight gradients, that run while the gradient is received."""
+    for part in served.get(RECV_BACKWARD, ()):
+        walk.regenerate(part.taken_bytes)
         walk.replay(part.half, part.seconds, RECV_BACKWARD)
+    walk.received()
     return walk.over()
-
-
-def _hidden(treated: Sequence[Treated], phase: Phase) -> tuple[Served, Gathered]:
-    """What a forward of the same chunk hides, and what is gathered behind its collectives."""
-    return (_served(treated, "steady"), _gathered(treated, "steady")) if phase == "steady" else ({}, {})
 
 
 def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> tuple[Served, Gathered]:
     """The same of another chunk: its layers are known by where they stand in their chunk."""
     moved = running[0].layer - other[0].layer
-    return _moved(_served(other, "steady"), moved), _moved(_gathered(other, "steady"), moved)
+    return _moved(parts_by_window(other, "steady"), moved), _moved(_gathered(other, "steady"), moved)
 
 
 def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
@@ -205,7 +272,8 @@ def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
     }
 
 
-def _served(treated: Iterable[Treated], phase: Phase) -> Served:
+def parts_by_window(treated: Iterable[Treated], phase: Phase) -> Served:
+    """What of replays runs in which window."""
     served: Served = {}
     for half in reversed(tuple(treated)):
         for part in half.parts(phase) if half.replayed else ():

@@ -13,11 +13,13 @@ A pass is timed from its own beginning; the simulator puts it in its place. No p
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import HostCopy
+from megatron_lynx.simulator.pending import Pending, Queue
 from megatron_lynx.simulator.timeline import Span
 
 PHASES: tuple[Phase, Phase, Phase] = ("warmup", "steady", "cooldown")
@@ -36,10 +38,16 @@ class TimedPass:
     """(seconds from the beginning, bytes that are taken or, below 0, given back)."""
     spans: tuple[Span, ...] = ()
     """What a picture shows, from the beginning; without micro-batch."""
+    regenerated: tuple[tuple[float, int], ...] = ()
+    """As `memory`, of what replays have made alone."""
     host_s: float = 0.0
     """What the host needs to issue it; 0 where that is not known."""
     host_late_s: float = 0.0
     """By how much it is longer than on the device alone, because the host is slower."""
+    filled_s: float = 0.0
+    """Seconds of deferred weight gradients inside windows, as they would take alone."""
+    unfilled_s: float = 0.0
+    """Seconds of deferred weight gradients that no window hides."""
 
     def issued_in(self, host_s: float) -> TimedPass:
         """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""
@@ -50,6 +58,7 @@ class TimedPass:
             self,
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
+            regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
             spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
             host_s=host_s,
             host_late_s=host_s - self.seconds,
@@ -58,13 +67,42 @@ class TimedPass:
 
 NOTHING = TimedPass()
 
+PassKey = tuple[Literal["F", "R", "B"], Phase | int, bool]
+"""A kind of pass: its phase, or for a forward the chunk whose replays it hides; and whether it is the chunk's last in a step."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The passes of a chunk of a stage that defers weight gradients: what they run besides depends on what is pending."""
+
+    walks: Callable[[PassKey, Queue], TimedPass]
+    """Makes a pass, and leaves what is then pending in the queue."""
+    queue: Callable[[Pending], Queue]
+    others: Collection[int] = ()
+    """The other chunks of the stage."""
+    known: dict[tuple[PassKey, Pending], tuple[TimedPass, Pending]] = field(default_factory=dict)
+    """What is worked out once: in the steady phase the same is pending again and again."""
+
+    def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
+        """A pass, and what is pending after it."""
+        if (key, pending) not in self.known:
+            queue = self.queue(pending)
+            self.known[key, pending] = self.walks(key, queue), queue.pending
+        return self.known[key, pending]
+
+    def forward_key(self, phase: Phase, chunk: int | None) -> PassKey:
+        """The forward whose collectives hide replays of a backward of `chunk` (None: no replays)."""
+        if chunk is None or phase != "steady":
+            return "F", "warmup", False
+        return "F", chunk if chunk in self.others else "steady", False
+
 
 @dataclass(frozen=True)
 class ChunkPasses:
     """All passes of one chunk, and its copies. `received`: the replays that run while its gradient is awaited."""
 
-    forward: Mapping[Phase, TimedPass]
-    backward: Mapping[Phase, TimedPass]
+    forward: Mapping[Phase, TimedPass] = field(default_factory=dict)
+    backward: Mapping[Phase, TimedPass] = field(default_factory=dict)
     received: Mapping[Phase, TimedPass] = field(default_factory=lambda: dict.fromkeys(PHASES, NOTHING))
     copy: HostCopy | None = None
     """What is offloaded of each micro-batch. Replays of a receive are taken not to need it."""
@@ -74,6 +112,8 @@ class ChunkPasses:
     """Micro-batches that keep everything."""
     keeping: ChunkPasses | None = None
     """The passes of micro-batches that keep everything."""
+    filled: Filled | None = None
+    """In place of `forward`, `backward`, `received` and `hiding`, where the stage defers weight gradients."""
 
     def of(self, micro_batch: int) -> ChunkPasses:
         """The passes of one micro-batch."""

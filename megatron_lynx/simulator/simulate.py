@@ -15,8 +15,8 @@ once. An order in which stages wait for each other in a ring is refused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -24,7 +24,8 @@ from typing import Literal, NamedTuple
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
-from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, TimedPass
+from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Filled, PassKey, TimedPass
+from megatron_lynx.simulator.pending import Entry
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -59,14 +60,38 @@ class RunningStage:
     """Where copies avoid messages: the backward whose reload is asked for when a pass begins. Empty where they need not."""
     copying: bool = False
     """Whether any of its chunks offloads."""
+    last: Container[Action] = ()
+    """The last backward of each chunk."""
+    pending: list[Entry] = field(default_factory=list)
+    """Weight gradients that are deferred, the oldest first."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
         """What a forward is, with the replays that it hides."""
         hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
-        chunk = behind.chunk if behind is not None and hides else None
-        return self.passes[action.chunk].of(action.micro_batch).forward_before(phase, chunk)
+        chunk, passes = behind.chunk if behind is not None and hides else None, self.passes[action.chunk].of(action.micro_batch)
+        if passes.filled is not None:
+            return self._filled(passes.filled, passes.filled.forward_key(phase, chunk))
+        return passes.forward_before(phase, chunk)
+
+    def backward(self, action: Action, phase: Phase) -> TimedPass:
+        passes = self.passes[action.chunk].of(action.micro_batch)
+        if passes.filled is not None:
+            return self._filled(passes.filled, ("B", phase, action in self.last))
+        return passes.backward[phase]
+
+    def received(self, action: Action, phase: Phase) -> TimedPass:
+        """What runs while the gradient of a backward is awaited."""
+        passes = self.passes[action.chunk].of(action.micro_batch)
+        if passes.filled is not None:
+            return self._filled(passes.filled, ("R", phase, False))
+        return passes.received[phase]
+
+    def _filled(self, filled: Filled, key: PassKey) -> TimedPass:
+        """A pass with the weight gradients that it runs."""
+        made, self.pending[:] = filled.of(key, tuple(self.pending))
+        return made
 
     @property
     def copies_may_return_s(self) -> float:
@@ -88,6 +113,7 @@ class Run:
                 _behind(order),
                 _asked_by(order) if _avoids_messages(passes) else {},
                 any(chunk.copy is not None for chunk in passes),
+                _last_backwards(order),
             )
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
@@ -135,7 +161,7 @@ class Run:
         replay: TimedPass = NOTHING
         for (action, phase), behind in zip(self._schedule.phases(stage.number), stage.behind, strict=True):
             if action.kind == "R":
-                replay = stage.passes[action.chunk].of(action.micro_batch).received[phase]
+                replay = stage.received(action, phase)
                 continue
             over = self._behind_copies(stage, before, action, free) if stage.asked_by else free
             ready, arrived = yield from self._exchange(stage, before, action, over)
@@ -187,7 +213,14 @@ class Run:
         exposed_s = max(0.0, replay.seconds - (arrived - free) / self._interference)
         begin = arrived + exposed_s
         end = begin if exposed_s else free + replay.seconds * self._interference
-        shown = TimedPass(replay.seconds, replay.seconds - exposed_s, exposed_s, replay.memory, replay.spans)
+        late_s = min(exposed_s, replay.filled_s)  # weight gradients run behind the replays
+        shown = replace(
+            replay,
+            hidden_s=replay.seconds - replay.filled_s - (exposed_s - late_s),
+            exposed_s=exposed_s - late_s,
+            filled_s=replay.filled_s - late_s,
+            unfilled_s=late_s,
+        )
         stage.executed.append(Executed(Action(action.micro_batch, "R", action.chunk), phase, free, free, end, shown))
         return begin
 
@@ -198,7 +231,7 @@ class Run:
         its exchange waited for copies."""
         (arrived, begin, held_up_s), passes = times, stage.passes[action.chunk].of(action.micro_batch)
         waited = self._copies_back(stage, action, passes, begin) if stage.copying else 0.0
-        chosen = stage.forward(action, phase, behind) if action.kind == "F" else passes.backward[phase]
+        chosen = stage.forward(action, phase, behind) if action.kind == "F" else stage.backward(action, phase)
         end = begin + waited + chosen.seconds
         stage.executed.append(Executed(action, phase, arrived, begin + waited, end, chosen, waited + held_up_s))
         if passes.copy is not None and action.kind == "F" and not _own(action, behind):
@@ -264,6 +297,10 @@ def _behind(order: Sequence[Action]) -> list[Action | None]:
         after = after if action.kind == "R" else action
     behind.reverse()
     return behind
+
+
+def _last_backwards(order: Sequence[Action]) -> frozenset[Action]:
+    return frozenset({action.chunk: action for action in order if action.kind == "B"}.values())
 
 
 def _avoids_messages(passes: Sequence[ChunkPasses]) -> bool:

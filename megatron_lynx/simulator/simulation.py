@@ -6,6 +6,7 @@ stage   ├─F─┤   wait   ├──B──┤        wait        ├──B
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
 
 
 class Executed(NamedTuple):
@@ -50,8 +51,8 @@ class Simulation:
         return self.executed[stage]
 
     def busy_s(self, stage: int) -> float:
-        """Seconds of passes, their tensor-parallel waits included, and of replays that delay a pass."""
-        return sum([each.content.exposed_s if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
+        """Seconds of passes, their tensor-parallel waits included, and of what runs in a receive and delays a pass."""
+        return sum([_delay_s(each) if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
 
     def bubble_s(self, stage: int) -> float:
         """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
@@ -65,6 +66,14 @@ class Simulation:
 
     def hidden_replay_s(self, stage: int) -> float:
         return sum([each.content.hidden_s for each in self.counted(stage)])
+
+    def filled_s(self, stage: int) -> float:
+        """Seconds of weight gradients that were put off and run inside waits."""
+        return sum([each.content.filled_s for each in self.counted(stage)])
+
+    def unfilled_s(self, stage: int) -> float:
+        """Seconds of such weight gradients that nothing hides."""
+        return sum([each.content.unfilled_s for each in self.counted(stage)])
 
     def host_s(self, stage: int) -> float:
         """Seconds that the host needs to issue the passes; 0 where its time is not known."""
@@ -90,11 +99,22 @@ class Simulation:
         own = [each.content for each, served in both if served.chunk == chunk]
         return sum([content.hidden_s for content in own]), sum([content.exposed_s for content in own])
 
+    def weight_gradients_of(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Seconds of deferred weight gradients in one chunk's passes: hidden, exposed."""
+        own = [each.content for each in self.executed[stage] if each.action.chunk == chunk]
+        return sum([content.filled_s for content in own]), sum([content.unfilled_s for content in own])
+
     def memory(self, stage: int) -> MemoryCurve:
         """What the stage's layers hold, over time."""
         if stage not in self._curves:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
+
+    def before_backward_bytes(self, stage: int) -> int:
+        """The most that the stage's layers hold when one of its backwards is about to begin."""
+        curve = self.memory(stage)
+        starts_s = [each.start_s for each in self.executed[stage] if each.action.kind == "B"]
+        return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
 
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
@@ -107,6 +127,12 @@ class Simulation:
     def _curve(self, stage: int) -> MemoryCurve:
         passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
         return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
+
+    def regenerated(self, stage: int) -> MemoryCurve:
+        """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
+        return memory_curve(
+            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
+        )
 
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
@@ -135,7 +161,14 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
             owner = whose if span.kind in ("replay", "gather") else each.action
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
             placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
-            yield from _parted(placed, each.end_s - each.content.exposed_s) if each.action.kind == "R" else (placed,)
+            if span.kind == "weight_gradient":  # an earlier backward's
+                placed = replace(placed, micro_batch=None)
+            yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
+
+
+def _delay_s(received: Executed) -> float:
+    """By how much the backward begins later, because of what runs in its receive."""
+    return received.content.exposed_s + received.content.unfilled_s
 
 
 def _copy(copied: Copied) -> Span:
@@ -145,11 +178,12 @@ def _copy(copied: Copied) -> Span:
 
 
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
-    """Splits a replay into the part that the receive hides and the part that it does not."""
+    """Splits a replay, or a weight gradient, into the part that the receive hides and the part that it does not."""
     if replay.start_s < hidden_until_s:
         yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:
-        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=ON_DEMAND)
+        exposed = FLUSHED if replay.kind == "weight_gradient" else ON_DEMAND
+        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=exposed)
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:

@@ -16,11 +16,17 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
-SpanKind = Literal["forward", "backward", "replay", "window", "gather", "recv", "offload", "reload", "copy_wait", "update"]
+ComputeKind = Literal["forward", "backward", "replay", "weight_gradient", "update"]
+WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
+SpanKind = Literal[ComputeKind, WaitKind]
 SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 ON_DEMAND = "on_demand"
 """The `window` of a replay that none hides."""
+
+
+FLUSHED = "flushed"
+"""The `window` of a deferred weight gradient that none hides."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,16 @@ class Span:
     def hidden(self) -> bool:
         """A replay inside a window. It is hidden as far as the communication is longer than it."""
         return self.kind == "replay" and not self.on_demand
+
+    @property
+    def flushed(self) -> bool:
+        """A deferred weight gradient that no window hides."""
+        return self.kind == "weight_gradient" and self.window in (None, FLUSHED)
+
+    @property
+    def filling(self) -> bool:
+        """A deferred weight gradient inside a window, hidden as a replay is."""
+        return self.kind == "weight_gradient" and not self.flushed
 
 
 @dataclass(frozen=True)

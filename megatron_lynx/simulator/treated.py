@@ -15,6 +15,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, Window, WindowAddress
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
+from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.schedule.schedule import Phase
 
 
@@ -33,6 +34,10 @@ class Seating:
 SEATED_ON_DEMAND = Seating()
 
 
+HalfKind = tuple[Section, frozenset[str]]
+"""What fills a half, and which of its linears put their weight gradients off."""
+
+
 class Part(NamedTuple):
     """What of a replay runs in one window."""
 
@@ -43,6 +48,14 @@ class Part(NamedTuple):
     """What is held more when it has run; less, where the replay need no longer remember how to go on."""
     gather_s: float
     """Seconds by which gathering the input delays it."""
+
+
+class Deferral(NamedTuple):
+    """A linear whose weight gradients are put off."""
+
+    cost: WeightGradient
+    waits: tuple[Window, ...]
+    """Where they may run; the first that comes takes them."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +74,17 @@ class Treated:
     """How far the replay is where it stops."""
     host: HostSeconds = NO_HOST_TIME
     """How long the host takes to issue it. Its replay is issued with its backward, wherever it runs."""
+    deferred: Mapping[str, Deferral] = field(default_factory=dict)
+    """Its linears whose weight gradients are put off."""
 
     @property
     def half(self) -> Half:
         return self.section.half
+
+    @property
+    def kind(self) -> HalfKind:
+        """What its passes are made of; halves of one kind take equally long but for what is replayed."""
+        return self.section, frozenset(self.deferred)
 
     @property
     def replayed(self) -> bool:

@@ -1,7 +1,7 @@
 """One pass of a stage as it is written down: a clock, and what happens at which time.
 
-compute ──> (window: replays, then the rest of the wait) ──> compute ──> ...        the clock moves
-               └ taken, given back: bytes                                           spans and memory steps stay
+compute ──> (window: replays, weight gradients, then the rest of the wait) ──> compute ──> ...     the clock moves
+               └ taken, given back: bytes                                                          spans and memory steps stay
 """
 
 from __future__ import annotations
@@ -9,28 +9,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
+from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, WindowAddress
+from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import Span
+from megatron_lynx.simulator.pending import Entry, LinearOf, Queue
+from megatron_lynx.simulator.timeline import FLUSHED, Span
 from megatron_lynx.simulator.treated import Part, Treated
 
 
 class Walk:
-    """Begins `start_s` after the pass does. Under a collective a replay takes `interference` times longer."""
+    """Begins `start_s` after the pass does. Under a collective what fills it takes `interference` times longer. `queue`: the
+    deferred weight gradients."""
 
-    def __init__(self, interference: float, start_s: float = 0.0) -> None:
+    def __init__(self, interference: float, queue: Queue, start_s: float = 0.0) -> None:
         self.clock_s = start_s
+        self._queue = queue
+        self._unheld: dict[LinearOf, int] = {}
+        """Bytes of entries that their own half holds as well, or that are counted as in hand (`cost.in_hand`)."""
         self._interference = interference
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
-        self._hidden_s = self._exposed_s = 0.0
+        self._regenerated: list[tuple[float, int]] = []
+        self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = 0.0
 
     def compute(self, seconds: float) -> None:
         self.clock_s += seconds
 
-    def hold(self, change_bytes: int) -> None:
+    def hold(self, change_bytes: int, *, regenerated_bytes: int = 0) -> None:
+        """Takes bytes or, below 0, gives them back. `regenerated_bytes`: how many of them are what replays made."""
         if change_bytes:
             self._memory.append((self.clock_s, change_bytes))
+        if regenerated_bytes:
+            self._regenerated.append((self.clock_s, regenerated_bytes))
+
+    def regenerate(self, change_bytes: int) -> None:
+        self.hold(change_bytes, regenerated_bytes=change_bytes)
 
     def replay(self, half: Treated, seconds: float, window: str) -> None:
         """Runs so much of a half's replay; `window` is where it is drawn: what no window hides counts as on demand."""
@@ -42,29 +55,80 @@ class Walk:
         if part.gather_s:
             start_s, self.clock_s = self.clock_s, self.clock_s + part.gather_s
             self._span("gather", start_s, part.half)
-        self.hold(part.taken_bytes)
+        self.regenerate(part.taken_bytes)
         self.replay(part.half, part.seconds, ON_DEMAND)
         self._exposed_s += part.seconds + part.gather_s
 
     def window(self, window: WindowAddress, seconds: float, served: Sequence[Part]) -> None:  # [2]
         start_s, room_s = self.clock_s, seconds / self._interference
         for part in served:
-            self.hold(part.taken_bytes)
+            self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
             self.replay(part.half, fits_s * self._interference, str(window))
             self.replay(part.half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
             self._exposed_s += part.seconds - fits_s + part.gather_s
+        for entry in self._queue.due(window):
+            fits_s = min(entry.cost.seconds, room_s)
+            room_s -= fits_s
+            self._weight_gradient(entry, fits_s, str(window), self._interference)
         self.clock_s = max(self.clock_s, start_s + seconds) + sum(part.gather_s for part in served)
         if self.clock_s > start_s:
             self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, str(window), str(window)))
+
+    def defer(self, of: LinearOf, cost: WeightGradient) -> float:
+        """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]
+        start_s, entry = self.clock_s, Entry(of, self._queue.chunk, cost)
+        self._unheld[of] = cost.bytes
+        for oldest in self._queue.put(entry):
+            self._weight_gradient(oldest, 0.0, FLUSHED)
+        return self.clock_s - start_s
+
+    def holds(self, of: LinearOf, size_bytes: int) -> None:
+        """So much of what the newest entry of a linear holds is from now on held for it alone."""
+        if of in self._unheld:
+            size_bytes = min(size_bytes, self._unheld[of])
+            self._unheld[of] -= size_bytes
+            self.hold(size_bytes)
+
+    def received(self) -> None:
+        """Runs the deferred weight gradients that the plan has put into the receive of a gradient."""
+        for entry in self._queue.due(RECV_BACKWARD):
+            self._weight_gradient(entry, entry.cost.seconds, RECV_BACKWARD)
+
+    def flush(self) -> None:
+        """Runs whatever is still deferred."""
+        for entry in self._queue.flush():
+            self._weight_gradient(entry, 0.0, FLUSHED)
 
     def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
         self._span(kind, start_s, half)
 
     def over(self) -> TimedPass:
-        return TimedPass(self.clock_s, self._hidden_s, self._exposed_s, tuple(self._memory), tuple(self._spans))
+        return TimedPass(
+            self.clock_s,
+            self._hidden_s,
+            self._exposed_s,
+            tuple(self._memory),
+            tuple(self._spans),
+            regenerated=tuple(self._regenerated),
+            filled_s=self._filled_s,
+            unfilled_s=self._unfilled_s,
+        )
+
+    def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:
+        """Runs one, of which so many seconds fit into the wait."""
+        name = f"weight gradient {entry.of.linear}({entry.of.layer})"
+        parts = ((fits_s, fits_s * interference, window), (rest_s := entry.cost.seconds - fits_s, rest_s, FLUSHED))
+        for seconds, takes_s, where in parts:
+            if seconds:
+                start_s, self.clock_s = self.clock_s, self.clock_s + takes_s
+                self._spans.append(Span("weight_gradient", start_s, self.clock_s, *entry.of[:2], None, where, name))
+        self._filled_s += fits_s
+        self._unfilled_s += rest_s
+        newest = not any(each.of == entry.of for each in self._queue.pending)
+        self.hold((self._unheld.pop(entry.of, 0) if newest else 0) - entry.cost.bytes)
 
     def _span(
         self, kind: Literal["forward", "backward", "replay", "gather"], start_s: float, half: Treated, window: str | None = None

@@ -5,6 +5,8 @@
     device properties, capability, memory            those of a card that has none of what is optional
     make, for the dataset helper                     nothing to do where `missing_modules` finds one that is built
 
+    how much memory there is                         no bound, or the one of `device_memory`
+
     processes for writing checkpoints                as asked, but they do not import the script again, which they could not here
 
 Found by removing each alone and running the scripts of 0.16 to 0.19 on a CPU. To be in place before Megatron is imported.
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda, stay
+from megatron_lynx.testbed.device_memory import limit_memory
 from megatron_lynx.testbed.missing_modules import helper_spec, stand_in_for_missing_modules
 from megatron_lynx.testbed.stand_in import StandIn, ignore, replace
 
@@ -36,7 +39,7 @@ def stand_in_for_gpu_machine() -> StandIn:
     """Let this process run Megatron's training scripts without a GPU, until the returned handle is removed.
 
     Raises:
-        ConfigError: this machine has a working GPU, which is then the one to use.
+        ConfigError: this machine has a working GPU, which is then the one to use; or a limit of memory that does not read.
     """
     undo = ExitStack()
     undo.enter_context(stand_in_for_cuda())
@@ -44,6 +47,7 @@ def stand_in_for_gpu_machine() -> StandIn:
     undo.enter_context(stand_in_for_missing_modules(apex=True))
     build_nothing(undo)
     spare_children_the_script(undo)
+    limit_memory(undo)
     return StandIn(undo)
 
 

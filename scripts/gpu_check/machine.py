@@ -13,8 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lynx.apply.releases import KNOWN, minor_of
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.version import __version__
+
+CANNOT_BEGIN = "the acceptance run cannot begin"
 
 COUNTS = (1, 2, 4, 8)
 """Numbers of GPUs that there are parts for."""
@@ -44,7 +47,7 @@ def found(*, dry: bool, gpus: int | None) -> Machine:
     most = 2 if dry else max((count for count in COUNTS if count <= len(devices)), default=1)
     machine = Machine(dry, most if gpus is None else gpus, devices, nccl, _version("transformer-engine"), _facts(dry))
     if wrong := [*problems(machine)]:
-        raise ConfigError("the acceptance run cannot begin", wrong)
+        raise ConfigError(CANNOT_BEGIN, wrong)
     return machine
 
 
@@ -53,12 +56,17 @@ def problems(machine: Machine) -> Iterator[Problem]:
     if machine.gpus not in COUNTS:
         yield Problem("--gpus", str(machine.gpus), "1, 2, 4 or 8", "there are parts for these numbers")
         return
-    if machine.facts.get("megatron-core") == "none":
-        yield Problem("megatron-core", "none installed", "0.16 to 0.19", "pip install megatron-core")
+    core = machine.facts.get("megatron-core")
+    if core == "none" or (core is not None and minor_of(core) not in KNOWN):
+        yield Problem(
+            "megatron-core", core.replace("none", "none installed"), f"one of {', '.join(KNOWN)}", "install one of these"
+        )
     if machine.dry:
         return
     if not machine.devices:
-        yield Problem("GPUs", "none that torch can use", "one at least", "with --dry-run this runs on CPU ranks")
+        built = "without CUDA" if machine.facts.get("CUDA") == "None" else f"for CUDA {machine.facts.get('CUDA')}"
+        todo = f"with --dry-run this runs on CPU ranks; torch is built {built}"
+        yield Problem("GPUs", "none that torch can use", "one at least", todo)
         return
     if machine.gpus > len(machine.devices):
         there = f"{machine.gpus}, and {len(machine.devices)} on this machine"

@@ -1,4 +1,4 @@
-"""The results as one page: JSON for programs, Markdown to paste into an issue."""
+"""The results as one page: JSON for programs, Markdown to paste into an issue. Both are there, and whole, all through the run."""
 
 from __future__ import annotations
 
@@ -9,30 +9,42 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_check.machine import Machine
+from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.whole_file import write_whole
+from scripts.gpu_check.machine import CANNOT_BEGIN, Machine
 from scripts.gpu_check.part import Result
 
 DRY = "DRY RUN ON CPU RANKS, tiny sizes: this shows that the script runs. It is no measurement of a GPU."
+
+
+MOST_LINES = 60
+"""Of the details of a part that failed; results.json has all."""
 
 
 def failed(results: Sequence[Result]) -> list[Result]:
     return [result for result in results if result.status == "failed"]
 
 
+def unfinished(results: Sequence[Result]) -> bool:
+    return any(result.status == "not run" for result in results)
+
+
 def write_page(machine: Machine, results: Sequence[Result], folder: Path) -> str:
-    """`results.json` and `results.md` in `folder`; the latter's text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = as_json(machine, results)
-    (folder / "results.json").write_text(json.dumps(facts, indent=2) + "\n")
+    """`results.json` and `results.md` in `folder`; the latter's text. Raises `ConfigError` where they cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(CANNOT_BEGIN, [Problem(str(folder), in_words(error), "a folder for the results")]) from error
     text = markdown(machine, results)
-    (folder / "results.md").write_text(text)
+    write_whole(folder / "results.json", json.dumps(as_json(machine, results), indent=2) + "\n")
+    write_whole(folder / "results.md", text)
     return text
 
 
 def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
     return {
         "note": DRY if machine.dry else "",
-        "passed": not failed(results),
+        "passed": not failed(results) and not unfinished(results),
         "gpus": list(machine.devices[: machine.gpus]),
         "ranks": machine.gpus,
         "nccl": machine.nccl,
@@ -48,6 +60,7 @@ def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
                 "step_ratio_to_stock": result.ratio,
                 "memory_ratio_to_stock": result.memory_ratio,
                 "figures": [dict(answer.figures) for answer in result.answers],
+                "details": result.details,
             }
             for result in results
         ],
@@ -55,12 +68,12 @@ def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def markdown(machine: Machine, results: Sequence[Result]) -> str:
-    counts = Counter(result.status for result in results)
-    verdict = f"**{'FAILED' if failed(results) else 'PASSED'}**: " + ", ".join(
-        f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")
-    )
+    counts = Counter[str](result.status for result in results)
+    verdict = "FAILED" if failed(results) else "NOT FINISHED" if unfinished(results) else "PASSED"
+    statuses = ("passed", "failed", "skipped", *(["not run"] if unfinished(results) else []))
+    counted = ", ".join(f"{counts[status]} {status}" for status in statuses)
     where = DRY if machine.dry else f"{machine.gpus} x {machine.devices[0]}, NCCL {machine.nccl}."
-    lines = [f"# megatron-lynx acceptance run, {date.today()}", "", where, "", verdict, ""]
+    lines = [f"# megatron-lynx acceptance run, {date.today()}", "", where, "", f"**{verdict}**: {counted}", ""]
     lines += [f"* {name}: {value}" for name, value in machine.facts.items()]
     lines += ["", "| part | ranks | | seconds | step / stock | memory / stock | |", "|---|---|---|---|---|---|---|"]
     lines += [_row(result) for result in results]
@@ -68,6 +81,9 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
         "",
         "Step and memory are ours by stock's without recomputation. So small, replays cost more than at real sizes.",
     ]
+    for result in results:
+        if result.details:
+            lines += ["", f"{result.part.name}:", "", "```", *result.details.splitlines()[-MOST_LINES:], "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from scripts.gpu_check.machine import Machine
 
-Status = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "skipped", "not run"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Result:
     """Why it failed or was skipped; what a reader should know of one that passed."""
     seconds: float = 0.0
     answers: tuple[Answer, ...] = ()
+    details: str = ""
+    """Where an error was raised, or where ranks were that gave no answer."""
 
     @property
     def ratio(self) -> float | None:

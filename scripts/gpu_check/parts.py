@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.apply.releases import minor_of
+from megatron_lynx.apply.transformer_engine import KNOWN
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
@@ -48,8 +50,8 @@ class _Parts:
     def of_one(self) -> Iterator[Part]:
         for like in ("gpt", "llama"):
             yield self._trial(f"one rank, {like}", "everything is replayed on demand", self._job(like))
-        env = {} if self._dry else COMPILED
-        shows = "with Megatron's fusions, not compiled in a dry run" if self._dry else "with Megatron's fusions, compiled"
+        env = {"LYNX_COMPILER": "aot_eager"} if self._dry else COMPILED
+        shows = f"with Megatron's fusions, compiled{', as far as that needs no GPU' if self._dry else ''}"
         yield self._trial("fusions", shows, self._job("gpt"), env=env, model=FUSED, training={"ddp": True})
         yield self._te("Transformer Engine", "its layers, flash attention", self._te_job())
         alone = self._job("gpt", tensor=8, layers=2, **({"heads": 8, "kv_groups": 8} if self._dry else LARGE))
@@ -65,6 +67,8 @@ class _Parts:
         stages = self._job("gpt", pipeline=2, **STAGES)
         yield self._trial("PP2", "replays while gradients are awaited" + LOGGED, stages, synchronised=True)
         yield self._trial("PP2, offloading", "what is kept goes to the host", stages, offloads=True)
+        chunks = self._job("gpt", pipeline=2, **STAGES, layers_per_chunk=1)
+        yield self._trial("PP2, two chunks", "interleaved, gradients in streams of their own" + LOGGED, chunks, synchronised=True)
         replicas = self._job("gpt", replicas=2, distributed_optimizer=True)
         shows = "reductions in backward, parameters gathered in forward"
         training = {**REDUCED, "overlap_param_gather": True}
@@ -131,7 +135,11 @@ def plan_of(job: Job, share: float = 1.0) -> Plan:
 
 
 def _no_te(machine: Machine) -> str | None:
-    return None if machine.te else "Transformer Engine is not installed"
+    if machine.te is None:
+        return "Transformer Engine is not installed"
+    if minor_of(machine.te) not in KNOWN:
+        return f"Transformer Engine {machine.te} is not known; {', '.join(KNOWN)} are"
+    return None
 
 
 def _nothing(machine: Machine) -> str | None:

@@ -108,14 +108,16 @@ def changed_by_import(rank: int) -> list[str]:
     import megatron.core.tensor_parallel.layers
     import megatron.core.transformer.transformer_layer  # noqa: F401
 
-    for name in [name for name in sys.modules if name.startswith(("megatron_lynx.apply", "megatron_lynx.runtime"))]:
-        del sys.modules[name]
-    attributes = Attributes()
     import megatron_lynx
-    import megatron_lynx.apply
-    import megatron_lynx.runtime.engine  # noqa: F401
 
-    return attributes.changed()
+    with patch.dict(sys.modules), patch.dict(vars(megatron_lynx)):  # the rank lives on, with each module and its state once
+        for name in [name for name in sys.modules if name.startswith(("megatron_lynx.apply", "megatron_lynx.runtime"))]:
+            del sys.modules[name]
+        attributes = Attributes()
+        import megatron_lynx.apply
+        import megatron_lynx.runtime.engine
+
+        return attributes.changed()
 
 
 # --- refusals before training --------------------------------------------------------------------------------------------

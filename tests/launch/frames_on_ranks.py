@@ -25,7 +25,7 @@ class Trial:
     steps: int = 3
     """Of those that are checked. There are more in the training."""
     fault: str = ""
-    """`mask`, `reload` or `autocast`: see below."""
+    """`mask`, `reload`, `autocast` or `gather`: see below."""
     restless: bool = False
     """Whether backward gives other gradients each time."""
 
@@ -159,4 +159,22 @@ def _autocast(installation: Any) -> Iterator[None]:
         yield
 
 
-FAULTS = {"": _nothing, "mask": _another_mask, "reload": _no_reload, "autocast": _autocast}
+@contextmanager
+def _used_again(installation: Any) -> Iterator[None]:
+    """Memory of gathered inputs of layer 2 is used again between the replay and the weight gradient."""
+    from megatron_lynx.runtime.replays import Replays
+
+    replay = Replays.replay
+
+    def replaying(self: Any, frame: Any, *where: Any) -> None:
+        replay(self, frame, *where)
+        if frame.gathering is not None and not frame.wanted and frame.policy.layer == 2:
+            frame.gathering[1].wait()
+            frame.gathering[0].zero_()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Replays, "replay", replaying)
+        yield
+
+
+FAULTS = {"": _nothing, "gather": _used_again, "mask": _another_mask, "reload": _no_reload, "autocast": _autocast}

@@ -30,6 +30,7 @@ def test_no_flags_is_a_plain_run():
         (["--lynx-plan"], "--lynx-plan: expected one argument"),
         (["--lynx-trace", "out.json"], "--lynx-trace: found no --lynx-plan"),
         (["--lynx-plan", "p", "--lynx-trace", "t", "--lynx-trace-step", "0"], "--lynx-trace-step: found 0, needed a step"),
+        (["--lynx-outcome", "out.json"], "--lynx-outcome: found no --lynx-plan"),
         (["--lynx-check", "2"], "--lynx-check: found no --lynx-plan"),
         (["--lynx-plan", "p", "--lynx-check", "0"], "--lynx-check: found 0, needed how many steps"),
         (["--lynx-check", "frames"], "--lynx-check: found no --lynx-plan"),

@@ -26,7 +26,8 @@ from .frames_on_ranks import Checked, Trial, check_frames
 Pools = Callable[[int], RankPool]
 SUMMARY = re.compile(
     r"checked (\d+) frames in 3 steps(?: on \d ranks)?, of (all|\d+ of) (\d+) kinds of frames: (\d+) tensors that were replayed "
-    r"and (\d+) that were reloaded \(.+\) are in every bit what their forward had saved"
+    r"and (\d+) that were reloaded(?:, and (\d+) inputs that were gathered again,)? \(.+\) "
+    r"are in every bit what their forward had saved"
 )
 
 
@@ -39,12 +40,13 @@ def everything(job: Any, **more: Any) -> Trial:
     return Trial(plan_for(job, lambda layer: replayable(job, gather=True), **more))
 
 
-def clean(ranks: list[Checked]) -> tuple[int, int, int]:
+def clean(ranks: list[Checked], *, gathers: bool = False) -> tuple[int, int, int]:
     """Frames, and tensors that were replayed and reloaded, of a run in which nothing differs."""
     assert {(rank.status, rank.said, rank.observer, rank.kept) for rank in ranks} == {(None, "", None, 0)}
     found = SUMMARY.fullmatch(ranks[0].summary or "")
     assert found, ranks[0].summary
     assert found[2] == "all"
+    assert (found[6] is not None) == gathers
     return int(found[1]), int(found[4]), int(found[5])
 
 
@@ -61,11 +63,12 @@ def test_nothing_differs(pool_of: Pools, layout: dict[str, Any]) -> None:
         kept = plan_for(job, lambda layer: replayable(job) if layer % 2 else ())
         trial = Trial(offloading(kept, 10**6))
     unchecked, checked, restless = run(pool_of, job, replace(trial, steps=0), trial, replace(trial, restless=True))
-    frames, replayed, reloaded = clean(checked)
+    gathers = job.parallel.sequence_parallel
+    frames, replayed, reloaded = clean(checked, gathers=gathers)
     assert 3 * 2 * job.gpus < frames <= 3 * 4 * job.gpus, "at most four in each step, on each rank"
     assert replayed > 0
     assert (reloaded > 0) == (job.parallel.pipeline > 1)
-    assert clean(restless)[0] == frames
+    assert clean(restless, gathers=gathers)[0] == frames
     for one, other in zip(unchecked, checked, strict=True):
         assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
 
@@ -74,7 +77,19 @@ def test_halves_of_experts_are_left_alone(pool_of: Pools) -> None:
     experts = {"count": 4, "per_token": 2, "ffn": 32, "layers": ("2-4",)}
     job = tiny_job("gpt", tensor=2, sequence_parallel=True, experts=experts, bias=False)
     (ranks,) = run(pool_of, job, everything(job))
-    assert clean(ranks)[1] > 0
+    assert clean(ranks, gathers=True)[1] > 0
+
+
+def test_a_gathered_input_whose_memory_is_used_again_is_named(pool_of: Pools) -> None:
+    """The replay had read it, so that all it made was right; the weight gradient read what came there afterwards."""
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True)
+    (ranks,) = run(pool_of, job, replace(everything(job), steps=6, fault="gather"))
+    assert {rank.status for rank in ranks} == {1}
+    assert re.search(
+        r"  - step \d, layer 2, (attention half, linear_qkv|mlp half, linear_fc1), micro-batch \d \(its gathered input of "
+        r"segment \d, float32 \[[\d, ]+\]\) on stage 0 \(rank \d\): found \d+ of \d+ values .+: 0 gathered and \S+ saved",
+        ranks[0].said,
+    ), ranks[0].said
 
 
 def test_another_mask_is_named(pool_of: Pools) -> None:

@@ -53,6 +53,17 @@ def test_steps_that_megatron_logs_are_logged():
     assert (total.hidden, total.host_bytes, total.offloaded_bytes) == (21, 7, 600)
 
 
+def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
+    scalars: list[tuple[str, float, int]] = []
+    board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
+    metrics = Metrics(SimpleNamespace(tensorboard_dir="logs", tensorboard_log_interval=1, curr_iteration=0), board)
+    counts = metrics.step_ends(Counted(), lambda: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
+    metrics.close()
+    assert counts.hidden == 1
+    assert ("lynx/passes_s", 0.5, 1) in scalars
+    assert "lynx/device_reserved_peak_bytes" not in {name for name, _, _ in scalars}
+
+
 def test_without_a_log_only_the_total_is_kept():
     scalars, wandb, total = logged(SimpleNamespace(tensorboard_log_interval=1))
     assert (scalars, wandb, total.hidden) == ([], [], 21)
@@ -82,6 +93,7 @@ def test_a_launch_that_logs_to_tensorboard(tmp_path):
     series = {name: events.Scalars(name) for name in events.Tags()["scalars"] if name.startswith("lynx/")}
     assert {name: [each.step for each in values] for name, values in series.items()} == {name: [2, 4] for name in series}
     assert len(series) >= 6, "and device bytes, where something answers for CUDA"
+    assert set(series) >= {"lynx/passes_s", "lynx/step_s"}
     per_step = {each.value for each in series["lynx/copied_to_host_bytes"]}
     assert per_step == {float(2 * 4 * 200_000)}, "two chunks of four micro-batches, on the stage that offloads all of them"
     assert {each.value for each in series["lynx/copied_back_bytes"]} == per_step

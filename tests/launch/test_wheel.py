@@ -42,7 +42,7 @@ def planned(run, folder, layout_flags):
     plan = saved(plan_of(LAYOUT, gather="once"), folder / "once.yaml")
     flags = ["--lynx-plan", plan, "--lynx-trace", folder / "trace.json", "--save", folder / "planned", "--save-interval", "3"]
     flags += ["--lynx-check", "2"]
-    return run(SCRIPT, [*layout_flags, *flags], ranks=4, as_users_do=True)
+    return run(SCRIPT, [*layout_flags, *flags], ranks=4)
 
 
 def test_every_printed_digit_is_stocks(stock, planned):
@@ -53,12 +53,15 @@ def test_every_printed_digit_is_stocks(stock, planned):
 
 def test_it_says_what_it_does(stock, planned):
     assert stock.ours == []
-    begun, checked, traced, done = planned.ours
+    begun, checked, traced, *measured, done = planned.ours
     assert "once.yaml" in begun
     assert "megatron-core 0.19." in begun
     assert checked.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")
     assert checked.endswith(" on 4 ranks) are equal in every bit")
     assert traced.startswith("megatron-lynx: step 3 of this run is traced in ")
+    assert [line.split(" of ")[0] for line in measured[:2]] == ["megatron-lynx: step 4", "megatron-lynx: step 5"]
+    assert measured[2].startswith("megatron-lynx: how this run of 5 steps came out ")
+    assert "stages 0-1: the plan predicts nothing" in planned.text
     # 5 steps x 4 micro-batches x 2 layers x 2 halves; behind its first half a stage that gathers has no window in steady state
     assert done == "megatron-lynx: rank 0 replayed 80 layer halves: 60 inside windows, 20 on demand"
 
@@ -106,7 +109,7 @@ def test_as_the_ready_launches_have_it(folder):
     flags += [*TE, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     flags += ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--train-iters", "2"]
     flags += ["--lynx-plan", plan, "--lynx-check", "2"]
-    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, te], env={"FAULT": "none"})
+    checked = launch(HERE / "pretrain_faulty.py", flags, ranks=2, path=[wheel, te], env={"FAULT": "none"}, as_users_do=True)
     assert checked.status == 0, checked.text
     _, compared, done = checked.ours
     assert compared.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 8 losses and ")

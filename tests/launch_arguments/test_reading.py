@@ -505,3 +505,8 @@ def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> Non
     found = facts(f"{SMALL} --attention-backend flash")
     assert (found["model.attention"], found["model.attention_kernel"]) == ("flash", "flash_attention_2")
     assert "model.attention_kernel" not in facts(f"{SMALL} --attention-backend fused")
+
+
+def test_whether_weight_gradients_may_be_deferred_is_read() -> None:
+    assert facts(f"{SMALL} --no-gradient-accumulation-fusion")["overlap.weight_gradients"] == "none"
+    assert "overlap.weight_gradients" not in facts(SMALL), "Megatron fuses them unless it is told not to"

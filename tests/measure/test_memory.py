@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_lynx.measure.cpu_memory import remember_blocks
+from megatron_lynx.measure.cpu_total import CpuTotal
 from megatron_lynx.measure.memory import MemoryUse, activation_meter
 from megatron_lynx.measure.process_peak import ENVIRONMENT, why_unavailable
 from megatron_lynx.units import MIB
@@ -212,3 +213,15 @@ def test_counter_agrees_with_the_process_peak():
     assert [enough for enough, _, _ in steps] == ["True", "True"], run.stdout
     for _, counted_bytes, process_bytes in steps:  # 4 MiB: what a step's small blocks and workspaces come to
         assert abs(int(process_bytes) - int(counted_bytes)) <= 0.05 * int(counted_bytes) + 4 * MIB
+
+
+def test_the_allocators_total_is_what_its_profiler_counts():
+    total = CpuTotal()
+    before = total.bytes
+    with activation_meter("cpu") as meter:
+        held = torch.ones(12_345)
+        meter.mark("held")
+        assert total.bytes - before >= held.nbytes
+    assert meter.use.at("held") == total.bytes - before == held.nbytes
+    del held
+    assert total.bytes == before

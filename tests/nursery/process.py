@@ -21,6 +21,9 @@ ADDRESS = "TESTS_NURSERY"
 
 ROOT = Path(__file__).parents[2]
 
+AT_BEGIN = dict(os.environ)
+"""The environment of this session before any test has changed it. The nursery imports in it what all later processes have."""
+
 
 class Process:
     """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
@@ -93,7 +96,7 @@ def begin() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.nursery", str(listener.fileno())],
             cwd=ROOT,
-            env={**os.environ, "LYNX_PARENT": str(os.getpid())},
+            env={**AT_BEGIN, "LYNX_PARENT": str(os.getpid())},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
         )

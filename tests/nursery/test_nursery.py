@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.nursery.process import start
+import pytest
+
+from tests.nursery.process import ADDRESS, AT_BEGIN, begin, start
 
 
 def test_what_a_process_has_is_its_own(tmp_path: Path) -> None:
@@ -24,6 +28,18 @@ def test_what_a_process_has_is_its_own(tmp_path: Path) -> None:
     assert found["imported"] == ["torch"]
     assert len(found["threads"]) == 1
     assert sorted(found["files"]) == ["/dev/null", str(tmp_path / "said"), str(tmp_path / "said")]
+
+
+def test_the_nursery_has_nothing_of_the_test_that_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first test of `make streams` names a compiler that is nobody's. The nursery had it, too, and a later test found none:
+    torch reads that name when it is imported."""
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: asked.append(env) or SimpleNamespace(pid=1))
+    monkeypatch.delenv(ADDRESS, raising=False)
+    monkeypatch.setenv("CXX", "a compiler of nobody's")
+    begin.__wrapped__()
+    assert asked == [{**AT_BEGIN, "LYNX_PARENT": str(os.getpid())}]
+    assert "nobody" not in asked[0].get("CXX", "")
 
 
 def test_a_process_that_nobody_waits_for_ends() -> None:

@@ -160,7 +160,8 @@ def stages_of(
     experts = () if model is None else model.moe_layers
     ranges = draw(splits(len(layers), draw(st.integers(1, min(3, len(layers)))), first=layers.first))
     predicted = draw(
-        st.just(Predicted()) | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0))
+        st.just(Predicted())
+        | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
     kept = [_experts_kept(draw(kept_items(span, te)), experts) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
@@ -275,6 +276,9 @@ def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
         return []
     ordinals = range(len(ATTENTION.collectives(passing, parallel.sequence_parallel)))
     return [f"{passing}.{half}.{n}" for half in HALVES for n in ordinals]
+
+
+HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}
 
 
 def _experts_kept(rule: Rule, experts: Sequence[LayerRange]) -> Rule:

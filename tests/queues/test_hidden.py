@@ -2,7 +2,8 @@
 
 Interleaved schedules send a forward between the receive of a gradient and the wait for it, and double-buffered ones right before
 the receive. NCCL has one stream for all messages of two ranks in a group. So the replay used to come behind a message that waited
-behind another one in that stream, at the head of the only queue: it began when the gradient was there.
+behind another one in that stream, at the head of the only queue: it began when the gradient was there. Of two stages cool-down's
+replays did, too, with any number of queues: they came behind a send that the other stage takes when it has made the gradient.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from tests.transparency.plans import plan_for, replayable
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [
-    pytest.param({"layers": 3, "microbatches": 4}, {}, id="1F1B"),
-    pytest.param({"layers": 6, "layers_per_chunk": 1, "microbatches": 3}, {}, id="interleaved"),
-    pytest.param({"layers": 3, "microbatches": 3}, {"defers": True}, id="no flushes"),
+    pytest.param({"pipeline": 3, "layers": 3, "microbatches": 4}, {}, id="1F1B"),
+    pytest.param({"pipeline": 3, "layers": 6, "layers_per_chunk": 1, "microbatches": 3}, {}, id="interleaved"),
+    pytest.param({"pipeline": 2, "layers": 4, "layers_per_chunk": 1, "microbatches": 4}, {}, id="interleaved, two stages"),
+    pytest.param({"pipeline": 3, "layers": 3, "microbatches": 3}, {"defers": True}, id="no flushes"),
 ]
 
 
 @pytest.mark.streams
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS)
 def test_what_runs_while_a_gradient_is_received_is_hidden(pool_of: Pools, layout: dict[str, Any], how: dict[str, Any]) -> None:
-    job = tiny_job("gpt", pipeline=3, **layout)
+    job = tiny_job("gpt", **layout)
     plan = plan_for(job, lambda _: replayable(job))
-    logs = pool_of(3).run(named_replays, job, Setting(plan=without_flushes(plan) if how else plan, **how))
+    logs = pool_of(job.gpus).run(named_replays, job, Setting(plan=without_flushes(plan) if how else plan, **how))
     named = [(log.rank, name) for log in logs for name in replays_of(log)]
     assert any(name.endswith("steady") for _, name in named)
     for queues in (1, 8):

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.queues.differences import differences
+from megatron_lynx.testbed.queues.log import COMPUTE, Kernel
+from megatron_lynx.testbed.queues.recorder import Recorder
 from megatron_lynx.testbed.queues.replay import replay
 from megatron_lynx.testbed.queues.unawaited import unawaited
 from megatron_lynx.testbed.ranks import RankPool
@@ -58,7 +62,7 @@ CASES = [
     case("t=2, p=2", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, LOGGED),
     *(case(f"interleaved, {name}", layout, LOGGED) for name, layout in INTERLEAVED.items()),
     case("interleaved, p=2, in one call", INTERLEAVED["p=2"], Setting(timers=1, model=ONE_CALL)),
-    case("interleaved, p=4, a plan", INTERLEAVED["p=4"], planned),
+    *(case(f"interleaved, {name}, a plan", layout, planned) for name, layout in INTERLEAVED.items()),
     case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
     *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),
@@ -76,6 +80,15 @@ def test_nothing_hangs_and_no_order_differs(pool_of: Pools, job: Job, setting: A
         assert outcome.finished, str(outcome)
     assert differences(logs) == []
     assert [found for log in logs for found in unawaited(log)] == []
+
+
+def test_memory_and_views_are_no_kernels() -> None:
+    """What comes behind them on the host used to come behind them on the device."""
+    with stand_in_for_cuda(), Recorder(0) as recorder:
+        torch.empty(4).view(2, 2).detach()
+        assert recorder.log.entries == []
+        torch.empty(4).fill_(1)
+    assert recorder.log.entries == [Kernel(COMPUTE, "kernels")]
 
 
 @pytest.mark.streams

@@ -96,6 +96,7 @@ def test_memory_of_a_backward_step_by_step():
     assert passes.forward["warmup"].memory == ((11.0, 10), (21.0, 50))
     steady = passes.backward["steady"].memory
     assert steady == ((8.0, -35), (8.0, 30), (14.0, -15), (24.0, -28), (30.0, -12))
+    assert passes.backward["steady"].regenerated == ((8.0, 30), (24.0, -28), (30.0, -2)), "let go before what was kept"
 
 
 def test_a_forward_hides_replays_only_when_a_backward_follows():

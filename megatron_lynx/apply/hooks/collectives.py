@@ -45,7 +45,10 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             work = engine.served(output) if engine.in_half else None
             if work is None:
-                return windowed(output, *args, **kwargs)
+                waited_for = windowed(output, *args, **kwargs)
+                if waited_for is None:
+                    engine.gathered(output)
+                return waited_for
             return work if kwargs.get("async_op") else _waited(work)
 
         return gather

@@ -5,12 +5,16 @@ Why                   while the next stage's gradient is on its way the stage id
                       Where the plan keeps copies to the host away from messages, they are let through before.
                       With NCCL all messages of two ranks in a group are in one stream. With one hardware queue a replay behind
                       the send of a forward would come behind the pending receive of a gradient, and hide nothing. So where a
-                      forward comes between (`gradients_apart`), gradients go through the group of all ranks, in another stream.
-Calls the original    once per call, with the keywords as they came; once for outputs and once for gradients if these are apart.
+                      forward comes between (`gradients_apart`), gradients have streams of their own: they go through the group of
+                      all ranks or, between two stages, which exchange them both ways, each way through a group of its own.
+Calls the original    once per call, with the keywords as they came. Where gradients are apart once for outputs, and once for
+                      gradients unless there are two stages, whose gradients are posted here.
 Holds                 nothing.
 Passes through when   the exchange receives nothing from the next stage, or no micro-batch is in flight. NCCL's batch returns one
                       Work, gloo one per operation: what is received is told by the keyword, never by position. With
                       `overlap_p2p_comm` works are waited for later, sends after other passes: there only the receive is a window.
+                      It is returned first, because in cool-down all are waited for in the order in which they are returned: of
+                      two stages the other one takes what is sent only when it has made what is received.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.runtime.engine import Engine
@@ -29,7 +34,7 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
     """What all ranks put in place, with the same answers.
 
     `waited_for_later`: the schedule is interleaved, and overlaps its exchanges with passes.
-    `gradients_apart`: and replays run between the send of a forward and a gradient; there are three stages or more.
+    `gradients_apart`: and replays run between the send of a forward and a gradient.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -41,8 +46,9 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
             if kwargs.get("tensor_recv_next") is None:
                 return works
             if isinstance(works, dict):
-                held = [name for name in works if name == "recv_next" or not waited_for_later]
-                return {**works, **dict(zip(held, engine.receive([works[name] for name in held]), strict=True))}
+                held = ["recv_next"] if waited_for_later else [*works]
+                windows = dict(zip(held, engine.receive([works[name] for name in held]), strict=True))
+                return windows | {name: work for name, work in works.items() if name not in windows}
             return engine.receive(list(works))
 
         return exchange
@@ -53,8 +59,33 @@ def claims(engine: Engine, *, waited_for_later: bool, gradients_apart: bool) -> 
 
 
 def _apart(original: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Outputs in the group that was given, gradients in the group of all ranks, which knows every pair of them."""
+    """Outputs in the group that was given, gradients in others."""
     outputs = original(**{**kwargs, "tensor_send_prev": None, "tensor_recv_next": None})
-    group = kwargs["group"] if dist.get_backend(kwargs["group"]) == "ucc" else dist.group.WORLD  # all ranks have NCCL's messages
-    gradients = original(**{**kwargs, "tensor_send_next": None, "tensor_recv_prev": None, "group": group})
-    return {**outputs, **gradients}
+    gradients = {**kwargs, "tensor_send_next": None, "tensor_recv_prev": None}
+    if dist.get_backend(kwargs["group"]) == "ucc":  # other groups have NCCL's messages, which it was chosen to avoid
+        return {**outputs, **original(**gradients)}
+    if kwargs["group"].size() == 2:
+        return {**outputs, **_of_two_stages(**gradients)}
+    return {**outputs, **original(**{**gradients, "group": dist.group.WORLD})}  # it knows every pair of them
+
+
+def _of_two_stages(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: Any,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+    **outputs: None,
+) -> dict[str, Any]:
+    """Gradients between two stages, each way in a group that Megatron has for something else and that knows both ranks."""
+    from megatron.core.parallel_state import get_expert_tensor_model_pipeline_parallel_group, get_model_parallel_group
+
+    ways = get_model_parallel_group(), get_expert_tensor_model_pipeline_parallel_group()
+    sends, receives = ways if group.rank() == 0 else reversed(ways)
+    works = {}
+    if tensor_send_prev is not None:
+        works["send_prev"] = dist.isend(tensor_send_prev, prev_pipeline_rank, group=sends)
+    if tensor_recv_next is not None:
+        works["recv_next"] = dist.irecv(tensor_recv_next, next_pipeline_rank, group=receives)
+    return works

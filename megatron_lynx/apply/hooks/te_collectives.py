@@ -50,7 +50,10 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
         def gather(tensor: Tensor, process_group: Any, async_op: bool = False, **kwargs: Any) -> Any:
             gathered = engine.gathered_input() if process_group is group and engine.in_half else None
             if gathered is None:
-                return windowed(tensor, process_group, async_op, **kwargs)
+                whole, work = windowed(tensor, process_group, async_op, **kwargs)
+                if process_group is group and work is None and type(whole) is Tensor:
+                    engine.gathered(whole)
+                return whole, work
             return _answered(_of_kind(tensor, gathered), engine.served(gathered), async_op)
 
         return gather

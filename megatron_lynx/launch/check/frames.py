@@ -10,6 +10,7 @@ backward) change nothing. What it does not see is a fault in backward itself, or
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_lynx.launch.check.step import Schedule
 from megatron_lynx.launch.check.verdict import frames_differ
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.watched import Place, Returned
+from megatron_lynx.runtime.watched import Again, Place, Returned
 from megatron_lynx.units import format_bytes
 
 
@@ -38,9 +39,8 @@ class _Found:
     """What one rank compared in one step."""
 
     frames: int
-    replayed: int
-    """Tensors; those that came back from the host are `reloaded`."""
-    reloaded: int
+    again: dict[Again, int]
+    """Tensors, by how they came to be there again."""
     size_bytes: int
     kinds: tuple[int, int]
     """Of frames, since the run began: how many were drawn, of how many."""
@@ -117,9 +117,9 @@ class FrameCheck:
         """A sentence on what was checked and found equal, for rank 0 to print; None where nothing was checked."""
         if not self._compared:
             return None
-        frames, replayed, reloaded, size_bytes = (
-            sum(getattr(found, name) for found in self._compared) for name in ("frames", "replayed", "reloaded", "size_bytes")
-        )
+        frames, size_bytes = (sum(getattr(found, name) for found in self._compared) for name in ("frames", "size_bytes"))
+        again = sum((Counter(found.again) for found in self._compared), Counter[Again]())
+        gathered = f", and {again['gathered']} inputs that were gathered again," if again["gathered"] else ""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         kinds = [found.kinds for found in self._compared[-ranks:]]
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -127,8 +127,9 @@ class FrameCheck:
         drawn, there = (sum(of_rank) for of_rank in zip(*kinds, strict=True))
         covered = f"all {there} kinds of frames" if drawn == there else f"{drawn} of {there} kinds of frames"
         return (
-            f"checked {frames} frames in {steps}{where}, of {covered}: {replayed} tensors that were replayed and {reloaded} that "
-            f"were reloaded ({format_bytes(size_bytes)}) are in every bit what their forward had saved"
+            f"checked {frames} frames in {steps}{where}, of {covered}: {again['replayed']} tensors that were replayed and "
+            f"{again['reloaded']} that were reloaded{gathered} ({format_bytes(size_bytes)}) are in every bit what their forward "
+            "had saved"
         )
 
     # --- what the engine reports ---------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class FrameCheck:
         return self._draw.takes((policy.chunk, policy.half, tuple(sorted(policy.replay)), where, offloads))
 
     def saved(self, frame: Frame, place: Place, tensor: Tensor) -> Returned:
-        original = Original(tensor, "reloaded" if place.reloaded else "replayed")
+        original = Original(tensor, place.again)
         which = frame.micro_batch.number, frame.key
         self._pending.append(_Drawn(self.steps, which, place, _name(frame, place, tensor), original))
 
@@ -166,8 +167,7 @@ class FrameCheck:
         differing = self._differences(over)
         mine = _Found(
             frames=len({drawn.frame for drawn in over}),
-            replayed=sum(not drawn.place.reloaded for drawn in over),
-            reloaded=sum(drawn.place.reloaded for drawn in over),
+            again=Counter(drawn.place.again for drawn in over),
             size_bytes=sum(drawn.original.size_bytes for drawn in over),
             kinds=self._draw.kinds,
             first=tuple(differing[:1]),
@@ -176,7 +176,7 @@ class FrameCheck:
         found = of_all_ranks(mine)
         self._compared += found
         if first := [difference for rank in found for difference in rank.first]:
-            compared = sum(rank.replayed + rank.reloaded for rank in found)
+            compared = sum(sum(rank.again.values()) for rank in found)
             agree(frames_differ(min(first), sum(rank.differing for rank in found), compared))
 
     def _differs(self) -> LynxError | None:
@@ -200,6 +200,8 @@ def _name(frame: Frame, place: Place, tensor: Tensor) -> str:
     """Which tensor it is, for people. Layers count from 1, as in plans."""
     layer, half = frame.key
     item = "" if place.item is None else f", {place.item}"
-    which = "an argument" if place.ordinal < 0 else f"tensor {place.ordinal}"
+    which = f"tensor {place.ordinal}"
+    if place.ordinal < 0:
+        which = "its gathered input" if place.again == "gathered" else "an argument"
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     return f"layer {layer}, {half} half{item}, micro-batch {frame.micro_batch.index} ({which} of segment {place.segment}, {kind})"

@@ -29,7 +29,7 @@ class _Compared(NamedTuple):
 
 
 class Original:
-    """One saved tensor of a drawn frame. `made_by` in words: `replayed`, `reloaded`."""
+    """One saved tensor of a drawn frame. `made_by` in words: `replayed`, `reloaded`, `gathered`."""
 
     def __init__(self, tensor: Tensor, made_by: str) -> None:
         self.made_by = made_by

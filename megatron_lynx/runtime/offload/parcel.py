@@ -45,11 +45,6 @@ class Parcel:
         """Whether nobody has asked for it back yet."""
         return self._block is not None
 
-    @property
-    def leaving(self) -> bool:
-        """Whether it is on its way, and its original still here."""
-        return self._out is not None and self._original is not None
-
     def settle(self) -> None:
         """Let the original go if its copy is over. One that failed is told by whoever waits for it, at a place that does not
         depend on when it failed (rule R1)."""

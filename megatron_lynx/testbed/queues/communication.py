@@ -7,7 +7,7 @@
     work.wait()                          compute waits; the host goes on
     barrier                              a collective for which the host waits
 
-Calls are noted where Python enters torch's process groups: whatever name a library took from torch.distributed, it ends here.
+`posted` tells of them, whatever name a library took from torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,55 +21,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_lynx.testbed.posted import COLLECTIVES
+from megatron_lynx.testbed.posted import Posted, WorkListener, listening_to_works
 from megatron_lynx.testbed.queues.log import Communicator, Direction, Event, Log, Message
 from megatron_lynx.testbed.stand_in import replace
 
 ROOTED = ("gather", "scatter")
-MESSAGES: dict[str, Direction] = {"send": "send", "recv": "receive"}
+DIRECTIONS: dict[str, Direction] = {"send": "send", "recv": "receive"}
 
 
 def note_communication(undo: ExitStack, log: Log) -> None:
-    """Note what this process communicates, until `undo` is closed."""
+    """Note what this process communicates, until `undo` is closed. The stand-in for CUDA is to be active."""
     notes = _Notes(log)
-    for name in COLLECTIVES:
-        if hasattr(dist.ProcessGroup, name):
-            replace(undo, dist.ProcessGroup, name, notes.collective(name, getattr(dist.ProcessGroup, name)))
-    for name, direction in MESSAGES.items():
-        replace(undo, dist.ProcessGroup, name, notes.message(direction, getattr(dist.ProcessGroup, name)))
     batched = notes.batched(dist.batch_isend_irecv)
     for owner in (dist, c10d):
         replace(undo, owner, "batch_isend_irecv", batched)
-    replace(undo, dist.Work, "wait", notes.wait(dist.Work.wait))
+    undo.enter_context(listening_to_works(notes))
 
 
-class _Notes:
+class _Notes(WorkListener):
     def __init__(self, log: Log) -> None:
         self._log = log
         self._works: dict[int, tuple[Any, Event, str]] = {}
         """Works by identity, when they are over on the device, and what they do. They are held: identities must not return."""
         self._batch: list[Message] | None = None
 
-    def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-            event = self._log.collective(_described(name, args), _communicator(group))
-            return self._remember(original(group, *args, **kwargs), event, name)
-
-        return start
-
-    def message(self, direction: Direction, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def post(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-            other = dist.get_global_rank(group, peer)
-            elements = sum(tensor.numel() for tensor in tensors)
-            if self._batch is None:
-                event = self._log.message(direction, other, _pair(group, other), elements)
-                return self._remember(original(group, tensors, peer, *args, **kwargs), event, direction)
+    def posted(self, work: Any, posted: Posted, args: tuple[Any, ...]) -> None:
+        if posted.peer is None:
+            event = self._log.collective(_described(posted.operation, args), _communicator(posted.group))
+            self._remember(work, event, posted.operation)
+            return
+        direction, other = DIRECTIONS[posted.operation], dist.get_global_rank(posted.group, posted.peer)
+        elements = sum(tensor.numel() for tensor in args[0])
+        if self._batch is None:
+            event = self._log.message(direction, other, _pair(posted.group, other), elements)
+            self._remember(work, event, direction)
+        else:
             self._batch.append(Message(direction, other, elements))
-            return original(group, tensors, peer, *args, **kwargs)
 
-        return post
+    def waits(self, work: Any) -> None:
+        _, event, name = self._works.pop(id(work), (None, None, ""))
+        if event is not None and name == "barrier":
+            self._log.synchronize("barrier", [event])
+        elif event is not None:
+            self._log.wait(event)
 
     def batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -78,25 +72,14 @@ class _Notes:
             works = original(operations)
             messages, self._batch = self._batch, None
             event = self._log.messages(messages, _communicator(operations[0].group or dist.group.WORLD))
-            return [self._remember(work, event, "messages") for work in works]
+            for work in works:
+                self._remember(work, event, "messages")
+            return works
 
         return post
 
-    def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            _, event, name = self._works.pop(id(work), (None, None, ""))
-            if event is not None and name == "barrier":
-                self._log.synchronize("barrier", [event])
-            elif event is not None:
-                self._log.wait(event)
-            return original(work, *args, **kwargs)
-
-        return wait
-
-    def _remember(self, work: Any, event: Event, name: str) -> Any:
+    def _remember(self, work: Any, event: Event, name: str) -> None:
         self._works[id(work)] = work, event, name
-        return work
 
 
 def _communicator(group: Any) -> Communicator:

@@ -1,7 +1,7 @@
 """Notes on a CPU rank what its host would give to a GPU, and where it would wait: the `Log` of real megatron-core.
 
     noted                                           as
-    any operation on tensors                        a kernel of the compute stream, named after the part that runs
+    any operation that computes or copies           a kernel of the compute stream, named after the part that runs
     reading a number of a tensor                    the host waits for compute: on a GPU it would
     collectives and messages of any group           `communication`
     copies of activations to the host and back      `seam`
@@ -28,6 +28,9 @@ from megatron_lynx.testbed.stand_in import replace
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select")
 """Operations whose result the host needs."""
+
+ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+"""Operations that give memory and, as those that make a view, give the device nothing to do."""
 
 
 class Recorder:
@@ -68,6 +71,6 @@ class _Operations(TorchDispatchMode):
         log, name = self._recorder.log, func._schema.name.removeprefix("aten::")
         if name in READS and args[0].dtype != torch.uint8:
             log.synchronize(f"{name} of a tensor", [log.event()])
-        elif not name.startswith("c10d::"):
+        elif not (name.startswith("c10d::") or func.is_view or name in ALLOCATES):
             log.kernel(self._recorder.running)
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,67 @@
+"""The command that draws: report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
+from megatron_lynx.cli.outputs import check_writable
+from megatron_lynx.cli.terminal import counted
+
+if TYPE_CHECKING:
+    from megatron_lynx.config import Job
+    from megatron_lynx.profiler.profile import Profile
+
+
+@app.command()
+def report(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT...",
+            help="A plan, a job, the folder that compare wrote, a run's trace with its plan, what simulate --json printed: files "
+            "and folders, each recognised by its contents.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="HTML", help="Where to write it.")] = Path("report.html"),
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers, to predict with.", show_default=False)
+    ] = None,
+    job_file: Annotated[
+        str | None,
+        typer.Option("--job", metavar="JOB", help="The plan's job: gives its cluster's figures, and the front of plans."),
+    ] = None,
+    budgets: Annotated[
+        int, typer.Option("--budgets", min=0, max=100, metavar="N", help="Plans on the front of memory and time; 0: no front.")
+    ] = 12,
+) -> None:
+    """One HTML file to look at, without a network: schedule, waits, memory, plans over budgets; predicted beside measured."""
+    from megatron_lynx.report.contents import Asked, contents
+    from megatron_lynx.report.given import given_in
+    from megatron_lynx.report.page import write_page
+
+    given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
+    check_writable(output, read=map(Path, given.sources.values()))
+    if given.job is not None:
+        mention_experts(given.job)
+    job = given.job if job_file is None else job_named(job_file)
+    with counted("plans made") as watch:
+        island = contents(Asked(given, job, _costs(job, given.profile), budgets, watch))
+    write_page(island, output)
+    typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
+
+
+def _costs(job: Job | None, given: Profile | None) -> Profile | None:
+    """The figures to predict with: for a job on a described cluster that one's, else those of a profile. Nothing is measured."""
+    from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
+
+    if given is not None:
+        warn_of(given)
+    if job is None or job.cluster.matmul is None:
+        return given
+    return analytic_profile(job) if given is None else on_cluster(given, job)

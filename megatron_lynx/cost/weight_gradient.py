@@ -1,0 +1,56 @@
+"""What the gradient of a linear's weight takes and holds, where it is put off: a filler of waits that depends on no other rank.
+
+    backward of a linear     dgrad ─> the gradient goes on          at once
+                             wgrad                                  later, in a wait: until then its two operands are held
+                               └── total input (gathered, with sequence parallelism)  x  gradient of the output (all rows)
+
+Each of the two is half of the backward's GEMMs: as many FLOPs, and a profile has the seconds of both, measured or not. Nothing
+else holds the operands when the linear's own half is over, so both count whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lynx.anatomy import Section
+from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
+
+
+class WeightGradient(NamedTuple):
+    """One linear's, for one micro-batch."""
+
+    seconds: float
+    input_bytes: int
+    """What the linear was given, on all rows."""
+    gradient_bytes: int
+    """The gradient of what it put out, on all rows."""
+
+    @property
+    def bytes(self) -> int:
+        """What is held while it is put off."""
+        return self.input_bytes + self.gradient_bytes
+
+
+def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGradient:
+    """The weight gradient of one of a section's linears."""
+    message_bytes = message_bytes_of(profile)
+    items = profile.half(section.half).items
+    seconds = items[linear].wgrad_s or items[linear].backward_s / 2
+    if linear == section.column_parallel:
+        input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), _output_bytes(profile, section, linear)
+    else:
+        input_bytes, made_bytes = _argument_bytes(profile, section, linear), message_bytes
+    return WeightGradient(seconds, input_bytes, made_bytes if profile.shape.fp8 is None else made_bytes * FP8_BYTES // BF16_BYTES)
+
+
+def _argument_bytes(profile: Profile, section: Section, linear: str) -> int:
+    """What the linear keeps of its input, by the profile; in FP8 that is the cast one."""
+    return sum(tensor.bytes for tensor in profile.half(section.half).tensors if linear in tensor.saved_by)
+
+
+def _output_bytes(profile: Profile, section: Section, linear: str) -> int:
+    half = profile.half(section.half)
+    made = (tensor.bytes for tensor in half.tensors if tensor.made_by == linear and tensor.output)
+    return next(made, half.items[linear].output_bytes)

@@ -1,0 +1,172 @@
+"""Which moment of a step an error came from, in the words of a plan's predictions, and in those of people.
+
+    noted by the engine              the traceback passes          moment
+    -------------------------------  ----------------------------  ------------------------------------------------
+    a replay                                                       replay: of the half that is made again
+    a forward, in a half                                           forward
+    a forward, in none               neither layers nor embedding  loss, on the last chunk of the last stage
+    a backward, in a half                                          backward
+    a backward, in none yet          a loss's own backward         loss
+                                     anything else                 head_backward, on the last chunk of the last stage
+    a backward, or nothing           Megatron's distributed        reduction
+    nothing                          the optimizer                 first_update, or update
+    nothing                          messages between stages       message
+    nothing                          anything else                 none: it is said how far the run was
+
+Backward runs in C++, so of it the engine knows which half it had reached, and nothing finer: behind the first layer's attention
+half comes the embedding's backward, in front of the last layer's MLP half the head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.plan import Plan
+from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.whereabouts import Whereabouts, whereabouts_of
+
+DISTRIBUTED = "megatron.core.distributed"
+MESSAGES = "megatron.core.pipeline_parallel.p2p_communication"
+ATTENTION, MLP = HALVES
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When it was. `planned`: the moments of a plan's predictions that this may be, of which there may be none."""
+
+    words: str
+    name: str | None = None
+    planned: tuple[str, ...] = ()
+    micro_batch: int | None = None
+    chunk: int = 0
+    half: FrameKey | None = None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What has to be known of a rank to tell its moments apart."""
+
+    plan: Plan
+    stage: int
+    chunks: Sequence[Any] = ()
+    """Its models, without wrappers."""
+    optimizer: Any = None
+    stepped: bool = False
+    """Whether the optimizer has made its state."""
+
+    def is_last(self, chunk: int) -> bool:
+        return (self.stage, chunk) == (self.plan.parallel.pipeline - 1, self.plan.parallel.chunks - 1)
+
+    def top_half_is_seen(self, chunk: int) -> bool:
+        """Whether the engine knows when backward reaches a chunk's last half: nothing is done where nothing ever happens."""
+        entry = self.plan.chunks_of(self.stage)[chunk]
+        return entry.offload is not None or bool(entry.rule_for(entry.layers.last).replays(MLP))
+
+
+class _Passed(NamedTuple):
+    """A function that a traceback passes through."""
+
+    module: str
+    function: str
+    local: dict[str, Any]
+
+
+def moment_of(error: BaseException, rank: Rank) -> Moment | None:
+    """The moment, or None for an error from outside of passes, updates and messages."""
+    causes, where = [*_causes(error)], None
+    for each in causes:
+        where = where or whereabouts_of(each)
+    passed = [function for each in causes for function in _passed(each)]
+    if (where is None or where.passing == "backward") and _in(passed, DISTRIBUTED):
+        beside = f", beside the backward of micro-batch {where.micro_batch}" if where and where.micro_batch is not None else ""
+        return Moment(f"the reduction of gradients{beside}", "reduction", ("reduction",))
+    if where is None:
+        return _between_passes(passed, rank)
+    if where.replays:
+        return _at("a replay of", where, "replay", ("backward",))
+    return _in_forward(where, passed, rank) if where.passing == "forward" else _in_backward(where, passed, rank)
+
+
+def _between_passes(passed: Sequence[_Passed], rank: Rank) -> Moment | None:
+    if _is_in(passed, rank.optimizer):
+        name = "update" if rank.stepped else "first_update"
+        words = "an update" if rank.stepped else "the first update, which makes the optimizer's state,"
+        return Moment(words.rstrip(","), name, (name,))
+    if _in(passed, MESSAGES):
+        return Moment("a message between stages", "message")
+    return None
+
+
+def _in_forward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
+    if half := where.half or _half_called(passed):
+        return _at("the forward of", where, "forward", ("forward",), half)
+    model = rank.chunks[where.chunk] if where.chunk < len(rank.chunks) else None
+    if _is_in(passed, getattr(model, "embedding", None)):
+        return _at("the embedding's forward of", where, "forward", ("forward",))
+    if _is_in(passed, getattr(model, "decoder", None)) or not rank.is_last(where.chunk):
+        return _at("the forward of", where, "forward", ("forward",))
+    return _at("the loss of", where, "loss", ("loss",))
+
+
+def _in_backward(where: Whereabouts, passed: Sequence[_Passed], rank: Rank) -> Moment:
+    if where.half is not None:
+        first = rank.plan.chunks_of(rank.stage)[where.chunk].layers.first
+        embedding = (rank.stage, where.chunk, where.half) == (0, 0, (first, ATTENTION))
+        moment = _at("the backward of", where, "backward", ("backward", *(["embedding_backward"] if embedding else [])))
+        return _with_words(moment, f"{moment.words}, or of the embedding behind it") if embedding else moment
+    if not rank.is_last(where.chunk):
+        return _at("the backward of", where, "backward", ("backward",))
+    if any(one.function == "backward" and "cross_entropy" in one.module for one in passed):
+        return _at("the loss's backward of", where, "loss", ("loss",))
+    if rank.top_half_is_seen(where.chunk):
+        return _at("the head's backward of", where, "head_backward", ("head_backward", "loss"))
+    return _at("the backward of the head, or of halves that the plan leaves alone, of", where, "backward", ("backward",))
+
+
+def _at(what: str, where: Whereabouts, name: str, planned: Sequence[str] = (), half: FrameKey | None = None) -> Moment:
+    half = half or where.half
+    words = [] if where.micro_batch is None else [f"micro-batch {where.micro_batch}"]
+    words += [f"chunk {where.chunk}"] if where.chunk else []
+    words += [] if half is None else [f"layer {half[0]}", f"{half[1]} half"]
+    return Moment(f"{what} {', '.join(words) or 'a micro-batch'}", name, tuple(planned), where.micro_batch, where.chunk, half)
+
+
+def _with_words(moment: Moment, words: str) -> Moment:
+    return Moment(words, moment.name, moment.planned, moment.micro_batch, moment.chunk, moment.half)
+
+
+def _half_called(passed: Sequence[_Passed]) -> FrameKey | None:
+    """The half that the engine was called with, though it passes it over."""
+    policies = [one.local.get("policy") for one in passed]
+    return next(((policy.layer, policy.half) for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised from."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _passed(error: BaseException) -> Iterator[_Passed]:
+    """What its traceback passes through, outermost first."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        yield _Passed(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name, frame.f_locals)
+        traceback = traceback.tb_next
+
+
+def _is_in(passed: Sequence[_Passed], module: Any) -> bool:
+    """Whether a method of this very module runs."""
+    return module is not None and any(one.local.get("self") is module for one in passed)
+
+
+def _in(passed: Sequence[_Passed], package: str) -> bool:
+    """Whether a function of a package runs, its models' forwards aside."""
+    return any(one.module.startswith(package) and one.function != "forward" for one in passed)

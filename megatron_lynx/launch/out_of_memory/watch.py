@@ -1,0 +1,83 @@
+"""Watches for a rank that runs out of device memory: it says what happened, and all ranks end.
+
+    before the model is built   the plan is known       what fails is told by how far the run was
+    the training loop           so are the models       ... and by its moment
+    a step                      what has run so far     ... and by whether the optimizer had made its state
+
+One rank speaks. Others that run out at the same time say so in a line, and those that fail because it is gone say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.errors import LynxError
+from megatron_lynx.launch.alarm import LastWord
+from megatron_lynx.launch.out_of_memory.explanation import OutOfDeviceMemory, explained
+from megatron_lynx.launch.out_of_memory.held import has_state
+from megatron_lynx.launch.out_of_memory.moment import Rank
+from megatron_lynx.plan import Plan
+
+
+class MemoryWatch:
+    """Of one process. Without a plan it watches nothing. `how_far`: where the run is, in words."""
+
+    def __init__(self, how_far: Callable[[], str]) -> None:
+        self._how_far = how_far
+        self._plan: Plan | None = None
+        self._path = ""
+        self._run: LiveRun | None = None
+        self._optimizer: Any = None
+        self._stepped = False
+        self._last_word: LastWord | None = None
+
+    def under(self, plan: Plan | None, path: str) -> None:
+        """What runs from now on does so under this plan. Ranks can talk."""
+        self._plan, self._path = plan, path
+        self._last_word = None if plan is None else LastWord()
+
+    def trains(self, model: Any, optimizer: Any) -> None:
+        """The training loop begins with these."""
+        run = live_run(model)
+        self._run = run if isinstance(run, LiveRun) else None
+        self._optimizer, self._stepped = optimizer, has_state(optimizer)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """An error inside that is one of memory becomes one of ours, with the original as its cause."""
+        try:
+            yield
+        except OutOfDeviceMemory:
+            raise
+        except Exception as error:
+            if self._plan is None:
+                raise
+            found = explained(error, self._rank(self._plan), self._how_far(), self._path)
+            if found is not None:
+                speaks = self._last_word is None or self._last_word.is_first()
+                raise (found if speaks else found.too()) from error
+            if self._last_word is not None and not isinstance(error, LynxError):
+                self._last_word.follow()
+            raise
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The same around one step of training, behind which the optimizer has its state."""
+        with self.watching():
+            yield
+        self._stepped = True
+
+    def _rank(self, plan: Plan) -> Rank:
+        if self._run is None:
+            return Rank(plan, _stage_of_rank())
+        return Rank(plan, self._run.stage, self._run.chunks, self._optimizer, self._stepped)
+
+
+def _stage_of_rank() -> int:
+    """Before a model is built."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_rank()) if parallel_state.model_parallel_is_initialized() else 0

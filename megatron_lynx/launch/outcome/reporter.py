@@ -1,0 +1,133 @@
+"""Measures a run under a plan, and says how it came out.
+
+    step of this run    1           2           3   4           5 ...          the loop ends
+    measured            timed,      timed,          timed       (8, 16, ...)
+                        counted     counted
+    said, written       a table     a table                                    a table
+
+Every step's seconds are taken, from events that nothing waits for. Replays are timed in the steps marked, and on a CPU memory is
+counted in the first two. A step that is not like others (checked, traced) is passed over, and the next one takes its place.
+All ranks gather at each table: they have to make the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_lynx.apply.releases import installed_version
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
+from megatron_lynx.launch.outcome.device_peak import DevicePeak
+from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
+from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
+from megatron_lynx.launch.outcome.table import lines
+from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, save_outcome
+from megatron_lynx.plan import Plan
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.replay_clock import ReplaySeconds
+from megatron_lynx.version import __version__
+
+FIRST = 2
+"""Steps of which each has a table."""
+
+
+def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path | None:
+    """Where the outcome is written: as stated, else beside the trace, else among the logs for TensorBoard; None: nowhere."""
+    folder = trace.parent if trace is not None else Path(logs) if logs else None
+    return stated or (folder / FILE_NAME if folder is not None else None)
+
+
+class Reporter:
+    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it."""
+
+    def __init__(
+        self, engine: Engine, device: Device, peak: DevicePeak, plan: Plan, stage: int, plan_path: str, path: Path | None
+    ) -> None:
+        self._engine, self._clock, self._peak = engine, StepClock(device), peak
+        self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
+        self._step = self._measured = 0
+        """Steps of this run, and those of them that were like others."""
+        self._seconds: StepSeconds | None = None
+        """Of the latest step that was told of."""
+        self._replays: ReplaySeconds | None = None
+        self._counts = Counts()
+        self._reports: list[Report] = []
+
+    @contextmanager
+    def step(self, arguments: dict[str, Any], *, usual: bool) -> Iterator[None]:
+        """One step of training. `arguments`: of Megatron's `train_step`; `usual`: it is like others."""
+        self._step += 1
+        self._measured += usual
+        self._engine.clock.runs = timed = usual and self._is_timed
+        arguments["forward_backward_func"] = self._clock.around(arguments["forward_backward_func"])
+        self._clock.begin()
+        with self._peak.counting() if usual and self._measured <= FIRST else nullcontext():
+            yield
+        self._clock.end(counts=usual)
+        if timed:
+            self._replays = self._engine.clock.take()
+        self._engine.clock.runs = False
+
+    def step_ends(self, counts: Counts, *, usual: bool) -> None:
+        """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
+        if usual:
+            self._counts = counts
+        if usual and self._measured <= FIRST:
+            self._tell("step", self._clock.latest())
+            self._clock.forget()
+
+    def ends(self) -> None:
+        """The training loop has ended as it should. Where no step was like others there is nothing to tell."""
+        if self._measured:
+            self._tell("end", self._clock.usual())
+
+    def figures(self) -> dict[str, float | None]:
+        """What is logged beside counts, by name; None: not known yet. Nothing waits for the device."""
+        step, peak, predicted = self._clock.known(), self._peak.most(), predicted_of(self._plan, self._stage)
+        return {
+            "passes_s": step.passes_s if step else None,
+            "step_s": step.step_s if step else None,
+            "replays_in_windows_s": self._replays.in_windows_s if self._replays else None,
+            "replays_on_demand_s": self._replays.on_demand_s if self._replays else None,
+            "device_reserved_peak_bytes": peak.reserved_bytes,
+            "predicted_passes_s": predicted.passes_s if predicted else None,
+            "predicted_device_peak_bytes": predicted.memory_bytes if predicted else None,
+        }
+
+    @property
+    def _is_timed(self) -> bool:
+        """The first steps, and each that is twice as far as the one before."""
+        return self._measured & (self._measured - 1) == 0
+
+    def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
+        self._seconds = seconds or self._seconds
+        mine = RankFigures(self._stage, self._seconds, self._peak.most(), self._replays, self._counts)
+        if not (ranks := gathered_on_rank_0(mine)):
+            return
+        report = Report(when=when, step=self._step, stages=rows(self._plan, ranks))
+        self._reports.append(report)
+        on_rank_0("megatron-lynx: " + "\n".join(lines(report)))
+        if self._path is not None:
+            self._write(self._path, finished=when == "end", ranks=len(ranks))
+
+    def _write(self, path: Path, finished: bool, ranks: int) -> None:
+        outcome = RunOutcome(
+            made_by=f"megatron-lynx {__version__}",
+            megatron_core=installed_version(),
+            plan=self._plan_path,
+            plan_digest=self._plan.digest,
+            job_digest=self._plan.provenance.job,
+            ranks=ranks,
+            finished=finished,
+            reports=tuple(self._reports),
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_outcome(outcome, path)
+        except (ConfigError, OSError) as error:  # the disk is full, say: no reason to stop training
+            on_rank_0(f"megatron-lynx: the outcome is not written: {error}")

@@ -1,0 +1,92 @@
+"""The lines in which a run says how it came out: a row for each stage, what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_lynx.measure.run_outcome import Report, StagePredicted, StageRow
+from megatron_lynx.units import format_bytes, format_seconds
+
+UNKNOWN = "-"
+
+GROUPS = {
+    "": ("stage",),
+    "peak": ("predicted", "allocated", "reserved"),
+    "forwards and backwards": ("predicted", "measured"),
+    "whole": ("step",),
+    "replays hidden": ("predicted", "in windows"),
+    "replays exposed": ("predicted", "on demand"),
+    "in windows": ("+ on demand",),
+}
+"""The columns, in groups."""
+
+BETWEEN = "  "
+
+
+def lines(report: Report) -> list[str]:
+    """What is printed of a report; the first line says of when it is."""
+    columns = [column for group in GROUPS.values() for column in group]
+    rows = [columns, *(_cells(row) for row in report.stages)]
+    widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
+    heading = _heading(widths)
+    table = [BETWEEN.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [_title(report), *(f"  {line}".rstrip() for line in (heading, *table, *_notes(report)))]
+
+
+def _heading(widths: list[int]) -> str:
+    """The groups' names, each above the end of its columns; widens the first column of a group that is narrower than its name."""
+    names, column = [], 0
+    for name, group in GROUPS.items():
+        width = sum(widths[column : column + len(group)]) + len(BETWEEN) * (len(group) - 1)
+        widths[column] += max(0, len(name) - width)
+        names.append(name.rjust(max(width, len(name))))
+        column += len(group)
+    return BETWEEN.join(names)
+
+
+def _title(report: Report) -> str:
+    if report.when == "end":
+        return f"how this run of {report.step} steps came out (seconds of a usual step, the most bytes of all):"
+    return f"step {report.step} of this run, beside what its plan predicts:"
+
+
+def _cells(row: StageRow) -> tuple[str, ...]:
+    predicted, measured = row.predicted or StagePredicted(), row.measured
+    return (
+        str(row.stage),
+        _in(format_bytes, predicted.memory_bytes),
+        _in(format_bytes, measured.allocated_bytes),
+        _in(format_bytes, measured.reserved_bytes),
+        _in(format_seconds, predicted.passes_s),
+        _in(format_seconds, measured.passes_s),
+        _in(format_seconds, measured.step_s),
+        _in(format_seconds, predicted.hidden_replay_s),
+        _in(format_seconds, measured.in_windows_s),
+        _in(format_seconds, predicted.exposed_replay_s),
+        _in(format_seconds, measured.on_demand_s),
+        f"{measured.in_windows} + {measured.on_demand}",
+    )
+
+
+def _in(unit: Callable[[float], str], figure: float | None) -> str:
+    return UNKNOWN if figure is None else unit(figure)
+
+
+def _notes(report: Report) -> list[str]:
+    """What is not known, and why."""
+    silent = [row.stage for row in report.stages if row.predicted is None]
+    forgetful = [row.stage for row in report.stages if row.predicted is not None and row.predicted.memory_bytes is None]
+    untimed = all(row.measured.step_s is None for row in report.stages)
+    uncounted = all(row.measured.allocated_bytes is None for row in report.stages)
+    notes = [f"{_stages(silent)}: the plan predicts nothing"] if silent else []
+    notes += [f"{_stages(forgetful)}: the plan does not say what a device holds"] if forgetful else []
+    notes += ["seconds: not measured, as this step ran more than once, to be checked, or was traced"] if untimed else []
+    notes += ["bytes: not measured, as something else profiles, or PyTorch does not tell"] if uncounted else []
+    return notes
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    together = list(stages) == list(range(stages[0], stages[-1] + 1))
+    return f"stages {stages[0]}-{stages[-1]}" if together else f"stages {', '.join(map(str, stages))}"

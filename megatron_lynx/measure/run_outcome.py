@@ -1,0 +1,121 @@
+"""The outcome file: how a run under a plan came out, stage by stage, beside what its plan had predicted.
+
+    a run ──> RunOutcome ──save_outcome──> lynx_outcome.json ──load_outcome──> RunOutcome
+
+It is written whole at steps 1 and 2 and when the run ends, so whoever reads it finds a run that goes on, or one that finished; a
+run that breaks off leaves what was known before. A figure that nobody knows is null: a plan may predict nothing, and on a machine
+without a GPU no memory is reserved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.validation import Part, validated
+from megatron_lynx.whole_file import write_whole
+
+VERSION = 1
+FILE_NAME = "lynx_outcome.json"
+
+
+class StagePredicted(Part):
+    """What the plan says of one stage."""
+
+    passes_s: float | None = None
+    """Seconds of a step's forwards and backwards over all stages."""
+    memory_bytes: int | None = None
+    """Everything on a device at its fullest."""
+    hidden_replay_s: float | None = None
+    exposed_replay_s: float | None = None
+    """Seconds of one step's replays, on one rank."""
+    exposed_copy_s: float | None = None
+    """Seconds for which one step waits for copies from the host."""
+
+
+class StageMeasured(Part):
+    """Of each figure the largest of the stage's ranks."""
+
+    ranks: int = Field(ge=1)
+    passes_s: float | None = None
+    """Seconds of Megatron's schedule: forwards, backwards, and the reduction of gradients behind them."""
+    step_s: float | None = None
+    """Seconds of the whole step, with the optimizer's update."""
+    allocated_bytes: int | None = None
+    """The most that was allocated on the device since the run began."""
+    reserved_bytes: int | None = None
+    """The most that PyTorch's allocator held; null where there is no such allocator."""
+    in_windows_s: float | None = None
+    on_demand_s: float | None = None
+    """Seconds of one step's replays that ran in windows, and of those that backward waited for."""
+    in_windows: int = 0
+    on_demand: int = 0
+    """How many replays that were."""
+    exposed_copy_s: float = 0.0
+    host_bytes: int = 0
+
+
+class StageRow(Part):
+    stage: int = Field(ge=0)
+    predicted: StagePredicted | None = None
+    """None: the plan predicts nothing."""
+    measured: StageMeasured
+
+
+class Report(Part):
+    """All stages at one time."""
+
+    when: Literal["step", "end"]
+    """What one step took, or at the end what a step took as a rule."""
+    step: int = Field(ge=1)
+    """The latest step, counted from 1 in this run."""
+    stages: tuple[StageRow, ...] = Field(min_length=1)
+
+
+class RunOutcome(Part):
+    """How a run came out."""
+
+    version: Literal[1] = 1
+    made_by: str
+    megatron_core: str
+    plan: str
+    """Its path."""
+    plan_digest: str
+    job_digest: str | None = None
+    """Of the job that the plan was made for; null where the plan does not say."""
+    ranks: int = Field(ge=1)
+    finished: bool
+    """Whether the training loop has ended as it should."""
+    reports: tuple[Report, ...] = Field(min_length=1)
+
+
+def save_outcome(outcome: RunOutcome, path: str | os.PathLike[str]) -> None:
+    """Raises `ConfigError` where the file cannot be written; what was there before is there then."""
+    write_whole(path, json.dumps(outcome.model_dump(mode="json"), indent=1) + "\n")
+
+
+def load_outcome(path: str | os.PathLike[str]) -> RunOutcome:
+    """The outcome in a file.
+
+    Raises `ConfigError` where there is none, where it ends in the middle, and with every place that is not as it must be.
+    """
+    where = os.fspath(path)
+    needed = f"the {FILE_NAME} of a launch under a plan"
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read", [Problem(where, in_words(error), needed)]) from error
+    except ValueError as error:  # what is no UTF-8, too
+        raise ConfigError(f"{where} cannot be read", [Problem(where, f"no JSON ({error})", needed)]) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} cannot be read", [Problem(where, f"a {type(data).__name__}", needed)])
+    found = data.get("version")
+    if isinstance(found, int) and found > VERSION:
+        todo = "read it with the megatron-lynx that wrote it, or a later one"
+        raise ConfigError(f"{where} is from the future", [Problem(f"{where}: version", str(found), str(VERSION), todo)])
+    return validated(RunOutcome, data, where)

@@ -1,0 +1,162 @@
+"""Fills what waits a plan's replays leave with weight gradients: the second filler, which depends on no other rank.
+
+    the plan, rehearsed ──> what is left of every wait     ──packing──> the best ways to fill each layer's waits
+                        └─> what is left of the budget     ──slack────> the layers for which there is memory meanwhile
+                                                               └──> the plan with both fillers
+
+[1] in every layer first what waits for a window of the same backward only, which holds little; then, as far as memory goes, what
+    waits for a forward, where a byte gains most first, and of equals in the lowest layer: its weight gradients wait shortest
+[2] what waits for a forward may run in the receive of a gradient, too: in cool-down no forward comes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, Half
+from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.stage import phases_of
+from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
+from megatron_lynx.plan.rule import joined
+from megatron_lynx.planner.packing import NOWHERE, Packed, Ways
+from megatron_lynx.planner.rooms import Rooms
+from megatron_lynx.planner.slack import Slack
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.units import MIB
+
+HALF_OF: Mapping[str, Half] = {linear: half for half, section in DENSE.items() for linear in section.linears}
+
+
+class Filler:
+    """Fills the waits of one plan for a job. `simulation`: of the plan."""
+
+    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> None:
+        self._plan = plan
+        self._job = job
+        self._simulation = simulation
+        self._rooms = [_rooms(plan, entry, job, profile) for entry in plan.stages]
+        self._known = Known()
+
+    def filled(self, budgets: Sequence[int]) -> Plan:
+        """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
+
+        `budgets`: what every stage's layers may hold, in bytes.
+        """
+        entries = tuple(self._filled(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms)
+        return self._plan.model_copy(update={"stages": entries})
+
+    def _filled(self, rooms: Rooms, budget_bytes: int) -> Stage:
+        slack = Slack(self._simulation, rooms.entry.stage, rooms.entry.chunk, budget_bytes)
+        return _Filling(rooms, slack, self._known).filled(receives=_receives(self._job, rooms.entry))
+
+
+def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile) -> Rooms:
+    """With several chunks a forward may be another chunk's, whose memory is not this one's: only backwards are filled."""
+    warmup = job.parallel.pipeline - 1 - entry.stage
+    return Rooms(plan, entry, profile, forwards=job.chunks == 1 and warmup + 1 < job.microbatches)
+
+
+def _receives(job: Job, entry: Stage) -> bool:
+    return job.chunks == 1 and phases_of(job, entry.stage).cooldown > 0
+
+
+@dataclass(frozen=True)
+class Known:
+    """The ways to fill layers, worked out once where waits are alike."""
+
+    ways: dict[object, Ways] = field(default_factory=dict)
+    best: dict[object, list[Packed]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """One chunk of one stage on its way."""
+
+    rooms: Rooms
+    slack: Slack
+    known: Known
+    chosen: dict[int, Packed] = field(default_factory=dict)
+
+    def filled(self, *, receives: bool) -> Stage:  # [1]
+        layers = {layer: self._packings(layer) for layer in self.rooms.entry.layers}
+        for layer, found in layers.items():
+            if not self._choose(layer, found[0]):
+                any(self._choose(layer, some) for some in _parts(found[0]))
+        gains = [
+            ((found[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
+            for layer, found in layers.items()
+            for other in found[1:]
+        ]
+        for _, layer, other in sorted(gains, key=lambda each: each[:2], reverse=True):
+            if -layer in self.chosen and other.seconds < self.chosen[-layer].seconds:
+                self._choose(-layer, other)
+        return self._entry(receives)
+
+    def _packings(self, layer: int) -> list[Packed]:
+        waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
+        if not waits:
+            return [NOWHERE]
+        lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
+        key = lengths_s, linears
+        if key not in self.known.ways:
+            self.known.ways[key] = Ways(lengths_s, linears, self.rooms.profile.interference)
+        if (key, filled_s) not in self.known.best:
+            self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
+        return self.known.best[key, filled_s]
+
+    def _choose(self, layer: int, packed: Packed) -> bool:
+        """Takes this way in place of the one before, if there is memory for it."""
+        before = self.chosen.get(layer)
+        if before is not None:
+            self._give_back(layer, before, len(before.waits))
+        for number, (linear, wait) in enumerate(packed.waits.items()):
+            if not self.slack.takes(*self._held(layer, linear, wait)):
+                self._give_back(layer, packed, number)
+                break
+        else:
+            self.chosen[layer] = packed
+            return True
+        for linear, wait in [] if before is None else before.waits.items():
+            self.slack.takes(*self._held(layer, linear, wait))
+        return False
+
+    def _give_back(self, layer: int, packed: Packed, count: int) -> None:
+        for linear, wait in list(packed.waits.items())[:count]:
+            self.slack.gives_back(*self._held(layer, linear, wait))
+
+    def _held(self, layer: int, linear: str, wait: str) -> tuple[int, float, float]:
+        """Bytes, and from when until when they are held."""
+        begins_s = self.slack.begins_s((layer, HALF_OF[linear]))
+        return self.rooms.cost(linear).bytes, begins_s, self.slack.opens_s(window_at(wait, layer))
+
+    def _in_forwards_bytes(self, packed: Packed) -> int:
+        return sum(self.rooms.cost(linear).bytes for linear, wait in packed.waits.items() if is_forward(wait)) or 1
+
+    def _entry(self, receives: bool) -> Stage:
+        entry = self.rooms.entry
+        linears = {linear for packed in self.chosen.values() for linear in packed.waits}
+        if not linears:
+            return entry
+        rules = []
+        for layer in entry.layers:
+            waits = self.chosen[layer].waits if layer in self.chosen else {}
+            deferred = {linear: _waits(wait, receives) for linear, wait in waits.items()}
+            update = {"layers": LayerRange(first=layer, last=layer), "weight_gradients": deferred}
+            rules.append(entry.rule_for(layer).model_copy(update=update))
+        size_bytes = self.slack.most_taken_bytes + max(self.rooms.cost(linear).bytes for linear in linears)
+        bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
+        return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
+
+
+def _parts(packed: Packed) -> Iterator[Packed]:
+    """One weight gradient of several alone, where each gains something by itself: not where a column-parallel linear's makes room
+    for others."""
+    if len(packed.waits) > 1 and not packed.waits.keys() & set(COLUMN_PARALLEL):
+        yield from (Packed(packed.seconds, {linear: wait}) for linear, wait in packed.waits.items())
+
+
+def _waits(wait: str, receives: bool) -> tuple[str, ...]:  # [2]
+    return (wait, RECV_BACKWARD) if receives and is_forward(wait) else (wait,)

@@ -1,0 +1,129 @@
+"""What the waits of a chunk's layers have left beside the replays of a plan, and which weight gradients may run in them.
+
+backward of layer l    bwd.mlp.0 │ linear_fc2 │ bwd.mlp.1 │ linear_fc1 │ bwd.mlp.2   bwd.attention.0 │ linear_proj │ ...
+linear_fc2 of l                               └──────────────── may run in these, then in bwd.mlp.0 of l - 1 ──>
+any linear of l        and in the forward behind, in the collectives of its own layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_lynx.anatomy import PASSES, Section, sections_of
+from megatron_lynx.anatomy.address import WindowAddress, window_name
+from megatron_lynx.cost.communication import message_bytes_of, window_lengths_s
+from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.plan.order import windows_in_order
+from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import treated_halves
+from megatron_lynx.simulator.halves import Served, parts_by_window
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The waits of one chunk. `forwards`: whether a forward of this chunk runs behind its backwards."""
+
+    plan: Plan
+    entry: Stage
+    profile: Profile
+    forwards: bool
+
+    def waits(self, layer: int) -> tuple[Wait, ...]:
+        """The waits of one layer, those of its backward first, in the order in which they come."""
+        return tuple(self._wait(address) for address in self._addresses(layer))
+
+    def linears(self, layer: int) -> tuple[Linear, ...]:
+        """The linears of one layer, in the order in which backward reaches them."""
+        return tuple(
+            self._linear(layer, section, name)
+            for section in reversed(self._sections(layer))
+            for name in reversed(section.linears)
+        )
+
+    def cost(self, linear: str) -> WeightGradient:
+        return self._costs[linear]
+
+    def _sections(self, layer: int) -> tuple[Section, ...]:
+        sections = sections_of(experts=self.plan.model.has_experts(layer))
+        return tuple(section for section in sections if not section.opaque)
+
+    def _addresses(self, layer: int) -> list[WindowAddress]:
+        return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[WindowAddress]]:
+        found: dict[int, list[WindowAddress]] = {}
+        for at in (*self._backward, *(at for at in self._lengths_s if at.passing == "fwd" and self.forwards)):
+            found.setdefault(at.layer, []).append(at)
+        return found
+
+    def _wait(self, address: WindowAddress) -> Wait:
+        parts = self._served.get(address, ())
+        filled_s = sum(part.seconds for part in parts)
+        name = window_name(address.passing, address.half, address.ordinal)
+        return Wait(name, self._lengths_s[address], filled_s)
+
+    def _linear(self, layer: int, section: Section, name: str) -> Linear:
+        waits, column = self._addresses(layer), name == section.column_parallel
+        own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
+        collectives = section.collectives("bwd", self.profile.shape.sequence_parallel)
+        behind_row = next((at for at, each in enumerate(collectives) if each.behind == "column_parallel"), 0)
+        beside = own[-1] if column and own else None
+        first = (own[-1] + 1 if column else next(at for at in own if waits[at].ordinal >= behind_row)) if own else 0
+        number = [each for own in reversed(self._sections(layer)) for each in reversed(own.linears)].index(name)
+        return Linear(
+            name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))
+        )
+
+    def _puts(self, layer: int, waits: list[WindowAddress], first: int, forwards: int) -> Iterator[Put]:
+        """Every wait that a weight gradient of this layer may run in, from the number `first` on, then those of the layer below
+        that come before as many of its own have. Collectives of forwards are alike: the first so many are enough to try."""
+        backward = sum(wait.passing == "bwd" for wait in waits)
+        for at, wait in enumerate(waits[: backward + forwards]):
+            if wait.passing == "fwd":
+                yield Put(at, window_name("fwd", wait.half, wait.ordinal), LONG)
+            elif at >= first:
+                yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
+            elif wait._replace(layer=layer - 1) in self._lengths_s and wait._replace(layer=layer - 1) in self._backward:
+                yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
+
+    @cached_property
+    def _backward(self) -> list[WindowAddress]:
+        """The windows of a backward, in order."""
+        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown")
+        return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
+
+    @cached_property
+    def _lengths_s(self) -> dict[WindowAddress, float]:
+        """How long each is where no weight gradient hides anything of it; none without tensor parallelism."""
+        message_bytes = message_bytes_of(self.profile)
+        of_section = {
+            (passing, section): window_lengths_s(self.profile, passing, section, message_bytes, section.linears)
+            for passing in PASSES
+            for section in self._own
+        }
+        return {
+            WindowAddress(passing, layer, section.half, ordinal): seconds
+            for passing in PASSES
+            for layer in self.entry.layers
+            for section in self._sections(layer)
+            for ordinal, seconds in enumerate(of_section[passing, section])
+        }
+
+    @cached_property
+    def _served(self) -> Served:
+        treated = tuple(treated_halves(self.plan, self.entry, self.profile))
+        return parts_by_window(treated, "steady")
+
+    @cached_property
+    def _costs(self) -> dict[str, WeightGradient]:
+        return {linear: weight_gradient(self.profile, section, linear) for section in self._own for linear in section.linears}
+
+    @cached_property
+    def _own(self) -> tuple[Section, ...]:
+        """The sections of its layers, each once."""
+        return tuple(dict.fromkeys(section for layer in self.entry.layers for section in self._sections(layer)))

@@ -1,0 +1,83 @@
+"""How much memory a stage has left while weight gradients that were put off may wait: from a backward to the next one's.
+
+held   ╲  backward k         ╱ forward      ╲  backward k + 1          the budget less what is held, moment by moment;
+        ╲________.........../                ╲_______                  whatever waits from one moment to another takes
+        └── an entry may wait here ──┘                                 its bytes of every moment in between
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from megatron_lynx.anatomy.address import FrameKey, Window, WindowAddress
+from megatron_lynx.simulator.simulation import Executed, Simulation
+
+
+class Slack:
+    """Bytes that are left for one chunk, from one of its backwards to the end of the forward behind it, if one is."""
+
+    def __init__(self, simulation: Simulation, stage: int, chunk: int, budget_bytes: int) -> None:
+        """`budget_bytes`: what the stage's layers may hold."""
+        backward, behind = _backward(simulation, stage, chunk)
+        curve = simulation.memory(stage)
+        first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, behind.end_s)
+        self.end_s = behind.end_s
+        self._times_s = list(curve.times_s[first:end])
+        self._left = budget_bytes - np.array(curve.bytes[first:end], dtype=np.int64)
+        self._taken = np.zeros_like(self._left)
+        self._halves: dict[tuple[str, FrameKey], tuple[float, float]] = {}
+        self._windows: dict[str, float] = {}
+        for each in (backward, behind):
+            self._enter(each)
+
+    def _enter(self, each: Executed) -> None:
+        for span in each.content.spans:
+            start_s, end_s = each.start_s + span.start_s, each.start_s + span.end_s
+            if span.kind == "window":
+                self._windows[span.name] = start_s
+            elif span.layer is not None and span.half is not None:
+                self._halves[span.kind, (span.layer, span.half)] = start_s, end_s  # type: ignore[index]
+
+    def begins_s(self, half: FrameKey) -> float:
+        """The time at which a half's backward begins."""
+        return self._halves["backward", half][0]
+
+    def opens_s(self, window: Window) -> float:
+        """The time at which a wait is reached, or at which its half ends if nothing is left to wait for."""
+        if not isinstance(window, WindowAddress):
+            return self.end_s
+        kind = "backward" if window.passing == "bwd" else "forward"
+        return self._windows.get(str(window), self._halves[kind, window.frame][1])
+
+    def takes(self, size_bytes: int, from_s: float, until_s: float) -> bool:
+        """Whether so much can be held from one time to another; if so, it is taken from what is left."""
+        chosen = self._between(from_s, until_s)
+        if self._left[chosen].min(initial=size_bytes) < size_bytes:
+            return False
+        self._take(chosen, size_bytes)
+        return True
+
+    def gives_back(self, size_bytes: int, from_s: float, until_s: float) -> None:
+        self._take(self._between(from_s, until_s), -size_bytes)
+
+    @property
+    def most_taken_bytes(self) -> int:
+        return int(self._taken.max(initial=0))
+
+    def _take(self, chosen: slice, size_bytes: int) -> None:
+        self._left[chosen] -= size_bytes
+        self._taken[chosen] += size_bytes
+
+    def _between(self, from_s: float, until_s: float) -> slice:
+        return slice(max(0, bisect_right(self._times_s, from_s) - 1), bisect_right(self._times_s, until_s))
+
+
+def _backward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed]:
+    """A backward of a chunk, and what runs behind it: a forward of the same chunk, if that ever comes next; else itself."""
+    passes = [each for each in simulation.executed[stage] if each.action.kind != "R"]
+    own = [at for at, each in enumerate(passes) if each.action.kind == "B" and each.action.chunk == chunk]
+    before = [at for at in own if at + 1 < len(passes) and passes[at + 1].action._replace(micro_batch=0) == (0, "F", chunk)]
+    at = before[len(before) // 2] if before else own[0]
+    return passes[at], passes[at + 1] if before else passes[at]

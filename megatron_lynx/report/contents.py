@@ -1,0 +1,131 @@
+"""Puts an island together from what was given: what was predicted, what was measured, and the front of plans.
+
+job, costs ──decide──> plan, simulated step, bytes by kind ┐
+plan, costs ──rehearse──> simulated step                   ├──> views, tables, tiles
+trace of a run, figures of `simulate`, comparison ─────────┘
+job, costs ──plans_over_budgets, stock_points──> points
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.report.comparison import how_measured, settings_table
+from megatron_lynx.report.drawn import views_of
+from megatron_lynx.report.figures import Seen, stage_table
+from megatron_lynx.report.front import Watch, plans_over_budgets, point, stock_points
+from megatron_lynx.report.given import NEEDED, Given
+from megatron_lynx.report.island import VERSION, Island, Point, Table, View
+from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, with_fallbacks
+from megatron_lynx.report.tiles import tiles_of
+from megatron_lynx.report.treatments import stages_of
+from megatron_lynx.report.waits import exposed_table, use_table
+from megatron_lynx.report.words import notes_of, subject_of
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.version import __version__
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a report is about: what was given, and the figures to predict with."""
+
+    given: Given
+    job: Job | None
+    costs: Profile | None
+    budgets: int
+    """How many plans the front has."""
+    watch: Watch
+
+
+def contents(asked: Asked) -> Island:
+    """Everything that the page shows. Raises ConfigError, PlanMismatch or Infeasible where that cannot be had."""
+    given = asked.given
+    check_enough(given)
+    plan, simulation, own = _predicted(asked)
+    drawn = views_of(given, plan, simulation)
+    views, seen = [each.view for each in drawn], [each.seen for each in drawn]
+    points = [*own, *_front(asked)]
+    on_gpus = asked.job is not None and asked.job.cluster.device != "cpu"
+    return Island(
+        version=VERSION,
+        made_by=f"megatron-lynx {__version__}",
+        title=", ".join(given.names),
+        subject="" if plan is None else subject_of(plan),
+        sources=[f"{kind} {source}" for kind, source in given.sources.items()],
+        notes=[*notes_of(plan, asked.costs, simulation), *([] if given.measurement is None else how_measured(given.measurement))],
+        tiles=list(tiles_of(seen, points)),
+        kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
+        memory_kinds=with_fallbacks(MEMORY_KINDS, _memory_kinds(views, points)),
+        capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
+        views=views,
+        points=points,
+        tables=list(_tables(given, seen)),
+    )
+
+
+def check_enough(given: Given) -> None:
+    """Raises ConfigError where there is nothing to draw, and for a run without the plan that it is to be seen beside."""
+    simulated = given.trace is not None and given.trace.simulated
+    measured = [(kind, given.sources[kind]) for kind in ("trace", "measurement") if kind in given.sources]
+    if given.plan is None and measured and not simulated:
+        todo = "name that plan as well: megatron-lynx report RUN plan.yaml"
+        found = [Problem(where, f"a {kind}, and no plan", "the plan under which it ran", todo) for kind, where in measured]
+        raise ConfigError("a run without a plan", found)
+    if not given.sources.keys() & {"plan", "job", "trace", "simulation"}:
+        raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])
+
+
+def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point]]:
+    """The plan, its step as far as there are figures, and its point on the front."""
+    given, costs = asked.given, asked.costs
+    if given.plan is not None:
+        simulation = None if costs is None else rehearse(given.plan, costs)
+        return given.plan, simulation, [_point_of(given.plan, simulation)]
+    if given.job is None:
+        return None, None, []
+    if costs is None:
+        needed, todo = "figures of the cluster, or a profile", "megatron-lynx profile measures one, which --profile takes"
+        raise ConfigError("there are no figures to plan with", [Problem("--profile", "none", needed, todo)])
+    decision = decide(given.job, costs)
+    return decision.plan, decision.simulation, [point(decision, "the plan", None, shown=True)]
+
+
+def _point_of(plan: Plan, simulation: Simulation | None) -> Point:
+    """A plan from a file. Of its device's memory only the sum is known, where the file says it."""
+    step_s = plan.stages[0].predicted.step_s if simulation is None else simulation.step_s
+    return Point(
+        label="the plan",
+        by="plan",
+        budget_bytes=None,
+        memory_bytes=max(entry.predicted.memory_bytes for entry in plan.stages) or None,
+        step_s=step_s or 0.0,
+        shown=True,
+        stages=stages_of(plan, simulation),
+    )
+
+
+def _front(asked: Asked) -> Iterator[Point]:
+    if asked.job is not None and asked.costs is not None and asked.budgets:
+        yield from plans_over_budgets(asked.job, asked.costs, asked.budgets, asked.watch)
+        yield from stock_points(asked.job, asked.costs)
+
+
+def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
+    over_time = {kind for each in views for row in each["rows"] if row["memory"] is not None for kind in row["memory"]["kinds"]}
+    return over_time | {kind for each in points for stage in each["stages"] for kind in stage["memory_bytes"]}
+
+
+def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
+    if given.measurement is not None:
+        yield settings_table(given.measurement)
+    if seen:
+        yield stage_table(seen)
+    yield from (use_table(each.name, each.timeline, each.labels) for each in seen)
+    yield from (exposed_table(each.name, each.timeline, each.labels) for each in seen)

@@ -1,0 +1,172 @@
+"""The island: everything that the page draws, as one JSON object in it (`<script id="island" type="application/json">`).
+
+    views     the same step seen twice: predicted, measured. Rows of spans over time, and what each stage holds meanwhile
+    points    plans for several budgets, and stock Megatron's settings: memory against step time, and what becomes of every half
+    tables    figures for the reader; the page formats and sorts them
+    tiles     the few figures at the top, predicted beside measured
+
+Version 1. Times of spans are whole nanoseconds from the step's beginning, other quantities seconds and bytes. Where there is no
+figure there is null. Programs may read it: what is here stays under its name as long as the version does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+VERSION = 1
+
+Unit = Literal["text", "s", "bytes", "count", "share"]
+"""How a cell is written: a share is a number from 0 to 1, shown in per cent."""
+
+Cell = str | float | int | None
+
+
+class Kind(TypedDict):
+    """A kind of bar: its lane, and its colour on a light and on a dark page. Later kinds lie over earlier ones."""
+
+    name: str
+    label: str
+    lane: Literal["compute", "communication", "copies"]
+    light: str
+    dark: str
+
+
+class Subject(TypedDict):
+    """What a span is about. Many spans share one."""
+
+    kind: str
+    name: str
+    layer: int | None
+    half: str | None
+    window: str | None
+
+
+class Spans(TypedDict):
+    """The spans of one row, by start: column by column, because there may be a hundred thousand."""
+
+    subject: list[int]
+    """Indices into the view's subjects."""
+    micro_batch: list[int | None]
+    start_ns: list[int]
+    length_ns: list[int]
+
+
+class Memory(TypedDict):
+    """Bytes that a stage's layers hold from each time on until the next, by kind."""
+
+    time_ns: list[int]
+    kinds: dict[str, list[int]]
+
+
+class Row(TypedDict):
+    """One stage, or one rank of it."""
+
+    label: str
+    number: int
+    """Of the stage, in a predicted view, else of the rank."""
+    stage: int
+    spans: Spans
+    memory: Memory | None
+
+
+class View(TypedDict):
+    """One step over time."""
+
+    name: Literal["predicted", "measured"]
+    title: str
+    step_ns: int
+    subjects: list[Subject]
+    rows: list[Row]
+
+
+class Treatment(TypedDict):
+    """What becomes of one half of a range of layers."""
+
+    layers: str
+    half: str
+    items: list[tuple[str, Literal["keep", "replay"]]]
+    """In the order in which the layer runs them."""
+    window: str
+    """Where it is replayed; empty where nothing is."""
+    gather: str
+
+
+class PointStage(TypedDict):
+    """One stage (or chunk of one) at a point of the front."""
+
+    stage: int
+    chunk: int
+    layers: str
+    treatments: list[Treatment]
+    offloaded_bytes: int
+    """Of every micro-batch."""
+    hidden_replay_s: float | None
+    exposed_replay_s: float | None
+    memory_bytes: dict[str, int]
+    """What a device of the stage holds at its fullest, by kind; empty where that is not known."""
+    moment: str
+    """When it is at its fullest."""
+
+
+class Point(TypedDict):
+    """A plan, or a setting of stock Megatron."""
+
+    label: str
+    by: Literal["plan", "stock"]
+    budget_bytes: int | None
+    """What each device was allowed to hold."""
+    memory_bytes: int | None
+    """What the fullest device holds."""
+    step_s: float
+    """Forwards and backwards; reducing gradients and updating come on top."""
+    shown: bool
+    """Whether it is the plan that the rest of the page is about."""
+    stages: list[PointStage]
+
+
+class Column(TypedDict):
+    """A column of a table."""
+
+    label: str
+    unit: Unit
+
+
+class Table(TypedDict):
+    """A table that the page can sort."""
+
+    id: str
+    title: str
+    note: str
+    columns: list[Column]
+    rows: list[list[Cell]]
+
+
+class Tile(TypedDict):
+    """A figure at the top of the page."""
+
+    label: str
+    unit: Unit
+    predicted: float | None
+    measured: float | None
+    note: str
+
+
+class Island(TypedDict):
+    """Everything that a page shows."""
+
+    version: int
+    made_by: str
+    title: str
+    subject: str
+    sources: list[str]
+    """The files that it was made from, and what they were."""
+    notes: list[str]
+    tiles: list[Tile]
+    kinds: list[Kind]
+    memory_kinds: list[Kind]
+    """The kinds of bytes; their lane says nothing."""
+    capacity_bytes: int | None
+    """What each device may hold."""
+    views: list[View]
+    points: list[Point]
+    tables: list[Table]

@@ -1,0 +1,126 @@
+"""A step over time as the page has it: spans column by column, each with an index of what it is about.
+
+Timeline ──rows, by stage──> Row: subject 3, micro-batch 0, starts at 1200 ns, lasts 800 ns
+                                   └── subjects[3]: {kind: hidden, name: "replay attention(3)", layer: 3, ...}
+
+A wait is there twice: what was waited for in the lane of communication, and the hole that it leaves in the compute lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Literal
+
+from megatron_lynx.report.island import Memory, Row, Spans, Subject, View
+from megatron_lynx.report.kinds import is_wait, kind_of
+from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.simulator.timeline import MemoryCurve, Span, Timeline
+
+NANO = 1e9
+
+MOST_SPANS = 400_000
+"""Of one view: with more the file is larger than a mail server lets through, and one rank of each stage is shown."""
+
+
+def view(
+    name: Literal["predicted", "measured"],
+    title: str,
+    timeline: Timeline,
+    stages: Mapping[int, int],
+    memory: Mapping[int, Memory] | None = None,
+) -> View:
+    """`stages`: of each of the timeline's rows (a stage, or a rank) the stage it belongs to; `memory` by row."""
+    index = _Subjects()
+    shown = _shown(timeline, stages)
+    first = min((span.micro_batch for row in shown for span in timeline.ranks[row] if span.micro_batch is not None), default=0)
+    rows = [
+        Row(
+            label=_label(name, row, stages[row]),
+            number=row,
+            stage=stages[row],
+            spans=_columns(timeline.ranks[row], index, first),
+            memory=(memory or {}).get(row),
+        )
+        for row in shown
+    ]
+    return View(name=name, title=title, step_ns=_ns(timeline.seconds), subjects=index.subjects, rows=rows)
+
+
+def memory_of(simulation: Simulation, stage: int) -> Memory:
+    """What a stage's layers hold: kept since forward, and made again by replays."""
+    return by_kind(simulation.memory(stage), simulation.regenerated(stage))
+
+
+def by_kind(total: MemoryCurve, regenerated: MemoryCurve | None = None) -> Memory:
+    """A curve in its kinds. Of what happens at one moment, the most that is held and what is held after it."""
+    made = [(0.0, 0)] if regenerated is None else list(zip(regenerated.times_s, regenerated.bytes, strict=True))
+    times: list[int] = []
+    kept: list[int] = []
+    again: list[int] = []
+    behind, made_bytes = 0, 0
+    for time_s, group in groupby(zip(total.times_s, total.bytes, strict=True), key=lambda point: point[0]):
+        held = [count for _, count in group]
+        before_bytes = made_bytes
+        while behind < len(made) and made[behind][0] <= time_s:
+            made_bytes = made[behind][1]
+            behind += 1
+        peak = [(max(held), min(max(before_bytes, made_bytes), max(held)))] if max(held) > held[-1] else []
+        for count, of_replays in [*peak, (held[-1], made_bytes)]:
+            times.append(_ns(time_s))
+            again.append(of_replays)
+            kept.append(count - of_replays)
+    return Memory(time_ns=times, kinds={"kept": kept, "regenerated": again} if any(again) else {"kept": kept})
+
+
+class _Subjects:
+    """What spans are about, each once."""
+
+    def __init__(self) -> None:
+        self.subjects: list[Subject] = []
+        self._places: dict[tuple[object, ...], int] = {}
+
+    def place(self, kind: str, span: Span) -> int:
+        key = (kind, span.name, span.layer, span.half, span.window)
+        if key not in self._places:
+            self._places[key] = len(self.subjects)
+            self.subjects.append(Subject(kind=kind, name=span.name, layer=span.layer, half=span.half, window=span.window))
+        return self._places[key]
+
+
+def _columns(spans: Iterable[Span], index: _Subjects, first_micro_batch: int) -> Spans:
+    bars = sorted(_bars(spans), key=lambda bar: (bar[1].start_s, -bar[1].end_s))
+    starts = [_ns(span.start_s) for _, span in bars]
+    return Spans(
+        subject=[index.place(kind, span) for kind, span in bars],
+        micro_batch=[None if span.micro_batch is None else span.micro_batch - first_micro_batch for _, span in bars],
+        start_ns=starts,
+        length_ns=[_ns(span.end_s) - start for start, (_, span) in zip(starts, bars, strict=True)],
+    )
+
+
+def _bars(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
+    for span in spans:
+        yield kind_of(span), span
+        if is_wait(span):
+            yield "wait", span
+
+
+def _shown(timeline: Timeline, stages: Mapping[int, int]) -> list[int]:
+    """The rows that are shown, by stage: all of them, or of each stage the one that ends last."""
+    rows = sorted(timeline.ranks, key=lambda row: (stages[row], row))
+    if sum(len(timeline.ranks[row]) for row in rows) <= MOST_SPANS:
+        return rows
+    return [max(group, key=lambda row: _end_s(timeline, row)) for _, group in groupby(rows, key=stages.__getitem__)]
+
+
+def _end_s(timeline: Timeline, row: int) -> float:
+    return max((span.end_s for span in timeline.ranks[row]), default=0.0)
+
+
+def _label(name: str, row: int, stage: int) -> str:
+    return f"stage {stage}" if name == "predicted" else f"stage {stage}, rank {row}"
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NANO)

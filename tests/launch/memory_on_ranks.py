@@ -1,0 +1,71 @@
+"""What the tests of running out of memory run on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+
+Said = tuple[str | None, str]
+"""The name of the moment at which a limit was met (None: it never was), and all that is said of it."""
+
+
+def said_at(rank: int, job: Job, plan: Plan, limits: list[int], steps: int = 1) -> list[Said]:
+    """What is said of a training under each limit, in bytes beyond what is there when its first step begins."""
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    return [_trained(job, plan, limit, steps) for limit in limits]
+
+
+def _trained(job: Job, plan: Plan, limit_bytes: int, steps: int) -> Said:
+    import gc
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.apply.live_run import live_run
+    from megatron_lynx.launch.out_of_memory.explanation import explained
+    from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
+    from megatron_lynx.measure.cpu_total import CpuTotal
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.device_memory import LimitedMemory
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    training = Training(job, build_model(job), optimizer="megatron", ddp=True)
+    batches = synthetic_batches(job)
+    installation = install(training.chunks, plan)
+    run: Any = live_run(training.chunks)
+    gc.collect()  # of what was trained before
+    before_bytes = CpuTotal().bytes
+    for step in range(steps):
+        at = Rank(plan, run.stage, run.chunks, training.optimizer, stepped=step > 0)
+        try:
+            with LimitedMemory(before_bytes + limit_bytes):
+                training.step(batches)
+        except torch.OutOfMemoryError as error:
+            moment = moment_of(error, at)
+            explanation = explained(error, at, f"in step {step + 1} of this run", "plan.yaml")
+            assert not installation.engine.busy
+            installation.remove()
+            return "nowhere" if moment is None else str(moment.name), str(explanation)
+    installation.remove()
+    return None, ""
+
+
+def said_in(rank: int, job: Job, plan: Plan, module: str, owner: str, function: str) -> Said:
+    """What is said of a training in which memory runs out in a function of Megatron's."""
+    from importlib import import_module
+    from unittest.mock import patch
+
+    from megatron_lynx.testbed.device_memory import out_of_memory
+    from megatron_lynx.testbed.groups import initialise
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError(out_of_memory(2**20, 2**30, 2**30))
+
+    initialise(job)
+    with patch.object(getattr(import_module(module), owner), function, failing):
+        return _trained(job, plan, 2**40, 1)

@@ -1,0 +1,171 @@
+"""A run says how it came out, beside what its plan had predicted: printed, as a file, in figures that are true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch.outcome.device_peak import Peak
+from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
+from megatron_lynx.launch.outcome.reporter import path_of
+from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
+from megatron_lynx.launch.outcome.table import lines
+from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, load_outcome, save_outcome
+from megatron_lynx.plan import load_plan
+from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.device import device_for
+from megatron_lynx.runtime.replay_clock import ON_DEMAND, ReplayClock, ReplaySeconds
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..profiler.made_up import made_up_profile
+from .launched import MODEL, SIZE, flags_of, saved
+
+JOB = tiny_job("gpt", pipeline=2, microbatches=4, **SIZE)
+
+
+@pytest.fixture(scope="module")
+def predicting():
+    """A plan that says what it expects."""
+    return decide(JOB, made_up_profile(JOB, 1e-5)).plan
+
+
+def figures(stage: int, seconds: float = 1.0, allocated: int = 1000) -> RankFigures:
+    counts = Counts(hidden=4, on_demand=12)
+    replays = ReplaySeconds(0.25 * seconds, 0.125)
+    return RankFigures(stage, StepSeconds(seconds, seconds + 0.5), Peak(allocated, None), replays, counts)
+
+
+def report(plan, *ranks: RankFigures) -> Report:
+    return Report(when="step", step=2, stages=rows(plan, ranks))
+
+
+def test_of_a_stages_ranks_the_slowest_and_the_fullest_count(predicting):
+    first, second = rows(predicting, [figures(1), figures(0, 2.0), figures(0, allocated=3000)])
+    assert (first.measured.ranks, second.measured.ranks) == (2, 1)
+    assert (first.measured.passes_s, first.measured.step_s, first.measured.in_windows_s) == (2.0, 2.5, 0.5)
+    assert (first.measured.allocated_bytes, first.measured.reserved_bytes) == (3000, None)
+
+
+def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):
+    silent = uniform_plan(JOB)
+    assert predicted_of(silent, 0) is None
+    title, *table = lines(report(silent, figures(0), figures(1)))
+    assert title == "step 2 of this run, beside what its plan predicts:"
+    assert table[2].split()[:5] == ["0", "-", "1000", "B", "-"]
+    assert table[-1] == "  stages 0-1: the plan predicts nothing"
+    known = predicted_of(predicting, 1)
+    assert known is not None
+    assert known.memory_bytes == predicting.stages[1].predicted.memory_bytes
+    assert "predicts nothing" not in "\n".join(lines(report(predicting, figures(0), figures(1))))
+
+
+def test_columns_stand_below_their_names(predicting):
+    _, heading, names, *table = lines(report(predicting, figures(0), figures(1)))
+    assert len({len(line) for line in (heading, names, *table)}) == 1
+    assert heading.index("forwards and backwards") < names.index("measured") < heading.index("whole")
+
+
+def outcome(predicting) -> RunOutcome:
+    return RunOutcome(
+        made_by="megatron-lynx",
+        megatron_core="0.19.2",
+        plan="plan.yaml",
+        plan_digest=predicting.digest,
+        ranks=2,
+        finished=False,
+        reports=(report(predicting, figures(0), figures(1)),),
+    )
+
+
+def test_an_outcome_comes_back_as_it_was(predicting, tmp_path):
+    made = outcome(predicting)
+    save_outcome(made, tmp_path / FILE_NAME)
+    assert load_outcome(tmp_path / FILE_NAME) == made
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME], "nothing half-written beside it"
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "says"),
+    [
+        (lambda text: text[: len(text) // 2], "no JSON"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "is from the future"),
+        (lambda text: text.replace('"ranks": 2,', '"ranks": "all",', 1), "ranks"),
+        (lambda text: "[]", "a list"),
+        (lambda text: '{"traceEvents": []}', "traceEvents"),
+    ],
+    ids=["truncated", "from the future", "edited", "another file", "a trace"],
+)
+def test_a_file_that_is_no_outcome_is_refused(predicting, tmp_path, spoilt, says):
+    path = tmp_path / FILE_NAME
+    path.write_text(spoilt(json.dumps(outcome(predicting).model_dump(mode="json"), indent=1)))
+    with pytest.raises(ConfigError, match=says):
+        load_outcome(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_outcome(tmp_path / "elsewhere.json")
+
+
+def test_where_it_is_written():
+    stated, trace = Path("a/own.json"), Path("b/trace.json")
+    assert path_of(stated, trace, "c") == stated
+    assert path_of(None, trace, "c") == Path("b") / FILE_NAME
+    assert path_of(None, None, "c") == Path("c") / FILE_NAME
+    assert path_of(None, None, None) is None
+
+
+def test_a_usual_step_is_the_middle_one_and_first_ones_can_be_forgotten():
+    clock = StepClock(device_for(torch.device("cpu")))
+    assert clock.usual() is None
+    for counts in (True, False, True):
+        clock.begin()
+        assert clock.around(lambda value: value)(3) == 3
+        clock.end(counts=counts)
+    found = clock.usual()
+    assert found is not None
+    assert 0 <= found.passes_s <= found.step_s
+    clock.forget()
+    assert clock.known() is None
+
+
+def test_replays_are_timed_by_where_they_run_and_only_while_the_clock_runs():
+    clock = ReplayClock(device_for(torch.device("cpu")))
+    clock.end("bwd.mlp.0@3", clock.begin())
+    assert clock.take() == ReplaySeconds()
+    clock.runs = True
+    clock.end("bwd.mlp.0@3", clock.begin())
+    in_windows = clock.take()
+    assert in_windows.in_windows_s > 0 == in_windows.on_demand_s
+    clock.end(ON_DEMAND, clock.begin())
+    assert clock.take().on_demand_s > 0
+    assert clock.take() == ReplaySeconds()
+
+
+def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
+    """The most that is held is what the plan says of this machine's ranks, whose every byte is counted."""
+    plan = saved(predicting, tmp_path / "plan.yaml")
+    flags = [*MODEL, *flags_of("pipeline 2"), "--train-iters", "4", "--lynx-plan", plan]
+    launched = run(Path(__file__).with_name("pretrain_tiny.py"), [*flags, "--lynx-trace", tmp_path / "trace.json"], ranks=2)
+    assert launched.status == 0, launched.text
+    said = [line.removeprefix("megatron-lynx: ") for line in launched.ours]
+    assert sum("beside what its plan predicts:" in line for line in said) == 2
+    assert any(line.startswith("how this run of 4 steps came out") for line in said)
+    found = load_outcome(tmp_path / FILE_NAME)
+    assert found.finished
+    assert found.plan_digest == load_plan(plan).digest
+    assert [(each.when, each.step) for each in found.reports] == [("step", 1), ("step", 2), ("end", 4)]
+    for each in found.reports:
+        for stage, row in enumerate(each.stages):
+            assert row.predicted == predicted_of(predicting, stage)
+            assert row.measured.passes_s is not None
+            assert 0 < row.measured.passes_s <= row.measured.step_s
+            assert row.measured.on_demand_s > 0
+    replays = sum(bool(rule.replays(half)) for rule in predicting.stages[0].rules for half in ("attention", "mlp")) * 4
+    first = found.reports[-1].stages[0].measured
+    assert first.in_windows + first.on_demand == replays
+    for row in found.reports[1].stages:
+        assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=0.05)
+        assert row.measured.reserved_bytes is None

@@ -1,0 +1,46 @@
+"""The front of plans over budgets."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from megatron_lynx.anatomy import ITEMS
+from megatron_lynx.config import load_job
+from megatron_lynx.planner import decide
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.report.front import plans_over_budgets, point, stock_points
+
+JOB = load_job("jobs/llama3-8b-h800-80g")
+PROFILE = analytic_profile(JOB)
+
+
+def test_more_memory_is_never_slower_and_no_plan_is_over_its_budget() -> None:
+    done: list[tuple[int, int]] = []
+    points = list(plans_over_budgets(JOB, PROFILE, 4, lambda number, of: done.append((number, of))))
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert len(points) >= 3
+    for before, after in pairwise(points):
+        assert after["step_s"] <= before["step_s"]
+    for each in points:
+        assert each["memory_bytes"] is not None
+        assert each["budget_bytes"] is not None
+        assert each["memory_bytes"] <= each["budget_bytes"]
+        assert all(sum(stage["memory_bytes"].values()) <= each["memory_bytes"] for stage in each["stages"])
+
+
+def test_a_point_says_what_its_plan_does() -> None:
+    decision = decide(JOB, PROFILE)
+    made = point(decision, "the plan", None, shown=True)
+    assert made["step_s"] == decision.simulation.step_s
+    stage, entry = made["stages"][0], decision.plan.stages[0]
+    assert [name for treatment in stage["treatments"][:2] for name, _ in treatment["items"]] == list(ITEMS)
+    replayed = {name for treatment in stage["treatments"][:2] for name, what in treatment["items"] if what == "replay"}
+    assert replayed == set(entry.rules[0].replay)
+    assert sum(stage["memory_bytes"].values()) == decision.memory[0].total
+
+
+def test_stock_settings_stand_beside_plans() -> None:
+    none, selective, full = stock_points(JOB, PROFILE)
+    assert [each["label"] for each in (none, selective, full)] == ["stock none", "stock selective", "stock full"]
+    assert none["step_s"] < full["step_s"]
+    assert (none["memory_bytes"] or 0) > (full["memory_bytes"] or 0)

@@ -1,0 +1,170 @@
+"""Deferred weight gradients, simulated: one layer by hand (every item 1 s forward, 2 s backward, a collective 5 s), the queue,
+and the cool-down beside zero-bubble's published schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_lynx.anatomy import ATTENTION, DENSE, MLP
+from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.schedule.action import with_replays
+from megatron_lynx.schedule.one_f_one_b import one_f_one_b
+from megatron_lynx.simulator.halves import segments, stage_passes
+from megatron_lynx.simulator.pending import Entry, LinearOf, Queue
+from megatron_lynx.simulator.simulate import simulate
+from megatron_lynx.simulator.treated import Deferral, Treated
+from tests.simulator.test_halves import profile_of
+
+A_SECOND = WeightGradient(1.0, 3, 4)
+PLENTY = 10**6
+
+
+def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0):
+    """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
+    halves = tuple(
+        Treated(
+            1,
+            section,
+            HalfMemory(resident=50, regenerated=0, tail=15),
+            deferred={name: Deferral(A_SECOND, waits[name]) for name in reversed(section.linears) if name in waits},
+        )
+        for section in DENSE.values()
+    )
+    return stage_passes(halves, profile_of(interference, tensor=tensor), 100, deferral=(0, most_bytes))
+
+
+def step_of(passes, microbatches=2):
+    schedule = one_f_one_b(1, microbatches)
+    return simulate(replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders)), [[passes]])
+
+
+def at(passing, half, ordinal=0):
+    return WindowAddress(passing, 1, half, ordinal)
+
+
+def test_what_is_deferred_hides_nothing_beside_it():
+    """Without its own wgrad the reduction of a column-parallel linear's gradient is exposed whole."""
+    profile = profile_of(tensor=2)
+    stock, row, both = (segments(profile, "bwd", MLP, 100, off) for off in ((), ("linear_fc2",), MLP.linears))
+    assert (stock.compute_s, stock.windows_s) == ((8.0, 2.0), (4.0,))
+    assert (row.compute_s, row.windows_s) == ((7.0, 2.0), (4.0,))
+    assert (both.compute_s, both.windows_s) == ((6.0, 2.0), (5.0,))
+    whole = profile_of(tensor=2, sequence_parallel=True)
+    assert segments(whole, "bwd", MLP, 100, MLP.linears).windows_s == (5.0, 4.0, 5.0)
+    assert sum(segments(whole, "bwd", MLP, 100, MLP.linears).compute_s) == 8.0
+
+
+def test_a_wait_hides_what_it_has_room_for():
+    """The row-parallel linear's in the wait of its own half: 4 s long, of which 1 s is filled; then under slowdown."""
+    stock, filled = step_of(passes_of({})), step_of(passes_of({"linear_fc2": (at("bwd", "mlp"),)}))
+    assert filled.step_s == stock.step_s - 2, "one second a micro-batch"
+    assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 0.0)
+    slowed = step_of(passes_of({"linear_fc2": (at("bwd", "mlp"),)}, interference=8.0))
+    assert (slowed.filled_s(0), slowed.unfilled_s(0)) == (1.0, 1.0), "4 s have room for half a second of it"
+    assert slowed.step_s == stock.step_s - 1
+
+
+def test_a_forward_takes_what_the_backward_before_it_left():
+    """Of the first micro-batch; the last one's is flushed at the end of its backward."""
+    waits = {"linear_fc1": (at("fwd", "attention"),)}
+    stock, filled = step_of(passes_of({}), 3), step_of(passes_of(waits), 3)
+    assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 1.0)
+    assert filled.step_s == stock.step_s - 3 + 1 + 3, "the reduction that it hid is a second longer each time"
+    spans = [span for span in filled.timeline().ranks[0] if span.kind == "weight_gradient"]
+    assert [(span.name, span.window) for span in spans] == [
+        ("weight gradient linear_fc1(1)", "fwd.attention.0@1"),
+        ("weight gradient linear_fc1(1)", "fwd.attention.0@1"),
+        ("weight gradient linear_fc1(1)", "flushed"),
+    ]
+
+
+def test_entries_hold_their_operands_until_they_run():
+    """From when their half no longer does: at the beginning of the next forward one micro-batch's are there."""
+    waits = {"linear_fc1": (at("fwd", "mlp"),), "linear_fc2": (at("bwd", "attention"),)}
+    filled = step_of(passes_of(waits), 2)
+    _, second = (each for each in filled.executed[0] if each.action.kind == "F")
+    curve = filled.memory(0)
+    held = [size for time_s, size in zip(curve.times_s, curve.bytes, strict=True) if time_s <= second.start_s]
+    assert held[-1] == A_SECOND.bytes, "linear_fc1's; linear_fc2's ran in the backward"
+    assert curve.bytes[-1] == 0
+    assert min(curve.bytes) == 0
+
+
+def test_what_does_not_fit_runs_at_once():
+    """A bound of one entry: the second one makes the first one run, which then hides nothing."""
+    waits = {"linear_fc1": (at("fwd", "mlp"),), "linear_fc2": (at("fwd", "mlp"),)}
+    roomy, tight = step_of(passes_of(waits)), step_of(passes_of(waits, most_bytes=A_SECOND.bytes))
+    assert (roomy.filled_s(0), roomy.unfilled_s(0)) == (2.0, 2.0)
+    assert (tight.filled_s(0), tight.unfilled_s(0)) == (1.0, 3.0)
+    assert max(tight.memory(0).bytes) <= max(roomy.memory(0).bytes)
+
+
+def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
+    first, second = (Entry(LinearOf(1, "mlp", name), 0, A_SECOND) for name in MLP.linears)
+    queue = Queue(0, 2 * A_SECOND.bytes, {RECV_BACKWARD: (first.of,)}, (first, second))
+    assert list(queue.put(first)) == [first], "the oldest one of the chunk"
+    assert queue.pending == (second, first)
+    assert list(queue.due(RECV_BACKWARD)) == [first]
+    assert list(queue.due(RECV_BACKWARD)) == [], "there is none left"
+    other = Queue(1, A_SECOND.bytes, {}, queue.pending)
+    assert list(other.flush()) == []
+    assert other.pending == (second,), "another chunk's are not its own"
+    assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
+
+
+def zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s):
+    """ZB-H1 (Qi et al., ICLR '24), without messages: 1F1B's forwards and backwards, every gradient handed on before its weight
+    gradients, which stage s computes s micro-batches later; what is left fills the cool-down and the end."""
+    orders = []
+    for stage in range(pipeline):
+        warmup = pipeline - 1 - stage
+        order = [("F", number) for number in range(warmup)]
+        for number in range(microbatches):
+            order += [("F", number + warmup)] * (number + warmup < microbatches) + [("B", number)]
+            order += [("W", number - stage)] * (number >= stage)
+        orders.append(order + [("W", number) for number in range(microbatches - stage, microbatches)])
+    takes_s, done, clocks = {"F": forward_s, "B": backward_s, "W": weight_s}, {}, [0.0] * pipeline
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                kind, number = order[0]
+                from_stage = stage - 1 if kind == "F" else stage + 1 if kind == "B" else None
+                needed = kind, number, from_stage
+                if from_stage in range(pipeline) and needed not in done:
+                    break
+                clocks[stage] = max(clocks[stage], done.get(needed, 0.0)) + takes_s[kind]
+                done[kind, number, stage] = clocks[stage]
+                order.pop(0)
+    return max(clocks)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_cooldown_beside_zero_bubble(pipeline):
+    """A plan fills the receives of cool-down, but not 1F1B's bubble: a chunk's last backward computes what is left before its
+    gradient is sent, because gradients may be read behind it, and the stages before wait for it. ZB-H1 sends first: its bubble is
+    (p - 1)(F + B - W), that of 1F1B (p - 1)(F + B + W)."""
+    stock, microbatches = passes_of({}, tensor=1), 2 * pipeline
+    everything = {name: (RECV_BACKWARD,) for section in (ATTENTION, MLP) for name in section.linears}
+    schedule = one_f_one_b(pipeline, microbatches)
+    schedule = replace(schedule, orders=tuple(tuple(with_replays(order)) for order in schedule.orders))
+    ours = simulate(schedule, [[passes_of(everything, tensor=1)]] * (pipeline - 1) + [[stock]])
+    plain = simulate(schedule, [[stock]] * pipeline)
+    forward_s, backward_s, weight_s = 11.0, 18.0, 4.0
+    each_s, others = forward_s + backward_s + weight_s, pipeline - 1
+    assert ours.step_s == plain.step_s == (microbatches + others) * each_s
+    assert ours.bubble_s(0) - ours.filled_s(0) == plain.bubble_s(0) == others * each_s
+    assert ours.filled_s(0) > 0
+    zero_bubble_s = zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s)
+    assert zero_bubble_s == microbatches * each_s + others * (forward_s + backward_s - weight_s)
+
+
+def test_the_other_half_is_priced_where_a_profile_does_not_know_it():
+    profile = profile_of(tensor=2)
+    half = profile.mlp.model_copy(
+        update={"items": {name: item.model_copy(update={"wgrad_s": 0.0}) for name, item in profile.mlp.items.items()}}
+    )
+    assert weight_gradient(profile.model_copy(update={"mlp": half}), MLP, "linear_fc1").seconds == 1.0

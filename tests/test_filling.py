@@ -1,0 +1,120 @@
+"""The second filler in plans: faster or the same, within the same bytes, and only where it can run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.when_not import job_of, stock_s, under
+from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.config.overlap import Overlap
+from megatron_lynx.cost.stage_memory import memory_of_stages
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan_file import dump_plan, load_plan
+from megatron_lynx.planner import decide
+from megatron_lynx.planner.packing import Linear, Put, Ways
+from megatron_lynx.planner.summary import summary
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import GIB
+from tests.profiler.made_up import made_up_profile
+
+
+def deferring(job: Job, asked: str) -> Job:
+    return job.model_copy(update={"overlap": Overlap(weight_gradients=asked)})
+
+
+def between(job: Job, share: float) -> Job:
+    """The job with the memory of stock full recomputation and this share of what that saves."""
+    most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
+    return job.model_copy(update={"budget": Budget(memory_gib=least + share * (most - least))})
+
+
+def kept_and_replayed(plan: Plan) -> list[tuple[object, ...]]:
+    """Of every layer."""
+    rules = (entry.rule_for(layer) for entry in plan.stages for layer in entry.layers)
+    return [(rule.keep, rule.replay, rule.windows, rule.gather) for rule in rules]
+
+
+drawn = st.fixed_dictionaries(
+    {
+        "cluster": st.sampled_from(["h800-80g", "a100-80g", "a100-80g-pcie"]),
+        "tensor": st.sampled_from([1, 2, 8]),
+        "pipeline": st.sampled_from([1, 2, 4]),
+        "microbatches": st.sampled_from([1, 3, 8]),
+        "implementation": st.sampled_from(["local", "transformer_engine"]),
+        "seq": st.just(2048),
+    }
+)
+
+
+@given(drawn, st.floats(0.05, 1.0))
+@settings(max_examples=12, deadline=None)
+def test_never_slower_and_never_above_the_budget(change, share):
+    job = between(job_of(change), share)
+    profile = analytic_profile(job)
+    try:
+        without = decide(deferring(job, "none"), profile)
+    except Infeasible:
+        return
+    found = decide(job, profile)
+    assert found.simulation.step_s <= without.simulation.step_s
+    assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
+    assert kept_and_replayed(found.plan) == kept_and_replayed(without.plan)
+    filled = any(entry.defers for entry in found.plan.stages)
+    assert filled == (found.simulation.step_s < without.simulation.step_s) == found.weight_gradients.startswith("deferred")
+    for entry in found.plan.stages:
+        seconds = entry.predicted.weight_gradient_hidden_s + entry.predicted.weight_gradient_exposed_s
+        assert (seconds > 0) == entry.defers
+
+
+def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomputation(tmp_path):
+    job = job_of({"cluster": "h800-80g", "tensor": 8, "pipeline": 1})
+    roomy = job.model_copy(update={"budget": Budget(memory_gib=70.0)})
+    profile = analytic_profile(job)
+    found, (stock_none_s, _) = decide(roomy, profile), stock_s(job)
+    assert decide(deferring(roomy, "none"), profile).simulation.step_s == pytest.approx(stock_none_s)
+    assert found.simulation.step_s < 0.97 * stock_none_s
+    (tmp_path / "plan.yaml").write_text(dump_plan(found.plan))
+    read = load_plan(tmp_path / "plan.yaml")
+    assert read == found.plan
+    assert rehearse(read, profile).step_s == found.simulation.step_s
+
+
+def test_none_are_deferred_where_none_can_be():
+    tiny = tiny_job("gpt", tensor=2)
+    profile = made_up_profile(tiny)
+    testbed, asked = decide(tiny, profile), decide(deferring(tiny, "deferred"), profile)
+    assert not any(entry.defers for entry in testbed.plan.stages)
+    assert "overlap.weight_gradients: deferred" in testbed.weight_gradients
+    assert any(entry.defers for entry in asked.plan.stages)
+    assert asked.simulation.memory(0).peak_bytes <= testbed.simulation.memory(0).peak_bytes, "the least memory is wanted"
+    assert summary(asked, profile)["weight_gradients"] == asked.weight_gradients
+    without = deferring(job_of({"cluster": "h800-80g"}), "none")
+    decision = decide(without, analytic_profile(without))
+    assert "--no-gradient-accumulation-fusion" in decision.weight_gradients
+    assert not any(entry.defers for entry in decision.plan.stages)
+
+
+def test_old_jobs_keep_their_digest():
+    job = tiny_job("gpt", tensor=2)
+    assert deferring(job, "auto").digest == job.digest != deferring(job, "none").digest
+    overlapped = job.model_copy(update={"overlap": Overlap(gradients=True)})
+    assert overlapped.digest != overlapped.model_copy(update={"overlap": Overlap(gradients=True, weight_gradients="none")}).digest
+
+
+def test_packing_tries_every_way():
+    """A wait of 2 s of which the column-parallel linear's own weight gradient hides half, one of 3 s, a forward's of 4 s: the
+    row-parallel one's goes where it fits."""
+    column = Linear("linear_fc1", 1.0, 10, 0, (Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
+    row = Linear("linear_fc2", 2.0, 10, None, (Put(0, "bwd.mlp.2", 0), Put(1, "bwd.attention.0", 1), Put(2, "fwd.mlp.0", 9)))
+    ways = Ways((2.0, 3.0, 4.0), (row, column), 1.0)
+    assert ways.best((0.0, 1.0, 0.0))[0].waits == {"linear_fc2": "bwd.attention.0"}
+    first, *rest = ways.best((0.0, 3.0, 0.0))
+    assert first.waits == {"linear_fc2": "bwd.mlp.2"}, "1 s of it, beside the other's"
+    (alone,) = (each for each in rest if each.waits == {"linear_fc2": "fwd.mlp.0"})
+    assert first.seconds - alone.seconds == pytest.approx(1.0)
+    assert {each.seconds for each in rest} == {alone.seconds}, "or both are deferred: the other one's wait then hides this one"
