@@ -40,7 +40,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
     else:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
-    yield _weight_gradients(reading)
+        yield _weight_gradients(reading)
     if given["num_experts"]:
         costs = "their MLP half is kept whole: plans replay, hide and offload attention halves and dense layers"
         yield Finding("experts", "note", given.origin("num_experts"), costs)

@@ -103,6 +103,19 @@ def test_a_sound_launch_has_nothing_that_defeats_overlap() -> None:
     assert "defeats" not in of_launch("--tensor-model-parallel-size 2 --sequence-parallel --cuda-graph-impl none").values()
 
 
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("", "good"),
+        ("--no-gradient-accumulation-fusion", "note"),
+        ("--defer-embedding-wgrad-compute", "note"),
+        ("--tensor-model-parallel-size 1 --no-gradient-accumulation-fusion", None),
+    ],
+)
+def test_weight_gradients_that_may_fill_waits(flags: str, level: str | None) -> None:
+    assert of_launch(f"--tensor-model-parallel-size 2 {flags}").get("weight gradients") == level
+
+
 def test_messages_between_stages() -> None:
     plain = launch(read_launch(shlex.split("--num-layers 8 --pipeline-model-parallel-size 4")), {})
     [synchronised] = [finding for finding in plain if finding.topic == "batch_p2p_sync"]

@@ -109,13 +109,10 @@ def _deferring(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
     for rule in stage.rules:
         waits = {}
         for linear in draw(st.sets(st.sampled_from(LINEARS))):
-            candidates = [RECV_BACKWARD, *names]
-            ones = [rule.model_copy(update={"weight_gradients": {linear: (wait,)}}) for wait in candidates]
-            possible = [
-                wait for wait, one in zip(candidates, ones, strict=True) if not list(weight_gradients.problems(plan, stage, one))
-            ]
-            if possible:
-                waits[linear] = tuple(draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4, unique=True)))
+            some = draw(st.lists(st.sampled_from([RECV_BACKWARD, *names]), min_size=1, max_size=6, unique=True))
+            asked = {wait: rule.model_copy(update={"weight_gradients": {linear: (wait,)}}) for wait in some}
+            if coming := tuple(wait for wait, one in asked.items() if not list(weight_gradients.problems(plan, stage, one))):
+                waits[linear] = coming
         rules.append(rule.model_copy(update={"weight_gradients": waits}))
     bound = WeightGradients(bytes=draw(st.integers(1 << 20, 1 << 30))) if any(rule.weight_gradients for rule in rules) else None
     return stage.model_copy(update={"rules": tuple(rules), "weight_gradients": bound})

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import LINEARS
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
@@ -14,6 +16,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.plan.strategies import drawn, plans_for
 from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -119,6 +122,22 @@ def test_hooks_are_held_and_given_back(pool_of: Pools) -> None:
     for claimed, changed in pool_of(2).run(held_and_given_back, job, deferring(nothing(job))):
         assert claimed == [f"fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_{kind}" for kind in ("fp16", "fp32")]
         assert changed == []
+
+
+def test_random_plans(pool_of: Pools) -> None:
+    """Any linears, any waits that come, replays of any kind beside them."""
+    job = tiny_job("llama", **LAYOUTS["TP2xPP2+SP"])
+
+    @drawn(1)
+    @given(st.lists(plans_for(job, whole=True, defers=True).filter(defers), min_size=4, max_size=4))
+    def check(candidates: list[Plan]) -> None:
+        counts_of(pool_of, job, candidates, Trial(steps=1, training={"ddp": True}, model=FUSED))
+
+    check()
+
+
+def defers(plan: Plan) -> bool:
+    return any(stage.defers for stage in plan.stages)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
