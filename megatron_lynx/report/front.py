@@ -87,6 +87,7 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     exposed_replay_s=None,
                     memory_bytes=used_kinds(each),
                     moment=each.moment.replace("_", " "),
+                    measured_bytes=None,
                 )
                 for stage, each in enumerate(memory)
             ],

@@ -106,6 +106,8 @@ class PointStage(TypedDict):
     """What a device of the stage holds at its fullest, by kind; empty where that is not known."""
     moment: str
     """When it is at its fullest."""
+    measured_bytes: int | None
+    """What a device of the stage held at most in a run."""
 
 
 class Point(TypedDict):

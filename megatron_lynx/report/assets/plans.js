@@ -23,7 +23,7 @@ class Plans {
     if (place >= 0) byId("budget").value = place;
     byId("budget").setAttribute("aria-valuetext", point.label);
     byId("chosen").replaceChildren(summaryOf(point));
-    const most = Math.max(1, this.island.capacity_bytes ?? 0, ...point.stages.map((stage) => sum(Object.values(stage.memory_bytes))));
+    const most = Math.max(1, this.island.capacity_bytes ?? 0, ...point.stages.flatMap((stage) => [sum(Object.values(stage.memory_bytes)), stage.measured_bytes ?? 0]));
     const open = [...byId("treatments").querySelectorAll("details")].map((each) => each.open);
     byId("treatments").replaceChildren(...this.legend(point), ...point.stages.map((stage, place) => this.stageOf(stage, most, open[place] ?? place === 0)));
   }
@@ -56,7 +56,14 @@ class Plans {
       part.style.background = this.theme.colour(this.island.memory_kinds.find((kind) => kind.name === name));
       stack.append(part);
     }
-    return element("span", {}, stack, element("span", { class: "soft" }, `${formatBytes(total)}${stage.moment ? `, ${stage.moment}` : ""}`));
+    const facts = [`${formatBytes(total)}${stage.moment ? `, ${stage.moment}` : ""}`];
+    if (stage.measured_bytes !== null) {
+      const mark = element("b", { class: "measured", title: `measured: ${formatBytes(stage.measured_bytes)}` });
+      mark.style.left = `${(100 * stage.measured_bytes) / most}%`;
+      stack.append(mark);
+      facts.push(`measured ${formatBytes(stage.measured_bytes)}`);
+    }
+    return element("span", {}, stack, element("span", { class: "soft" }, facts.join("; ")));
   }
 }
 
