@@ -83,6 +83,7 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     layers=str(under.layers_on(stage)),
                     treatments=[],
                     offloaded_bytes=0,
+                    deferred_bytes=0,
                     hidden_replay_s=None,
                     exposed_replay_s=None,
                     memory_bytes=used_kinds(each),

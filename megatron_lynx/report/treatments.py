@@ -53,6 +53,7 @@ def _entry(
         layers=str(entry.layers),
         treatments=[_treatment(rule, half) for rule in entry.rules for half in HALVES],
         offloaded_bytes=0 if entry.offload is None else entry.offload.bytes,
+        deferred_bytes=0 if entry.weight_gradients is None else entry.weight_gradients.bytes,
         hidden_replay_s=hidden_s,
         exposed_replay_s=exposed_s,
         memory_bytes=kinds,
@@ -73,6 +74,11 @@ def _treatment(rule: Rule, half: Half) -> Treatment:
         half=half,
         items=[(item, "replay" if item in replayed else "keep") for item in DENSE[half].names],
         window=" / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown"))) if replayed else "",
+        deferred=[
+            f"{linear}: {', '.join(rule.weight_gradients[linear])}"
+            for linear in DENSE[half].linears
+            if linear in rule.weight_gradients
+        ],
         gather=" / ".join(_by_phase(rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown"))),
     )
 
