@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "compare": {"plan", "simulator.timeline", "measure"},
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
-        *("measure.measurement", "compare.report", "compare.table"),
+        *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}

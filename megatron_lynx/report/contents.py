@@ -8,7 +8,7 @@ job, costs ──plans_over_budgets, stock_points──> points
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
@@ -24,6 +24,7 @@ from megatron_lynx.report.front import Watch, plans_over_budgets, point, stock_p
 from megatron_lynx.report.given import NEEDED, Given
 from megatron_lynx.report.island import VERSION, Island, Point, Table, View
 from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, with_fallbacks
+from megatron_lynx.report.outcome import allocated_bytes, check_outcome, outcome_table
 from megatron_lynx.report.tiles import tiles_of
 from megatron_lynx.report.treatments import stages_of
 from megatron_lynx.report.waits import exposed_table, use_table
@@ -49,6 +50,8 @@ def contents(asked: Asked) -> Island:
     given = asked.given
     check_enough(given)
     plan, simulation, own = _predicted(asked)
+    if given.outcome is not None and plan is not None:
+        check_outcome(given.outcome, plan, given.sources["outcome"])
     drawn = views_of(given, plan, simulation)
     views, seen = [each.view for each in drawn], [each.seen for each in drawn]
     points = [*own, *_front(asked)]
@@ -60,7 +63,7 @@ def contents(asked: Asked) -> Island:
         subject="" if plan is None else subject_of(plan),
         sources=[f"{kind} {source}" for kind, source in given.sources.items()],
         notes=[*notes_of(plan, asked.costs, simulation), *([] if given.measurement is None else how_measured(given.measurement))],
-        tiles=list(tiles_of(seen, points)),
+        tiles=list(tiles_of(seen, points, given.outcome)),
         kinds=with_fallbacks(KINDS, {subject["kind"] for each in views for subject in each["subjects"]}),
         memory_kinds=with_fallbacks(MEMORY_KINDS, _memory_kinds(views, points)),
         capacity_bytes=asked.job.memory_budget_bytes if asked.job is not None and on_gpus else None,
@@ -73,10 +76,10 @@ def contents(asked: Asked) -> Island:
 def check_enough(given: Given) -> None:
     """Raises ConfigError where there is nothing to draw, and for a run without the plan that it is to be seen beside."""
     simulated = given.trace is not None and given.trace.simulated
-    measured = [(kind, given.sources[kind]) for kind in ("trace", "measurement") if kind in given.sources]
+    measured = [given.sources[kind] for kind in ("trace", "measurement", "outcome") if kind in given.sources]
     if given.plan is None and measured and not simulated:
         todo = "name that plan as well: megatron-lynx report RUN plan.yaml"
-        found = [Problem(where, f"a {kind}, and no plan", "the plan under which it ran", todo) for kind, where in measured]
+        found = [Problem(where, "no plan beside it", "the plan under which it ran", todo) for where in measured]
         raise ConfigError("a run without a plan", found)
     if not given.sources.keys() & {"plan", "job", "trace", "simulation"}:
         raise ConfigError("there is nothing to draw", [Problem("report", ", ".join(given.sources) or "nothing", NEEDED)])
@@ -87,7 +90,11 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     given, costs = asked.given, asked.costs
     if given.plan is not None:
         simulation = None if costs is None else rehearse(given.plan, costs)
-        return given.plan, simulation, [_point_of(given.plan, simulation)]
+        return (
+            given.plan,
+            simulation,
+            [_point_of(given.plan, simulation, {} if given.outcome is None else allocated_bytes(given.outcome))],
+        )
     if given.job is None:
         return None, None, []
     if costs is None:
@@ -97,8 +104,8 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     return decision.plan, decision.simulation, [point(decision, "the plan", None, shown=True)]
 
 
-def _point_of(plan: Plan, simulation: Simulation | None) -> Point:
-    """A plan from a file. Of its device's memory only the sum is known, where the file says it."""
+def _point_of(plan: Plan, simulation: Simulation | None, measured_bytes: Mapping[int, int]) -> Point:
+    """A plan from a file. `measured_bytes`: what devices of a run under it held at most, by stage."""
     step_s = plan.stages[0].predicted.step_s if simulation is None else simulation.step_s
     return Point(
         label="the plan",
@@ -107,7 +114,7 @@ def _point_of(plan: Plan, simulation: Simulation | None) -> Point:
         memory_bytes=max(entry.predicted.memory_bytes for entry in plan.stages) or None,
         step_s=step_s or 0.0,
         shown=True,
-        stages=stages_of(plan, simulation),
+        stages=stages_of(plan, simulation, measured_bytes=measured_bytes),
     )
 
 
@@ -123,6 +130,8 @@ def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
 
 
 def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
+    if given.outcome is not None:
+        yield outcome_table(given.outcome)
     if given.measurement is not None:
         yield settings_table(given.measurement)
     if seen:

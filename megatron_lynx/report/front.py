@@ -83,10 +83,12 @@ def stock_points(job: Job, profile: Profile) -> Iterator[Point]:
                     layers=str(under.layers_on(stage)),
                     treatments=[],
                     offloaded_bytes=0,
+                    deferred_bytes=0,
                     hidden_replay_s=None,
                     exposed_replay_s=None,
                     memory_bytes=used_kinds(each),
                     moment=each.moment.replace("_", " "),
+                    measured_bytes=None,
                 )
                 for stage, each in enumerate(memory)
             ],

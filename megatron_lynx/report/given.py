@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import job_path, load_job
 from megatron_lynx.errors import ConfigError, LynxError, Problem, in_words
+from megatron_lynx.measure.run_outcome import RunOutcome, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan
 from megatron_lynx.profiler.profile import Profile, load_profile
@@ -28,7 +29,7 @@ from megatron_lynx.yaml_file import read_yaml
 if TYPE_CHECKING:
     from megatron_lynx.measure.measurement import Measurement
 
-FileKind = Literal["plan", "profile", "job", "trace", "simulation", "measurement"]
+FileKind = Literal["plan", "profile", "job", "trace", "simulation", "measurement", "outcome"]
 
 KEYS: dict[FileKind, frozenset[str]] = {
     "plan": frozenset(("stages", "provenance")),
@@ -37,10 +38,13 @@ KEYS: dict[FileKind, frozenset[str]] = {
     "trace": frozenset(("traceEvents",)),
     "simulation": frozenset(("step_s", "stages")),
     "measurement": frozenset(("subject", "settings", "machine")),
+    "outcome": frozenset(("plan_digest", "reports")),
 }
 """Keys by which a file is recognised: it has all of them."""
 
-NEEDED = "a plan, a job, a profile, a trace, a measurement, what `simulate --json` printed, or a folder of these"
+NEEDED = (
+    "a plan, a job, a profile, a trace, a measurement, lynx_outcome.json, what `simulate --json` printed, or a folder of these"
+)
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Given:
     trace: ReadTrace | None = None
     simulation: ReadSimulation | None = None
     measurement: Measurement | None = None
+    outcome: RunOutcome | None = None
 
 
 def given_in(names: Iterable[str]) -> Given:
@@ -106,7 +111,7 @@ def _read(kind: FileKind, file: str, data: Mapping[str, Any]) -> object:
         from megatron_lynx.measure.measurement import load_measurement  # needs torch, which the rest does not
 
         return load_measurement(file)
-    return {"plan": load_plan, "profile": load_profile, "job": load_job}[kind](file)
+    return {"plan": load_plan, "profile": load_profile, "job": load_job, "outcome": load_outcome}[kind](file)
 
 
 def _json(file: str) -> Mapping[str, Any]:

@@ -89,6 +89,8 @@ class Treatment(TypedDict):
     window: str
     """Where it is replayed; empty where nothing is."""
     gather: str
+    deferred: list[str]
+    """Linears whose weight gradients are put off, each with the waits in which they may run."""
 
 
 class PointStage(TypedDict):
@@ -100,12 +102,16 @@ class PointStage(TypedDict):
     treatments: list[Treatment]
     offloaded_bytes: int
     """Of every micro-batch."""
+    deferred_bytes: int
+    """The most that weight gradients which are put off may hold."""
     hidden_replay_s: float | None
     exposed_replay_s: float | None
     memory_bytes: dict[str, int]
     """What a device of the stage holds at its fullest, by kind; empty where that is not known."""
     moment: str
     """When it is at its fullest."""
+    measured_bytes: int | None
+    """What a device of the stage held at most in a run."""
 
 
 class Point(TypedDict):

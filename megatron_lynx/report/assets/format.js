@@ -4,7 +4,7 @@ const digits = (value) => (Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 
 
 function formatSeconds(seconds) {
   if (seconds === 0) return "0 s";
-  const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, each]) => Math.abs(seconds) >= each) ?? ["ns", 1e-9];
+  const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, each]) => Math.abs(seconds) >= 0.9995 * each) ?? ["ns", 1e-9];
   return `${(seconds / size).toFixed(digits(seconds / size))} ${unit}`;
 }
 

@@ -23,7 +23,7 @@ class Plans {
     if (place >= 0) byId("budget").value = place;
     byId("budget").setAttribute("aria-valuetext", point.label);
     byId("chosen").replaceChildren(summaryOf(point));
-    const most = Math.max(1, this.island.capacity_bytes ?? 0, ...point.stages.map((stage) => sum(Object.values(stage.memory_bytes))));
+    const most = Math.max(1, this.island.capacity_bytes ?? 0, ...point.stages.flatMap((stage) => [sum(Object.values(stage.memory_bytes)), stage.measured_bytes ?? 0]));
     const open = [...byId("treatments").querySelectorAll("details")].map((each) => each.open);
     byId("treatments").replaceChildren(...this.legend(point), ...point.stages.map((stage, place) => this.stageOf(stage, most, open[place] ?? place === 0)));
   }
@@ -38,6 +38,7 @@ class Plans {
     const chunk = stage.chunk || this.point.stages.some((other) => other.chunk) ? `, chunk ${stage.chunk}` : "";
     const facts = [];
     if (stage.hidden_replay_s !== null) facts.push(`replays: ${formatSeconds(stage.hidden_replay_s)} hidden, ${formatSeconds(stage.exposed_replay_s)} exposed`);
+    if (stage.deferred_bytes) facts.push(`weight gradients put off hold at most ${formatBytes(stage.deferred_bytes)}`);
     if (stage.offloaded_bytes) facts.push(`${formatBytes(stage.offloaded_bytes)} of each micro-batch to the host`);
     const line = [element("span", {}, element("b", {}, `stage ${stage.stage}${chunk}`), ` layers ${stage.layers}`), element("span", { class: "soft" }, facts.join("; ")), this.stackOf(stage, most)];
     if (!stage.treatments.length) return element("div", { class: "stage" }, element("summary", {}, ...line));
@@ -56,7 +57,14 @@ class Plans {
       part.style.background = this.theme.colour(this.island.memory_kinds.find((kind) => kind.name === name));
       stack.append(part);
     }
-    return element("span", {}, stack, element("span", { class: "soft" }, `${formatBytes(total)}${stage.moment ? `, ${stage.moment}` : ""}`));
+    const facts = [`${formatBytes(total)}${stage.moment ? `, ${stage.moment}` : ""}`];
+    if (stage.measured_bytes !== null) {
+      const mark = element("b", { class: "measured", title: `measured: ${formatBytes(stage.measured_bytes)}` });
+      mark.style.left = `${(100 * stage.measured_bytes) / most}%`;
+      stack.append(mark);
+      facts.push(`measured ${formatBytes(stage.measured_bytes)}`);
+    }
+    return element("span", {}, stack, element("span", { class: "soft" }, facts.join("; ")));
   }
 }
 
@@ -80,12 +88,14 @@ function summaryOf(point) {
 
 function treatmentsOf(stage) {
   const gathers = stage.treatments.some((treatment) => treatment.gather);
-  const names = ["layers", "half", "kept (outlined) and replayed (filled)", "replayed in", ...(gathers ? ["input gathered"] : [])];
+  const deferred = stage.treatments.some((treatment) => treatment.deferred.length);
+  const names = ["layers", "half", "kept (outlined) and replayed (filled)", "replayed in", ...(gathers ? ["input gathered"] : []), ...(deferred ? ["weight gradients put off to"] : [])];
   const rows = stage.treatments.map((treatment) => element("tr", {},
     element("td", {}, treatment.layers),
     element("td", {}, treatment.half),
     element("td", {}, ...treatment.items.map(([item, what]) => element("span", { class: `chip ${what}`, title: what === "keep" ? "kept" : "replayed" }, item))),
     element("td", { class: "place" }, treatment.window || "–"),
-    ...(gathers ? [element("td", { class: "place" }, treatment.gather || "–")] : [])));
+    ...(gathers ? [element("td", { class: "place" }, treatment.gather || "–")] : []),
+    ...(deferred ? [element("td", { class: "place" }, ...treatment.deferred.map((each) => element("div", {}, each)))] : [])));
   return element("table", { class: "treatments" }, element("thead", {}, element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
 }
