@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ import torch
 from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rounded_down
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
-from megatron_lynx.launch.out_of_memory.moment import Rank
+from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.runtime.context import Surroundings
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.pending import Entry, Pending
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.testbed.device_memory import MEMORY_BYTES, LimitedMemory, out_of_memory
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
@@ -132,6 +138,24 @@ def test_an_error_that_was_raised_from_one_of_memory():
         found = explained(error, Rank(plan, 0), "in step 2 of this run", "plan.yaml")
     assert found is not None
     assert found.headline == "out of device memory in step 2 of this run"
+
+
+def test_a_weight_gradient_that_was_put_off():
+    """It runs in some wait, or is flushed: the engine's half is not whose it is."""
+    pending = Pending()
+    progress = SimpleNamespace(pending=pending, trace=Trace(), counts=Counts())
+    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)
+
+    def compute() -> None:
+        raise torch.OutOfMemoryError(out_of_memory(KIB, MIB, MIB))
+
+    pending.add(Entry((3, "linear_fc1"), "mlp", 0, 7, compute, 0))
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        gradients.run((3, "linear_fc1"), "pipe.recv_backward")
+    moment = moment_of(failed.value, Rank(uniform_plan(LONG_SEQUENCES), 0))
+    assert moment is not None
+    assert (moment.name, moment.half) == ("weight_gradient", (3, "mlp"))
+    assert moment.words == "a weight gradient that was put off, of layer 3, linear_fc1"
 
 
 def test_a_limit_holds_in_backward_too():

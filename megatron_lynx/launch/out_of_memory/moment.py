@@ -2,6 +2,7 @@
 
     noted by the engine              the traceback passes          moment
     -------------------------------  ----------------------------  ------------------------------------------------
+    anything                         a deferred weight gradient    weight_gradient
     a replay                                                       replay: of the half that is made again
     a forward, in a half                                           forward
     a forward, in none               neither layers nor embedding  loss, on the last chunk of the last stage
@@ -26,11 +27,13 @@ from typing import Any, NamedTuple
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.plan import Plan
+from megatron_lynx.runtime.pending import Entry
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.whereabouts import Whereabouts, whereabouts_of
 
 DISTRIBUTED = "megatron.core.distributed"
 MESSAGES = "megatron.core.pipeline_parallel.p2p_communication"
+WEIGHT_GRADIENTS = "megatron_lynx.runtime.weight_gradients"
 ATTENTION, MLP = HALVES
 
 
@@ -81,6 +84,10 @@ def moment_of(error: BaseException, rank: Rank) -> Moment | None:
     for each in causes:
         where = where or whereabouts_of(each)
     passed = [function for each in causes for function in _passed(each)]
+    if (entry := _put_off(passed)) is not None:
+        layer, linear = entry.linear
+        words = f"a weight gradient that was put off, of layer {layer}, {linear}"
+        return Moment(words, "weight_gradient", ("backward",), chunk=entry.chunk, half=(layer, entry.half))
     if (where is None or where.passing == "backward") and _in(passed, DISTRIBUTED):
         beside = f", beside the backward of micro-batch {where.micro_batch}" if where and where.micro_batch is not None else ""
         return Moment(f"the reduction of gradients{beside}", "reduction", ("reduction",))
@@ -143,6 +150,12 @@ def _half_called(passed: Sequence[_Passed]) -> FrameKey | None:
     """The half that the engine was called with, though it passes it over."""
     policies = [one.local.get("policy") for one in passed]
     return next(((policy.layer, policy.half) for policy in reversed(policies) if isinstance(policy, HalfPolicy)), None)
+
+
+def _put_off(passed: Sequence[_Passed]) -> Entry | None:
+    """The deferred weight gradient that is computed now, if one is."""
+    entries = (one.local.get("entry") for one in reversed(passed) if one.module == WEIGHT_GRADIENTS)
+    return next((entry for entry in entries if isinstance(entry, Entry)), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
