@@ -19,6 +19,10 @@ TE_RELEASES := 2.4.0 2.9.0 2.14.1 2.17.1 2.20.2
 FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(release)))_DIR=build/megatron-core-$(release)) \
 	$(foreach release,$(TE_RELEASES),TRANSFORMER_ENGINE_$(subst .,_,$(basename $(release)))_DIR=build/transformer-engine-$(release))
 
+# Two processes of tests side by side: most tests have one rank, or ranks that wait for each other. Files stay whole, so that what a
+# file's tests share is made once.
+TWO := -n 2 --dist loadfile
+
 .PHONY: demo test streams releases quick check clean
 
 demo: $(VENV)/installed
@@ -28,7 +32,7 @@ demo: $(VENV)/installed
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "not streams"
+	$(FOLDERS) $(BIN)/python -m pytest -m "not streams" $(TWO)
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams

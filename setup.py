@@ -46,7 +46,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "apex": ["apex"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "psutil", "ruff", "mypy", "types-PyYAML"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "ruff", "mypy", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["megatron-lynx=megatron_lynx.cli:main"]},
 )
