@@ -20,7 +20,7 @@ from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
 from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Part, Result
-from scripts.gpu_check.parts import parts, plan_of
+from scripts.gpu_check.parts import PUT_OFF, TE_PUT_OFF, parts, plan_of
 from scripts.gpu_check.running import lacking
 from scripts.gpu_check.trial import Setting
 from tests import gpu_faults
@@ -43,6 +43,7 @@ DRY_RUN = [
     "Transformer Engine",
     "one rank of TP8",
     "TP2, sequence parallel",
+    PUT_OFF,
     "PP2, offloading",
     "PP2, two chunks",
     "PP2, double-buffered, updates deferred",
@@ -69,7 +70,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 6 passed, 0 failed, 2 skipped" in page
+    assert "**PASSED**: 7 passed, 0 failed, 2 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
 
 
@@ -88,9 +89,10 @@ def test_eight_ranks(tmp_path: Path) -> None:
 def test_transformer_engines_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own Python, with a stand-in for what is compiled."""
     monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
-    status, results, page = run(tmp_path, "--parts", "Transformer Engine;TP2, sequence parallel, Transformer Engine")
+    names = ["Transformer Engine", "TP2, sequence parallel, Transformer Engine", TE_PUT_OFF]
+    status, results, page = run(tmp_path, "--parts", ";".join(names))
     assert status == 0, page
-    assert [part["status"] for part in results["parts"]] == ["passed", "passed"]
+    assert [part["status"] for part in results["parts"]] == ["passed"] * 3, page
     assert [figures["share hidden"] > 0.5 for figures in results["parts"][1]["figures"]] == [True, True]
 
 

@@ -18,6 +18,7 @@ from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.part import Part
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
+from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 
@@ -32,6 +33,8 @@ REDUCED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True, "gradient_accumulation_fusion": True}
 COMPILED = {"TORCHDYNAMO_DISABLE": "0"}
 STAGES = {"microbatches": 4}
+PUT_OFF = "TP2, sequence parallel, weight gradients put off"
+TE_PUT_OFF = "TP2, sequence parallel, Transformer Engine, weight gradients put off"
 LOGGED = "; ranks wait for devices and each other behind each step, as with --log-interval 1"
 
 
@@ -64,6 +67,10 @@ class _Parts:
         sharded: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
         yield self._trial("TP2, sequence parallel", "inputs gathered once", self._job("llama", **sharded))
         yield self._te("TP2, sequence parallel, Transformer Engine", "windows of its collectives", self._te_job(**sharded))
+        deferred: dict[str, Any] = {"defers": True, "model": FUSED, "training": {"ddp": True}}
+        shows = "weight gradients in waits, beside replays"
+        yield self._trial(PUT_OFF, shows, self._job("gpt", **sharded), **deferred)
+        yield self._te(TE_PUT_OFF, shows, self._te_job(**sharded), **deferred)
         stages = self._job("gpt", pipeline=2, **STAGES)
         yield self._trial("PP2", "replays while gradients are awaited" + LOGGED, stages, synchronised=True)
         yield self._trial("PP2, offloading", "what is kept goes to the host", stages, offloads=True)
@@ -112,12 +119,14 @@ class _Parts:
         plan = plan_of(job)
         if options.pop("offloads", False):
             plan = offloading(plan_of(job, share=0.5), HOST_BYTES[self._dry])
+        if options.pop("defers", False):
+            plan = deferring(plan)
         delay = options.pop("delay", "trial")
         setting = Setting(job, plan, DELAY_S["dry" if self._dry else delay], **options)
         return Part(name, shows, ranks, trial, (setting,), env, lacking)
 
-    def _te(self, name: str, shows: str, job: Job) -> Part:
-        return self._trial(name, shows, job, lacking=_no_te)
+    def _te(self, name: str, shows: str, job: Job, **options: Any) -> Part:
+        return self._trial(name, shows, job, lacking=_no_te, **options)
 
     def _without_flushes(self, stages: int) -> Iterator[Part]:
         for defers in (True, False):

@@ -59,6 +59,8 @@ class _Run:
     bytes: int | None = None
     hidden: int = 0
     """Replays that ran inside windows."""
+    filled: int = 0
+    """Deferred weight gradients that ran in waits."""
     offloaded_bytes: int = 0
     replays: list[Interval] = field(default_factory=list)
     collectives: list[Interval] = field(default_factory=list)
@@ -92,7 +94,12 @@ def trial(rank: int, setting: Setting) -> Answer:
         ours_s=min(timed[1].step_s[1:]),
         stock_bytes=timed[0].bytes,
         ours_bytes=timed[1].bytes,
-        figures={"replays in windows": ours.hidden, "share hidden": share, "bytes offloaded": ours.offloaded_bytes},
+        figures={
+            "replays in windows": ours.hidden,
+            "share hidden": share,
+            "weight gradients in waits": ours.filled,
+            "bytes offloaded": ours.offloaded_bytes,
+        },
     )
 
 
@@ -104,6 +111,8 @@ def _wrong_bits(differing: list[str], restless: list[str]) -> Iterator[str]:
 def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
     if any(entry.offload for entry in setting.plan.stages) and not _most_of_all_ranks(ours.offloaded_bytes, setting):
         yield "nothing was copied to the host on any rank"
+    if any(entry.defers for entry in setting.plan.stages) and not _most_of_all_ranks(ours.filled, setting):
+        yield "no weight gradient ran in a wait on any rank"
     if setting.job.parallel.tensor == 1:
         return
     if not ours.replays:
@@ -184,7 +193,8 @@ def _step(setting: Setting, training: Any, installation: Any, number: int, run: 
         run.bytes = max(run.bytes or 0, torch.cuda.max_memory_allocated())
     if installation is not None:
         counts = installation.engine.take_counts()
-        run.hidden, run.offloaded_bytes = run.hidden + counts.hidden, run.offloaded_bytes + counts.offloaded_bytes
+        run.hidden, run.filled = run.hidden + counts.hidden, run.filled + counts.filled
+        run.offloaded_bytes += counts.offloaded_bytes
         if last:
             run.replays, run.collectives = replays_behind_collectives(installation.engine.trace.stop()), slow.intervals()
     if setting.compared == "everything":
