@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_lynx.anatomy import ATTENTION, DENSE
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.explanation import explanation
 from scripts.make_plans import CONFIGS, jobs, plan_text
@@ -54,3 +55,20 @@ def test_plans_fit_their_devices() -> None:
     for path, (job, _) in JOBS.items():
         for stage in load_plan(path).stages:
             assert 0.5 * job.memory_budget_bytes < stage.predicted.memory_bytes <= job.memory_budget_bytes, path.stem
+
+
+@pytest.mark.parametrize("cluster", ["h100-80g", "h800-80g"])
+def test_everything_but_attention_is_recomputed_and_attention_offloaded(cluster: str) -> None:
+    """What many ask stock Megatron for (its issue 1732), with long sequences cut among ranks: where memory is shortest, all that
+    a layer does but its attention is replayed, and what is kept goes to the host; nobody waits for a copy."""
+    path = CONFIGS / "plans" / f"llama3-70b-256k-{cluster}.yaml"
+    plan, (job, _) = load_plan(path), JOBS[path]
+    assert plan.parallel.context == job.parallel.context == 2
+    assert all(ATTENTION.item("core").name in rule.keep for stage in plan.stages for rule in stage.rules)
+    for stage in plan.stages[:4]:
+        whole = {item for section in DENSE.values() for item in section.replayable_among(2) if item != section.residual}
+        most = [layer for rule in stage.rules if set(rule.replay) == whole for layer in rule.layers]
+        assert len(most) >= 8
+        assert stage.offload is not None
+        assert stage.offload.bytes > 0.95 * stage.predicted.resident_activation_bytes
+        assert stage.predicted.exposed_copy_s == 0

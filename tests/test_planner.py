@@ -342,10 +342,45 @@ def test_what_does_not_fit_says_what_binds_and_the_nearest_change_that_fits():
 
 
 def test_what_a_job_may_state_but_no_plan_can_do_is_refused():
-    job = tiny_job()
-    changed = job.model_copy(update={"parallel": job.parallel.model_copy(update={"context": 2})})
-    with pytest.raises(ConfigError, match=r"job: parallel\.context: found 2, needed 1"):
-        make_plan(changed, made_up_profile(job))
+    layout = {"tensor": 8, "context": 2, "sequence_parallel": True}
+    job = catalogued_job("llama3-70b", "h800-80g", gpus=16, batch=16, parallel=layout, policy="selective")
+    job = job.model_copy(update={"model": job.model.model_copy(update={"attention": "unfused"})})
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(job, analytic_profile(job))
+    for part in (
+        "job: policy: found selective, needed planned, balanced, full or none with parallel.context 2",
+        "job: model.attention: found unfused, needed flash with parallel.context 2",
+        "job: model.implementation: found local, needed transformer_engine",
+    ):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+def test_with_context_parallelism_everything_may_be_replayed_but_the_core_attention(exchange):
+    """What a ring or traded heads brought from other ranks stays; keys and values that were gathered are the rank's own again."""
+    layout = {"tensor": 4, "context": 2, "pipeline": 4, "sequence_parallel": True, "context_exchange": exchange}
+    job = catalogued_job("llama3-70b", "h800-80g", gpus=32, batch=16, seq=16384, parallel=layout, budget={"memory_gib": 200})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
+    kept, full = (make_plan(job.model_copy(update={"policy": policy}), analytic_profile(job)) for policy in ("none", "full"))
+    assert full.parallel.context == 2
+    rules = [rule for stage in full.stages for rule in stage.rules]
+    saving_nothing = {"attention_bda", "mlp_bda"} | ({"linear_qkv", "rotary"} if exchange == "a2a" else set())
+    assert {item for rule in rules for item in rule.replay} == set(REPLAYABLE) - {"core_attention"} - saving_nothing
+    before, after = (plan.stages[0].predicted.resident_activation_bytes for plan in (kept, full))
+    rows, key, query, layers = 16384 // 2, 2 * 1024 // 4, 2 * 8192 // 4, 20
+    exchanged = {"p2p": 2 * key, "all_gather": 0, "a2a": 2 * query + 2 * key}[exchange]
+    inputs, result, log_sums = 2 * 2 * 8192 // 4, query, 4 * 64 // 4
+    assert after / layers == pytest.approx(rows * (inputs + result + log_sums + exchanged), rel=0.01)
+    assert after < before / 2
+    planned = make_plan(job.model_copy(update={"policy": "planned", "budget": Budget(memory_gib=95)}), analytic_profile(job))
+    assert not any("core_attention" in rule.replay for stage in planned.stages for rule in stage.rules)
+
+
+def test_a_uniform_plan_keeps_what_exchanges():
+    plan = uniform_plan(tiny_job("llama", context=2), "all")
+    assert all("core_attention" in rule.keep for stage in plan.stages for rule in stage.rules)
+    with pytest.raises(ValueError, match=r"found core_attention replayed, needed kept with parallel\.context 2"):
+        uniform_plan(tiny_job("llama", context=2), ["core_attention"])
 
 
 def test_layers_differ_where_that_shortens_the_step_and_are_alike_where_it_does_not() -> None:

@@ -121,6 +121,16 @@ class Section:
         """The items that a plan may replay."""
         return tuple(item.name for item in self.items if item.role not in ("row_parallel", "opaque"))
 
+    def replayable_among(self, context: int) -> tuple[str, ...]:
+        """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
+        and values, which a replay must not do again (rule R2)."""
+        return tuple(item for item in self.replayable if context == 1 or item not in self.exchanging)
+
+    @cached_property
+    def exchanging(self) -> tuple[str, ...]:
+        """The items in which context-parallel ranks exchange what they have."""
+        return tuple(item.name for item in self.items if item.role == "core")
+
     @cached_property
     def stops(self) -> tuple[str, ...]:
         """The items before which a replay can stop, to go on in a later window: those before which only sites run. Code between

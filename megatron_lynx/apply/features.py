@@ -22,6 +22,7 @@ OFF = {
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
     "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
     "distribute_saved_activations": "--distribute-saved-activations: it needs stock recomputation",
+    "hybrid_context_parallel": "--hybrid-context-parallel: among how many ranks a sequence is cut differs from one to the next",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p: it returns no Work to wait for",
     "fp4": "--fp4-format: that a replay leaves amax histories and scales as they were has not been shown",
     "inference_fuse_tp_communication": "--inference-fuse-tp-communication",

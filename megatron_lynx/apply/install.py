@@ -166,7 +166,8 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Windows]) -> Iterator[Claim]:
-    shape_SB = plan.model.seq // (run.tensor if plan.parallel.sequence_parallel else 1), plan.batch.micro
+    shards = run.context * (run.tensor if plan.parallel.sequence_parallel else 1)
+    shape_SB = plan.model.seq // shards, plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
     chunks = plan.chunks_of(run.stage)
     of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, gather, run.layers).items()}

@@ -34,7 +34,9 @@ def _schedule(plan: Plan, overlapping: bool) -> Iterator[Problem]:
 
 
 def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    found, live = plan.parallel, {"tensor": run.tensor, "pipeline": run.pipeline, "chunks": len(run.chunks)}
+    live: dict[str, int]
+    found, live = plan.parallel, {"tensor": run.tensor, "context": run.context, "pipeline": run.pipeline}
+    live["chunks"] = len(run.chunks)
     live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
     planned = {name: getattr(found, name) for name in live}
     if found.chunks == len(run.chunks) > 1 and found.pipeline == run.pipeline:

@@ -29,7 +29,6 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_stock_recomputation(run),
         *refused_features(run.config, te=run.uses_te),
         *refused_in_fp8(run),
-        *_context_parallelism(run),
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),
         *_wrappers(run),
@@ -45,11 +44,6 @@ def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:
     if granularity:
         todo = "drop --recompute-granularity (and -method, -num-layers, -modules): the plan decides what is recomputed"
         yield Problem("--recompute-granularity", str(granularity), "none under a plan", todo)
-
-
-def _context_parallelism(run: LiveRun) -> Iterator[Problem]:
-    if run.context > 1:
-        yield Problem("context parallel size", str(run.context), "1", "its attention holds collectives; run without it")
 
 
 def _wrappers(run: LiveRun) -> Iterator[Problem]:

@@ -104,6 +104,15 @@ def named_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def whole_numbers_in(text: str, option: str) -> list[int]:
+    """The numbers in a comma-separated list. Raises `ConfigError` for anything else."""
+    from megatron_lynx.errors import ConfigError, Problem
+
+    if strange := [name for name in named_in(text) if not name.isdecimal()]:
+        raise ConfigError("this option does not read", [Problem(option, repr(strange[0]), "whole numbers, with commas")])
+    return [int(name) for name in named_in(text)]
+
+
 def number_or_word(text: str) -> float | str:
     try:
         return float(text)

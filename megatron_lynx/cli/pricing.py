@@ -9,7 +9,7 @@ import typer
 
 from megatron_lynx.cli.answers import show_estimate, show_published
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import job_or_launch, named_in, number_or_word, understood_as_json
+from megatron_lynx.cli.inputs import job_or_launch, named_in, number_or_word, understood_as_json, whole_numbers_in
 from megatron_lynx.cli.options import AsJson, ClusterOption, GpusOption, JobOrLaunch, MemoryOption
 from megatron_lynx.cli.terminal import counted, show, show_json
 
@@ -67,6 +67,15 @@ def search(
             show_default=False,
         ),
     ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            metavar="A,B",
+            help="Context-parallel sizes to try, with plans, too; without, all, but plans for the job's own size alone.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The fastest layouts of a job or a launch. Its layout, micro-batch size, policy, offload ratio, devices do not matter."""
@@ -77,11 +86,20 @@ def search(
 
     asked = POLICIES if policies is None else named_in(policies)
     of_schedules = None if schedules is None else named_in(schedules)
+    sizes = None if context is None else whole_numbers_in(context, "--context")
     own_gpus = None if cluster is None or command_line(words).gpus else gpus
     job, _ = job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
     with counted("layouts ranked") as watch:
         ranking = searched(
-            job, gpus, top=top, policies=asked, offload=offload, across_nodes=across_nodes, schedules=of_schedules, watch=watch
+            job,
+            gpus,
+            top=top,
+            policies=asked,
+            offload=offload,
+            across_nodes=across_nodes,
+            schedules=of_schedules,
+            contexts=sizes,
+            watch=watch,
         )
     if as_json:
         show_json(ranking.as_json)

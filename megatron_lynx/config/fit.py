@@ -29,6 +29,10 @@ def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
         yield f"model.seq ({model.seq}) must be a multiple of parallel.tensor ({tensor}) under sequence parallelism"
     if context > 1 and model.seq % (slices := 2 * context * (tensor if parallel.sequence_parallel else 1)):
         yield f"model.seq ({model.seq}) must be a multiple of {slices}: two slices for each context rank"
+    if (traded := parallel.context_groups[0]) > 1:
+        for name, value in (("heads", model.heads), ("kv_groups", model.kv_groups)):
+            if value % (tensor * traded):
+                yield f"model.{name} ({value}) must be a multiple of parallel.tensor x ranks that trade heads ({tensor * traded})"
 
 
 def layer_problems(layers: int, parallel: Parallel) -> Iterator[str]:

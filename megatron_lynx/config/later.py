@@ -22,7 +22,13 @@ LATER: dict[str, dict[str, Any]] = {
         "kv_channels": None,
         "cross_entropy": "unfused",
     },
-    "parallel": {"expert": 1, "expert_tensor": None, "scattered_messages": False},
+    "parallel": {
+        "expert": 1,
+        "expert_tensor": None,
+        "scattered_messages": False,
+        "context_exchange": "p2p",
+        "context_levels": None,
+    },
 }
 """Fields by their part."""
 

@@ -8,6 +8,15 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.validation import Part
 
+ContextExchange = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+"""How context-parallel ranks come by each other's keys and values (Megatron's `--cp-comm-type`).
+
+p2p          each passes on what it has, once around a ring, while it works on what it got
+all_gather   each gathers all of them before it begins, and again in backward
+a2a          each trades its part of the sequence in all heads for the whole sequence in a part of the heads, and back
+a2a+p2p      a2a within groups, p2p among them
+"""
+
 
 class Parallel(Part):
     """Sizes of Megatron's parallel groups. Data parallelism is what remains of the job's ranks."""
@@ -15,6 +24,9 @@ class Parallel(Part):
     tensor: int = Field(default=1, ge=1)
     context: int = Field(default=1, ge=1)
     """Ranks among which a sequence is cut (c)."""
+    context_exchange: ContextExchange = "p2p"
+    context_levels: tuple[int, int] | None = None
+    """With a2a+p2p: ranks of a group, and groups (Megatron's `--hierarchical-context-parallel-sizes`)."""
     expert: int = Field(default=1, ge=1)
     """Ranks among which a layer's experts are shared out (EP)."""
     expert_tensor: int | None = Field(default=None, ge=1)
@@ -44,6 +56,7 @@ class Parallel(Part):
             problems.append("sequence_parallel needs tensor > 1, found tensor 1")
         if self.scattered_messages and self.sequence_parallel:
             problems.append("scattered_messages needs sequence_parallel: false, found true: messages are parts already")
+        problems += _level_problems(self)
         if self.layers_per_chunk is not None and self.pipeline == 1:
             problems.append("layers_per_chunk needs pipeline > 1, found pipeline 1")
         if self.microbatch_group is not None:
@@ -60,9 +73,28 @@ class Parallel(Part):
         return self.expert_tensor or self.tensor
 
     @property
+    def context_groups(self) -> tuple[int, int]:
+        """Context-parallel ranks that trade heads, and those around a ring: (1, c) with p2p, (c, 1) with a2a. The product is c;
+        with all_gather nothing is said."""
+        if self.context_exchange == "a2a+p2p" and self.context_levels is not None:
+            return self.context_levels
+        return (self.context, 1) if self.context_exchange == "a2a" else (1, self.context)
+
+    @property
     def ranks(self) -> int:
         """Ranks of one model replica."""
         return self.tensor * self.context * self.pipeline
+
+
+def _level_problems(parallel: Parallel) -> list[str]:
+    levels, context = parallel.context_levels, parallel.context
+    if parallel.context_exchange != "a2a+p2p":
+        return [] if levels is None else [f"context_levels {list(levels)} needs context_exchange a2a+p2p"]
+    if levels is None:
+        return ["context_exchange a2a+p2p needs context_levels: ranks of a group, and groups"]
+    if min(levels) < 1 or levels[0] * levels[1] != context:
+        return [f"context_levels {list(levels)} must be two sizes whose product is context ({context})"]
+    return []
 
 
 def _group_problems(group: int, parallel: Parallel) -> list[str]:

@@ -125,7 +125,8 @@ def _core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
     if shape.model.attention == "flash":
         added_up = query * FP32_BYTES // shape.model.element_bytes if shape.model.element_bytes < FP32_BYTES else 0
         each_head = 2 * query if grouped else 0
-        yield Step(CORE_ATTENTION, query + 2 * key + added_up + each_head, query + added_up + each_head)
+        beside = added_up + each_head + _exchanged(shape, query, key)
+        yield Step(CORE_ATTENTION, query + 2 * key + beside, query + beside)
         return
     scores = shape.scores * shape.model.element_bytes
     if shape.eager:
@@ -138,6 +139,19 @@ def _core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
     yield Step("", scores + key, query + dropped)  # the second GEMM; then what dropout made goes
     yield Step("", dropped, dropped + mask)
     yield Step(CORE_ATTENTION, query + key, scores - dropped - mask)  # what is gone already is among what the attention saved
+
+
+def _exchanged(shape: LayerShape, query: int, key: int) -> int:
+    """What context-parallel ranks send and receive in attention's backward: around a ring two buffers each way, with keys, values
+    and their gradients; keys and values of all ranks and their gradients where they are gathered; the gradient of the result, and
+    those of queries, keys and values, where heads are traded (`AttnFuncWithCP...` of Transformer Engine)."""
+    layout = shape.parallel
+    if layout.context == 1:
+        return 0
+    if layout.context_exchange == "all_gather":
+        return 4 * layout.context * key
+    traders, turns = layout.context_groups
+    return (2 * query + 2 * key if traders > 1 else 0) + (8 * key if turns > 1 else 0)
 
 
 def _row_parallel(shape: LayerShape, section: Section, linear: str, given: int) -> Iterator[Step]:

@@ -9,6 +9,7 @@ full        the layer's input alone (stock: `--recompute-granularity full`)
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 
 from megatron_lynx.anatomy import ATTENTION, DENSE, ITEMS, MLP, Section, sections_of
@@ -51,7 +52,7 @@ def layers_bytes(shape: LayerShape, policy: Policy, layers: int, mixtures: int) 
 
 
 def _kept_by(section: Section, shape: LayerShape, policy: Policy) -> int:
-    tensors = half_tensors(shape, section.half)
+    tensors = half_tensors(_checkpointed(shape) if policy == "selective" else shape, section.half)
     if policy == "balanced":
         return replay_of(section, tensors, [item for item in BALANCED if item in section.names]).stays_bytes
     # stock's checkpoint of the core attention keeps its result, which linear_proj reads
@@ -68,6 +69,12 @@ def core_arguments_bytes(shape: LayerShape) -> int:
         return 0
     changed = model.position == "rope" or model.qk_norm
     return shape.tokens * model.element_bytes * (shape.qkv_width + (shape.key_width if changed else 0))
+
+
+def _checkpointed(shape: LayerShape) -> LayerShape:
+    """The shape whose core attention keeps what it was called with, as stock's checkpoint does: keys and values that came from
+    other context-parallel ranks are exchanged again."""
+    return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 
 def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:

@@ -70,14 +70,17 @@ def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collecti
     return Replay(runs, tuple(stays), regenerated, there)
 
 
-def sensible_choices(section: Section, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, ...]]:
+def sensible_choices(section: Section, tensors: Sequence[SavedTensor], context: int = 1) -> Iterator[tuple[str, ...]]:
     """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5.
+
+    `context`: among how many ranks a sequence is cut; among several the core attention is kept.
 
     A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
     again anyway need not hold what it saves.
     """
-    for size in range(len(section.replayable) + 1):
-        for chosen in combinations(section.replayable, size):
+    replayable = section.replayable_among(context)
+    for size in range(len(replayable) + 1):
+        for chosen in combinations(replayable, size):
             if replay_of(section, tensors, chosen).runs == chosen:
                 yield chosen
 

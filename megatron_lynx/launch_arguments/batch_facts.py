@@ -8,11 +8,12 @@ from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 
-SIZES = {"tensor": "tensor_model_parallel_size", "context": "context_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
 
 
 def group_facts(given: Given) -> Iterator[Fact]:
-    """Sizes of Megatron's parallel groups. As in Megatron, sequence parallelism needs more than one tensor-parallel rank."""
+    """Sizes of Megatron's parallel groups, but for those of `context_facts`. As in Megatron, sequence parallelism needs more
+    than one tensor-parallel rank."""
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))
     asked, tensor = given["sequence_parallel"], given["tensor_model_parallel_size"]

@@ -48,7 +48,8 @@ READ = names_in(
     use_rotary_position_embeddings add_position_embedding normalization add_bias_linear swiglu squared_relu
     untie_embeddings_and_output_weights attention_dropout hidden_dropout transformer_impl attention_backend bf16 fp16
     vocab_size padded_vocab_size pad_vocab_size make_vocab_size_divisible_by tokenizer_type vocab_file
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel use_distributed_optimizer
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type
+    hierarchical_context_parallel_sizes sequence_parallel use_distributed_optimizer
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
@@ -62,8 +63,8 @@ READ = names_in(
     cross_entropy_loss_fusion cross_entropy_fusion_impl
     """
 )
-"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `batch_facts`, `optimizer_facts`,
-`overlap_facts`."""
+"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `context_facts`, `batch_facts`,
+`optimizer_facts`, `overlap_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -211,8 +212,6 @@ PRICED_AS = {
     "disable_jit_fuser": _FUSED,
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
-    "cp_comm_type": "a ring of point-to-point messages",
-    "hierarchical_context_parallel_sizes": "a ring of point-to-point messages",
 }
 """Flags that are priced as if they said something else, and what; the user is told so."""
 

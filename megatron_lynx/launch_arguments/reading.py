@@ -16,6 +16,7 @@ from typing import Any
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts, recomputation
 from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
+from megatron_lynx.launch_arguments.context_facts import context_facts
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.flag_kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, FlagKind, kind_of
@@ -62,6 +63,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
+    facts += context_facts(given, problems)
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given, planning=planning)]
     facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
@@ -95,9 +97,6 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
     if asked is not None:
         todo = "drop --recompute-*: the plan decides what is recomputed"
         problems.append(Problem(asked.origin, str(asked.value), "none", todo))
-    if given["context_parallel_size"] not in (None, 1):
-        found, todo = str(given["context_parallel_size"]), "plans for it cannot be run yet; megatron-lynx estimate can price it"
-        problems.append(Problem(given.origin("context_parallel_size"), found, "1", todo))
     yield Fact("policy", "planned", "a plan is asked for")
 
 

@@ -74,6 +74,7 @@ def _broken_layers(plan: PlanContents) -> list[str]:
 def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What a rule asks for and the runtime cannot give in this layout."""
     for half in HALVES:
+        yield from _exchanging_again(plan, rule, half)
         yield from _unmade_inputs(plan, rule, half)
         yield from _reduced_amaxes(plan, rule, half)
         names = {phase: [stretch.window for stretch in rule.windows.stretches(half, phase)] for phase in BACKWARD_PHASES}
@@ -85,6 +86,14 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
             if isinstance(getattr(getattr(rule, key), half), ByPhase | GatherByPhase) or key == "gather":
                 late = [name for name in at["cooldown"] if name is not None and is_forward(name)]
                 yield from (f"{key}.{half}.cooldown is {name}, but no forward runs in cool-down" for name in late)
+
+
+def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
+    """What must be kept because context-parallel ranks exchange keys and values in it (rule R2)."""
+    again = [item for item in DENSE[half].exchanging if item in rule.replay]
+    if plan.parallel.context > 1 and again:
+        found = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
+        yield f"{found}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
 
 
 def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:

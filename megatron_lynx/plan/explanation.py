@@ -55,7 +55,8 @@ def _heading(plan: Plan) -> Iterator[Text]:
     turns = f"interleaved, groups of {layout.group} micro-batches"
     chunks = f", {layout.chunks} chunks on each stage ({turns})" if layout.chunks > 1 else ""
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
-    yield Text(f"layout  tensor {layout.tensor}, pipeline {layout.pipeline}{chunks}{sequence}")
+    context = f", context {layout.context}" if layout.context > 1 else ""
+    yield Text(f"layout  tensor {layout.tensor}{context}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))

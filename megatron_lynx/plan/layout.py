@@ -23,6 +23,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    flags += [f"--context-parallel-size {layout.context}"] if layout.context > 1 else []
     flags += layer_flags(plan)
     if layout.group != layout.pipeline:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")

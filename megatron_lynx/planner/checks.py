@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import RUN_BY_PLANS
@@ -10,9 +12,7 @@ from megatron_lynx.profiler.profile import Profile, shape_of
 
 def check_plannable(job: Job) -> None:
     """Raises `ConfigError` for everything a job may state, so that it can be estimated, but no plan can have."""
-    problems = []
-    if job.parallel.context > 1:
-        problems.append(Problem("job: parallel.context", str(job.parallel.context), "1", "the job can be estimated"))
+    problems = [*_context_problems(job)]
     if job.model.fp8 is not None and job.model.fp8.recipe not in RUN_BY_PLANS:
         needed = f"{' or '.join(RUN_BY_PLANS)}, or none"
         problems.append(Problem("job: model.fp8.recipe", job.model.fp8.recipe, needed, "the job can be estimated"))
@@ -23,6 +23,23 @@ def check_plannable(job: Job) -> None:
         problems.append(Problem("job: overlap.userbuffers", "true", "false: they leave no windows", "the job can be estimated"))
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
+
+
+def _context_problems(job: Job) -> Iterator[Problem]:
+    """What does not go together with a core attention that exchanges keys and values. CPU ranks have a stand-in."""
+    if job.parallel.context == 1:
+        return
+    if job.policy == "selective":
+        needed = f"planned, balanced, full or none with parallel.context {job.parallel.context}: the core attention is kept"
+        yield Problem("job: policy", job.policy, needed, "the job can be estimated")
+    if job.cluster.device == "cpu":
+        return
+    model, why = job.model, f"with parallel.context {job.parallel.context}: Megatron's own attention refuses it"
+    if model.attention != "flash":
+        yield Problem("job: model.attention", model.attention, f"flash {why}", "the job can be estimated")
+    if not model.uses_te:
+        needed = f"transformer_engine {why}"
+        yield Problem("job: model.implementation", model.implementation, needed, "the job can be estimated")
 
 
 def check_profile(job: Job, profile: Profile) -> None:

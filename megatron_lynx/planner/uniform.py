@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, ITEMS, REPLAYABLE, Half, Section, sections_of
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, ITEMS, Half, Section, sections_of
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -27,13 +27,15 @@ def uniform_plan(
     gather: Literal["keep", "once"] = "keep",
     note: str | None = None,
 ) -> Plan:
-    """A plan that replays the items of `replay` in every layer.
+    """A plan that replays the items of `replay` in every layer; `all`: all that may be.
 
     With `windows` each half is replayed in its usual window, else on demand. Under sequence parallelism `gather` says what
     becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
     """
     check_plannable(job)
-    items = REPLAYABLE if replay == "all" else () if replay == "none" else tuple(item for item in ITEMS if item in replay)
+    replayable = [item for section in DENSE.values() for item in section.replayable_among(job.parallel.context)]
+    asked = replayable if replay == "all" else () if replay == "none" else replay
+    items = tuple(item for item in ITEMS if item in asked)
     if job.parallel.sequence_parallel and gather == "keep":
         items = tuple(item for item in items if item not in COLUMN_PARALLEL)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))

@@ -129,6 +129,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             chunks=job.chunks,
             microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
             sequence_parallel=job.parallel.sequence_parallel,
+            context=job.parallel.context,
         ),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,

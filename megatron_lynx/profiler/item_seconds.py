@@ -4,7 +4,7 @@
                                               scores again), and a causal mask halves both
     bytes of each item   `_traffic`           what its kernels read and write, each tensor once
 
-Context-parallel ranks pass keys and values around a ring while they work on those they have: a turn lasts as long as the slower.
+Context-parallel ranks exchange keys and values inside the core attention: `context_exchange`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
+from megatron_lynx.profiler.context_exchange import exchanging_s
 from megatron_lynx.profiler.profile import ItemProfile
 from megatron_lynx.profiler.quantized import FP8_BYTES
 from megatron_lynx.profiler.roofline import Passes, Roofline
@@ -29,7 +30,7 @@ def item_profile(shape: LayerShape, item: Item, roof: Roofline) -> ItemProfile:
     if item.is_linear:
         return _linear(shape, item, flops, roof)
     if item.role == "core":
-        seconds = _in_turns(_attention_s(shape, flops, roof), shape, roof)
+        seconds = exchanging_s(_attention_s(shape, flops, roof), shape, roof)
     else:
         seconds = unmultiplied_s(shape, item, roof)
         if roof.casts is not None and item.role == "norm":
@@ -118,18 +119,6 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
     dropout_s = roof.seconds(0, dropout) if dropout else 0.0
     return Passes(gemms_s + roof.seconds(0, 2 * scores) + dropout_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + dropout_s)
-
-
-def _in_turns(alone: Passes, shape: LayerShape, roof: Roofline) -> Passes:
-    """Attention in as many turns as there are context ranks; in all but the last the next keys and values come in, in backward
-    with their gradients."""
-    ranks = shape.parallel.context
-    if ranks == 1:
-        return alone
-    arriving = 2 * shape.model.element_bytes * shape.tokens * shape.key_width
-    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
-    turns_s = alone.forward_s / ranks, alone.backward_s / ranks
-    return Passes(*(turn + (ranks - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
 
 
 def _traffic(shape: LayerShape, item: Item) -> tuple[int, int]:

@@ -26,7 +26,7 @@ WARMUP = 2
 def messages_of(job: Job) -> dict[LinkKind, int]:
     """The message of each kind that the layers of this job send, in bytes."""
     model, parallel = job.model, job.parallel
-    whole = model.seq * job.batch.micro * model.hidden * model.element_bytes
+    whole = model.seq // parallel.context * job.batch.micro * model.hidden * model.element_bytes
     messages: dict[LinkKind, int] = {}
     if parallel.sequence_parallel:
         messages |= {"all_gather": whole, "reduce_scatter": whole}

@@ -21,6 +21,7 @@ from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -124,6 +125,8 @@ class Shape(Part):
     tensor: int
     sequence_parallel: bool
     context: int = 1
+    context_exchange: ContextExchange = "p2p"
+    context_levels: tuple[int, int] | None = None
     implementation: str = "local"
     qk_norm: bool = False
     kv_channels: int | None = None
@@ -136,7 +139,16 @@ class Shape(Part):
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
 
-LATER: dict[str, Any] = {"qk_norm": False, "kv_channels": None, "fp8": None, "experts": None, "expert": 1, "expert_tensor": 1}
+LATER: dict[str, Any] = {
+    "qk_norm": False,
+    "kv_channels": None,
+    "fp8": None,
+    "experts": None,
+    "expert": 1,
+    "expert_tensor": 1,
+    "context_exchange": "p2p",
+    "context_levels": None,
+}
 """What shapes did not always say, and what it is where it changes nothing."""
 
 
@@ -252,6 +264,8 @@ def shape_of(job: Job) -> Shape:
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
     facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
+    if parallel.context > 1:
+        layout |= {"context_exchange": parallel.context_exchange, "context_levels": parallel.context_levels}
     if model.experts is not None:
         layout |= {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor_size}
     return Shape(micro=job.batch.micro, **layout, **facts)

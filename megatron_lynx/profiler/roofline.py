@@ -39,7 +39,9 @@ class Roofline:
     hbm: Link
     dtype: Literal["fp32", "bf16"]
     ring: Link
-    """The link between context-parallel ranks."""
+    """The link between context-parallel ranks, or between groups of them."""
+    traders: Link
+    """The link between context-parallel ranks that trade heads."""
     casts: Casts | None
     """What casts to FP8 move; none where linears compute in the model's type."""
     fp8_speed: float
@@ -55,12 +57,13 @@ class Roofline:
             problems = [Problem(f"cluster {job.cluster.name}: {name}", "nothing", "this part's figures") for name in missing]
             raise ConfigError("seconds cannot be estimated for this cluster", problems)
         ring = link_among(job.cluster, job.parallel.tensor * job.parallel.context)
+        traders = link_among(job.cluster, job.parallel.tensor * job.parallel.context_groups[0])
         units, recipe = job.cluster.fp8, job.model.fp8_recipe
         casts, speed = None, 1.0
         if recipe is not None and units is not None:
             achieved = units.tflop_per_s * (units.efficiency or matmul.efficiency)
             casts, speed = Casts(recipe, units.transposes), achieved / (matmul.bf16_tflop_per_s * matmul.efficiency)
-        return cls(matmul, hbm, job.model.dtype, ring, casts, speed, _beside_s(job))
+        return cls(matmul, hbm, job.model.dtype, ring, traders, casts, speed, _beside_s(job))
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self._seconds(self.matmul.gemm_s(flops, self.dtype), moved_bytes)

@@ -31,6 +31,9 @@ class LayerShape:
         """Layers of jobs that differ in their pipeline alone are equal."""
         given = job.parallel
         layout = Parallel(tensor=given.tensor, context=given.context, sequence_parallel=given.sequence_parallel)
+        if given.context > 1 and given.context_exchange != "p2p":
+            exchange = {"context_exchange": given.context_exchange, "context_levels": given.context_levels}
+            layout = layout.model_copy(update=exchange)
         if job.model.experts is not None:
             layout = layout.model_copy(update={"expert": given.expert, "expert_tensor": given.expert_tensor})
         return cls(job.model, layout, job.batch.micro, job.cluster.device)

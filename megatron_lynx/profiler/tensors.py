@@ -56,6 +56,8 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     rotary = model.position == "rope"
     changed = rotary or model.qk_norm
     repeated = shape.eager and model.kv_groups < model.heads  # each head gets its own copy of keys and values
+    if shape.parallel.context > 1 and not shape.eager:
+        return _exchanged(shape, whole, query, key)
     viewed = not repeated if shape.eager else not changed
     handed_on = {"made_by": ROTARY, "saved_by": (CORE_ATTENTION,)}
     readers = ((ROTARY,) if model.qk_norm and shape.eager else ()) + ((CORE_ATTENTION,) if viewed else ())
@@ -74,6 +76,25 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     if changed and not shape.eager:
         blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
     return blocks
+
+
+def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[SavedTensor]:
+    """What fused attention keeps of queries, keys and values where context-parallel ranks exchange them.
+
+    Around a ring it keeps, with its own queries, the keys and values that came last; ranks that trade heads keep what they got,
+    and the result as it was before it was traded back. Only those that gather keep their own, which a replay can make again.
+    Fused kernels take what nothing changed out of the projection's block, as a copy.
+    """
+    model, layout = shape.model, shape.parallel
+    blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=(), output=True)]
+    if model.qk_norm:
+        blocks += _query_key_norms(shape, query, key)
+    handed_on = ROTARY if model.position == "rope" or model.qk_norm else CORE_ATTENTION
+    traders, _ = layout.context_groups
+    own_queries = handed_on if traders == 1 else CORE_ATTENTION
+    own_keys = handed_on if layout.context_exchange == "all_gather" else CORE_ATTENTION
+    made = ((query, own_queries), (key, own_keys), (key, own_keys), (query if traders > 1 else 0, CORE_ATTENTION))
+    return [*blocks, *(SavedTensor(bytes=size, made_by=item, saved_by=(CORE_ATTENTION,)) for size, item in made)]
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:

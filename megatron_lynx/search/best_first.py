@@ -89,12 +89,12 @@ class BestFirst:
         if (state := always_bytes(jobs[0])) > budget:
             self.losers.add("state", jobs[0], state, budget, count=count)
             return
-        plannable = _is_plannable(jobs[0])
+        asked, plannable = self.space.takes_plans(jobs[0].parallel), _is_plannable(jobs[0])
         for job in jobs:
             for policy in self.policies:
                 own = job.model_copy(update={"policy": policy})
-                if policy == "planned" and not plannable:
-                    self.losers.add("cannot run", own, 0.0, 0.0)
+                if policy == "planned" and not (asked and plannable):
+                    self.losers.add("cannot run" if asked else "not asked", own, 0.0, 0.0)
                 else:
                     self._queue.append(self._keyed(len(self._queue), self._floored(own)))
 

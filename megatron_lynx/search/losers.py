@@ -1,6 +1,7 @@
 """Says why the others lost, in families: how many there are, and the best of each beside the winner.
 
 cannot run     no plan can do what the layout needs
+not asked      plans for sequences that are cut among ranks, which are looked at only where `--context`, or the job, says so
 micro-batches  fewer of them than stages, which two versions of the weights are not enough for
 no plan        everything fits as it is: a plan would do what policy `none` does
 state          parameters, gradients and optimizer alone do not fit
@@ -23,7 +24,8 @@ from megatron_lynx.units import format_bytes, format_seconds
 
 OF_BYTES = ("state", "activations", "host memory")
 WITHOUT_FLUSHES = ", double-buffered"
-REASONS = ("cannot run", "no plan", "micro-batches", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
+NO_NUMBERS = ("cannot run", "not asked", "no plan")
+REASONS = (*NO_NUMBERS, "micro-batches", *OF_BYTES, "compute", "replay", "communication", "bubble", "copies")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Lost:
     """One family, by its best example: the fastest of those that are slower, of the others the one that lacks least.
 
     `found` and `limit`: seconds of that part of its step and of the winner's, bytes and the budget, or micro-batches and stages.
-    0 for what cannot run and for what needs no plan.
+    0 for what cannot run or was not asked for, and for what needs no plan.
     """
 
     reason: str
@@ -47,7 +49,7 @@ class Lost:
 
     @property
     def numbers(self) -> str:
-        if self.reason.removesuffix(WITHOUT_FLUSHES) in ("cannot run", "no plan"):
+        if self.reason.removesuffix(WITHOUT_FLUSHES) in NO_NUMBERS:
             return ""
         if self.unit == "micro-batches":
             return f"{self.found:g}, at least {self.limit:g}"

@@ -77,17 +77,21 @@ def search(
     offload: bool = True,
     across_nodes: bool = False,
     schedules: Sequence[str] | None = None,
+    contexts: Sequence[int] | None = None,
     watch: Watch | None = None,
 ) -> Ranking:
     """The `top` fastest layouts of a job on `gpus` devices, each with its best micro-batch size, policy and offload ratio.
 
     `across_nodes`: whether tensor-parallel groups may span nodes. `schedules`: some of `SCHEDULES`; by default those
-    with flushes, and the job's. Raises `ConfigError` for a request that makes no sense or that nothing divides, and `Infeasible`
+    with flushes, and the job's. `contexts`: context-parallel sizes, each with plans, too; by default all, but plans only for the
+    job's own and for uncut sequences.
+
+    Raises `ConfigError` for a request that makes no sense or that nothing divides, and `Infeasible`
     (what binds on which stage, and the changes that would help) where nothing fits.
     """
     began_s = time.perf_counter()
     known, strange = _known_schedules(job, schedules)
-    space = Space(job, gpus, across_nodes, known)
+    space = Space(job, gpus, across_nodes, known, None if contexts is None else tuple(sorted(set(contexts))))
     asked = Asked(space, _checked(space, top, policies, strange), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
     candidates = running.run()
@@ -136,6 +140,8 @@ def _of_numbers(space: Space, top: int) -> Iterator[Problem]:
         yield Problem("--gpus", str(space.gpus), f"1 to {MOST_GPUS}")
     if top < 1:
         yield Problem("--top", str(top), "at least 1")
+    if space.contexts is not None and (not space.contexts or space.contexts[0] < 1):
+        yield Problem("--context", ", ".join(map(str, space.contexts)) or "nothing", "sizes of at least 1")
     if space.job.batch.global_ > MOST_SEQUENCES:
         yield Problem("job: batch.global", str(space.job.batch.global_), f"at most {MOST_SEQUENCES}")
 

@@ -5,7 +5,7 @@
     tensor     divides heads, key/value groups and FFN; within a node, unless told otherwise
     expert     divides the experts, if the model has any; each is cut as the job says, else not at all, and there is no tensor
                parallelism without sequence parallelism
-    context    cuts each sequence into two slices for every rank; needs fused attention
+    context    cuts each sequence into two slices for every rank; needs fused attention, and heads to trade where ranks do that
     pipeline   divides the layers
     chunks     divides the layers of a stage; with several, the micro-batches of a pipeline are a multiple of its stages
     schedule   with flushes, or without: then stages have one chunk, there are at least two, and as many micro-batches; the model
@@ -52,6 +52,13 @@ class Space:
     across_nodes: bool = False
     """Whether a tensor-parallel group may span nodes."""
     schedules: tuple[ScheduleName, ...] = EXACT_SCHEDULES
+    contexts: tuple[int, ...] | None = None
+    """Context-parallel sizes; None: all."""
+
+    def takes_plans(self, layout: Parallel) -> bool:
+        """Whether plans are looked at for a layout, which take long: with context parallelism only where it is asked for."""
+        own = self.job.parallel.context
+        return layout.context in ((1, own) if self.contexts is None else self.contexts)
 
     def __iter__(self) -> Iterator[Job]:
         """Valid jobs of all layouts and micro-batch sizes, with policy `none`."""
@@ -125,7 +132,17 @@ class Space:
     def _contexts(self, tensor: int) -> Iterator[int]:
         seq, fused = self.job.model.seq, self.job.model.attention == "flash"
         sizes = divisors(self.gpus // tensor)
-        return (context for context in sizes if context == 1 or (fused and seq % (2 * context) == 0))
+        asked = (context for context in sizes if self.contexts is None or context in self.contexts)
+        return (
+            context for context in asked if context == 1 or (fused and seq % (2 * context) == 0 and self._trades(tensor, context))
+        )
+
+    def _trades(self, tensor: int, context: int) -> bool:
+        """Whether so many ranks can exchange as the job says."""
+        model, stated = self.job.model, self.job.parallel
+        if stated.context_exchange == "a2a+p2p":
+            return context == stated.context
+        return stated.context_exchange != "a2a" or not any(size % (tensor * context) for size in (model.heads, model.kv_groups))
 
     def _pipelines(self, others: int) -> Iterator[int]:
         layers, batch = self.job.model.layers, self.job.batch.global_
@@ -134,13 +151,15 @@ class Space:
                 yield pipeline
 
     def _chunked(self, tensor: int, context: int, pipeline: int) -> Iterator[Parallel]:
-        own = self.job.model.layers // pipeline
+        own, stated = self.job.model.layers // pipeline, self.job.parallel
         interleaves = pipeline > 1 and self._share(tensor * context * pipeline) % pipeline == 0
         for chunks in divisors(own) if interleaves else (1,):
             for sequence_parallel in self._sequence_parallel(tensor, context):
                 parallel = Parallel.model_construct(
                     tensor=tensor,
                     context=context,
+                    context_exchange=stated.context_exchange if context > 1 else "p2p",
+                    context_levels=stated.context_levels if context > 1 else None,
                     pipeline=pipeline,
                     layers_per_chunk=None if chunks == 1 else own // chunks,
                     partition=None,

@@ -208,7 +208,7 @@ class StageProblems:
         return tuple(self._subsets_of(BELOW_EXPERTS))
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors):
+        for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors, self.profile.shape.context):
             price = priced(self.profile, kind.section, items)
             host = half_host_s(self.profile, kind.section, items)
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)

@@ -45,7 +45,7 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
 
 def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     costs = profile.half(section.half)
-    for replay in sensible_choices(section, costs.tensors):
+    for replay in sensible_choices(section, costs.tensors, profile.shape.context):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
         gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

@@ -1,4 +1,7 @@
-"""Micro-batches of random tokens, which depend on the seed, the step and the place in the global batch, not on the layout."""
+"""Micro-batches of random tokens, which depend on the seed, the step and the place in the global batch, not on the layout.
+
+A context-parallel rank has its slices of each.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lynx.config.job import Job
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Integer tensors of shape (b, s): batch by sequence."""
+    """Integer tensors of shape (b, s): batch by sequence, or the rank's rows of it."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -29,5 +33,6 @@ def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBa
         place = index * job.replicas + replica
         generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
         text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
-        batches.append(MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), positions))
+        whole = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions}
+        batches.append(MicroBatch(**get_batch_on_this_cp_rank(whole)))
     return batches

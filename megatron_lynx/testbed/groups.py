@@ -35,6 +35,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=job.parallel.tensor,
             pipeline_model_parallel_size=job.parallel.pipeline,
+            context_parallel_size=job.parallel.context,
             expert_model_parallel_size=job.parallel.expert,
             expert_tensor_parallel_size=job.parallel.expert_tensor_size,
         )
@@ -55,11 +56,12 @@ def _has_layout_of(job: Job) -> bool:
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
     layout = job.parallel
-    return sizes == (layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor_size)
+    return sizes == (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor_size)
 
 
 def _drop_groups() -> None:

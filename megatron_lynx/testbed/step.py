@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -65,5 +66,6 @@ def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple
 
 
 def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = losses_BS.float().mean()
+    """A context-parallel rank's share: Megatron's schedules expect what, added up over the ranks of a sequence, is its loss."""
+    loss = losses_BS.float().mean() / parallel_state.get_context_parallel_world_size()
     return loss, loss.detach().clone()

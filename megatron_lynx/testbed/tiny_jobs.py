@@ -7,13 +7,15 @@ from typing import Any, Literal
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.model import Model
-from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.config.parallel import ContextExchange, Parallel
 
 
 def tiny_job(
     like: Literal["gpt", "llama"] = "gpt",
     *,
     tensor: int = 1,
+    context: int = 1,
+    context_exchange: ContextExchange = "p2p",
     expert: int = 1,
     expert_tensor: int | None = None,
     pipeline: int = 1,
@@ -36,6 +38,8 @@ def tiny_job(
     llama = {"kv_groups": 2, "activation": "swiglu", "norm": "rmsnorm", "position": "rope", "bias": False}
     layout = Parallel(
         tensor=tensor,
+        context=context,
+        context_exchange=context_exchange,
         expert=expert,
         expert_tensor=expert_tensor,
         pipeline=pipeline,

@@ -25,6 +25,7 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
+from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
@@ -62,6 +63,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "activation_func": ACTIVATIONS[model.activation],
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "cp_comm_type": parallel.context_exchange,
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -145,7 +148,8 @@ def _build_chunk(
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers of this stage, or of one of its chunks, their norms exchanged for ours."""
+    """Megatron's local layers of this stage, or of one of its chunks, their norms exchanged for ours; and their core attention,
+    where sequences are cut, which Megatron's refuses."""
     if config.num_moe_experts:
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         layers, block.layer_norm = block.layer_specs, Norm
@@ -155,6 +159,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     for layer in layers:
         exchange_norms(layer.submodules)
+        if config.context_parallel_size > 1:
+            layer.submodules.self_attention.submodules.core_attention = ContextAttention
     return block
 
 

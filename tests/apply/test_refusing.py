@@ -32,6 +32,7 @@ FEATURES = {
     "heterogeneous_block_specs": True,
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "distribute_saved_activations": True,
+    "hybrid_context_parallel": True,
     "use_ring_exchange_p2p": True,
     "fp4": "e2m1",
     "inference_fuse_tp_communication": True,
@@ -123,10 +124,10 @@ def test_an_unknown_release(pool_of):
     assert "what moved since 0.19" in str(refusal.error)
 
 
-def test_context_parallelism(pool_of):
-    job = tiny_job(replicas=2)
-    for refusal in refused(pool_of, job, on_ranks.context_parallel):
-        assert refusal.places == ["context parallel size"]
+def test_a_plan_for_another_number_of_context_ranks(pool_of):
+    for refusal in refused(pool_of, tiny_job(replicas=2), on_ranks.context_parallel):
+        assert (type(refusal.error), refusal.error.exit_status) == (PlanMismatch, 2)
+        assert refusal.places == ["plan: parallel.context"]
 
 
 def test_a_plan_for_another_model(pool_of):

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline 2": {"pipeline": 2, "microbatches": 4, "dtype": "bf16"},
     "pipeline 4": {"pipeline": 4, "microbatches": 4},
     "pipeline 2, two chunks on each stage": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
+    "context 2 x pipeline 2": {"context": 2, "context_exchange": "all_gather", "pipeline": 2, "microbatches": 4},
     "tensor 2 x pipeline 2, sequence parallel": FOUR_RANKS,
     "tensor 2 x pipeline 2, sequence parallel, two chunks on each stage": {**FOUR_RANKS, "layers_per_chunk": 1},
 }
@@ -145,6 +146,8 @@ def flags_of(layout: str) -> list[str]:
     flags += ["--pipeline-model-parallel-size", str(facts.get("pipeline", 1))]
     if facts.get("sequence_parallel"):
         flags.append("--sequence-parallel")
+    if context := facts.get("context"):
+        flags += ["--context-parallel-size", str(context), "--cp-comm-type", facts["context_exchange"]]
     if layers := facts.get("layers_per_chunk"):
         flags += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     return flags

@@ -63,6 +63,22 @@ def test_with_transformer_engine(script, layout, tmp_path):
     check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
 
 
+def test_with_context_parallelism(script, tmp_path):
+    """The script cuts its batches among ranks; of its layers only the core attention is stood in for."""
+    layout, cut = "context 2 x pipeline 2", Path(__file__).with_name("pretrain_cut.py")
+    flags, where = [*MODEL, "--mock-data", *flags_of(layout)], {"path": [script.parent], "env": {"SCRIPT": str(script)}}
+    stock = launch(cut, flags, ranks=4, **where)
+    assert len(stock.iterations) == 5, stock.text
+    replaying = plan_of(layout)
+    for name, plan in {"replayed": replaying, "on the host": offloading(replaying, 200_000)}.items():
+        under = ["--lynx-plan", saved(plan, tmp_path / f"{name}.yaml"), "--lynx-check", "2"]
+        planned = launch(cut, [*flags, *under], ranks=4, **where)
+        assert planned.status == 0, planned.text
+        assert planned.iterations == stock.iterations
+        assert any(line.startswith("megatron-lynx: checked 2 steps against stock") for line in planned.ours)
+        assert any("copied to the host" in line for line in planned.ours) == (name == "on the host")
+
+
 def check_every_digit(script, flags, layout, folder, *, path=(), **model):
     ranks = 1 if layout == "1" else 4
     flags = [*flags, *flags_of(layout)]

@@ -164,7 +164,11 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
         ),
         ("--tp-comm-overlap", "userbuffers"),
-        ("--context-parallel-size 2", "--context-parallel-size: found 2, needed 1"),
+        ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
+        ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "found nothing, needed two sizes whose product is"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", "found 2 4, needed two"),
+        ("--context-parallel-size 2 --hybrid-context-parallel", "changes with the data"),
         ("--recompute-activations", "drop --recompute-*"),
         ("--squared-relu --swiglu", "--squared-relu: found also --swiglu, needed one of them"),
         ("--quick-geglu", "only GELU, squared ReLU and SwiGLU"),
@@ -178,6 +182,25 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
 )
 def test_what_is_not_modelled_is_refused_by_name(flags: str, named: str) -> None:
     assert named in problems(f"{SMALL} {flags}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--context-parallel-size 4", {"context": 4, "context_exchange": "p2p"}),
+        ("--context-parallel-size 4 --cp-comm-type a2a", {"context": 4, "context_exchange": "a2a"}),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            {"context": 4, "context_exchange": "a2a+p2p", "context_levels": [2, 2]},
+        ),
+        ("--cp-comm-type a2a", {"context": 1}),
+    ],
+)
+def test_context_parallelism(flags: str, said: dict[str, object]) -> None:
+    found = facts(f"{SMALL} {flags}")
+    places = {name.removeprefix("parallel."): value for name, value in found.items() if name.startswith("parallel.context")}
+    assert places == said
+    assert problems(f"{SMALL} {flags}") == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, LINEARS, ROW_PARALLEL, Half, Pass
+from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, LINEARS, Half, Pass
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
@@ -163,7 +163,7 @@ def stages_of(
         st.just(Predicted())
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
-    kept = [_experts_kept(draw(kept_items(span, te)), experts) for span in ranges]
+    kept = [_experts_kept(draw(kept_items(span, te, parallel.context)), experts) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -176,9 +176,9 @@ def stages_of(
 
 
 @st.composite
-def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool) -> Rule:
+def kept_items(draw: st.DrawFn, layers: LayerRange, te: bool, context: int = 1) -> Rule:
     """Everything kept, everything replayed, or any mixture."""
-    free = [item for item in ITEMS if item not in ROW_PARALLEL]
+    free = [item for half in HALVES for item in DENSE[half].replayable_among(context)]
     replay = draw(st.just(free) | st.just([]) | st.lists(st.sampled_from(free), unique=True))
     norms = {DENSE[half].column_parallel: DENSE[half].norm for half in HALVES} if te else {}
     replay = [*replay, *(norm for linear, norm in norms.items() if linear in replay and norm not in replay)]

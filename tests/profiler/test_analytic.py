@@ -156,6 +156,42 @@ def test_context_ranks_wait_for_keys_and_values_where_they_arrive_later_than_the
     assert long_s == pytest.approx(whole_s / 2, rel=0.01)
 
 
+def test_what_attention_does_not_hide_of_an_exchange_is_exposed():
+    """Four ranks, 65536 tokens: gathered keys and values are waited for once forward, twice backward; traded heads in four
+    messages of three quarters each way; groups of two trade halves, and pass on what attention hides."""
+
+    def attention(exchange, levels=None):
+        layout = {"tensor": 2, "context": 4, "sequence_parallel": True, "context_exchange": exchange, "context_levels": levels}
+        job = catalogued_job("llama-65b", "h800-80g", gpus=8, seq=65536, parallel=layout, policy="none")
+        return analytic_profile(job).attention.items["core_attention"], job
+
+    (ring, job), (gathered, _), (traded, _) = attention("p2p"), attention("all_gather"), attention("a2a")
+    both, _ = attention("a2a+p2p", (2, 2))
+    own = 2 * 65536 // 4 * 8192 // 2  # bytes of a rank's keys, and of its queries
+    assert ring.forward_s < gathered.forward_s
+    nvlink = job.cluster.nvlink.seconds
+    assert gathered.forward_s - ring.forward_s == pytest.approx(2 * nvlink(3 * own))
+    assert gathered.backward_s - ring.backward_s == pytest.approx(4 * nvlink(3 * own))
+    assert traded.forward_s - ring.forward_s == pytest.approx(4 * nvlink(0.75 * own)) == traded.backward_s - ring.backward_s
+    assert both.forward_s - ring.forward_s == pytest.approx(4 * nvlink(0.5 * own))
+
+
+def test_what_an_exchange_leaves_behind():
+    """Of queries, keys and values, which are as wide here: their rows on a rank are 4096."""
+
+    def made_by(exchange):
+        layout = {"tensor": 8, "context": 2, "sequence_parallel": True, "context_exchange": exchange}
+        job = catalogued_job("llama-65b", "h800-80g", gpus=16, seq=8192, parallel=layout, policy="none")
+        tensors = half_tensors(LayerShape.of(job), "attention")
+        whole = 2 * 4096 * 8192 // 8
+        saved = [tensor for tensor in tensors if "core_attention" in tensor.saved_by and tensor.bytes == whole]
+        return [tensor.made_by for tensor in saved]
+
+    assert made_by("p2p") == ["rotary", "core_attention", "core_attention"]
+    assert made_by("all_gather") == ["rotary"] * 3
+    assert made_by("a2a") == ["core_attention"] * 4
+
+
 def test_a_planner_takes_it_for_a_measured_one():
     job = catalogued_job("gpt-22b", "a100-80g", gpus=16, batch=16, parallel={"tensor": 8, "pipeline": 2}, policy="planned")
     plan = make_plan(job, analytic_profile(job))

@@ -100,6 +100,19 @@ def test_without_flushes_everybody_is_accounted_for() -> None:
         assert Job.model_validate(each.job.model_dump(by_alias=True)).schedule == "double_buffered"
 
 
+def test_plans_for_cut_sequences_are_looked_at_where_they_are_asked_for() -> None:
+    job = small_job(seq=4096, batch=4, layers=4)
+    job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
+    usual, asked = (search(job, 4, top=1000, contexts=contexts) for contexts in (None, (2,)))
+    planned_for = {each.job.parallel.context for each in usual.candidates if each.job.policy == "planned"}
+    assert planned_for <= {1}
+    assert {lost.reason for lost in usual.losers} >= {"not asked"}
+    assert {each.job.parallel.context for each in asked.candidates} == {2}
+    assert not any(lost.reason in ("not asked", "cannot run") for lost in asked.losers)
+    with pytest.raises(ConfigError, match="--context: found 0, 2, needed sizes of at least 1"):
+        search(job, 4, contexts=(2, 0))
+
+
 def test_old_gradients_are_only_searched_on_request() -> None:
     job = small_job(seq=4096, batch=8, layers=4)
     assert all(each.job.schedule == "flush" for each in search(job, 4, top=50, policies=STOCK).candidates)
@@ -152,7 +165,7 @@ def test_everybody_is_accounted_for(tight: Ranking) -> None:
     assert tight.considered == len(tight.candidates) + sum(lost.count for lost in tight.losers)
     for lost in tight.losers:
         assert lost.example
-        assert lost.found > lost.limit or lost.reason in ("cannot run", "no plan")
+        assert lost.found > lost.limit or lost.reason in ("cannot run", "not asked", "no plan")
     assert {"state", "activations", "bubble"} <= {lost.reason for lost in tight.losers}
 
 

@@ -15,6 +15,7 @@ REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
 def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
     """Everything that can be replayed; under sequence parallelism without the GEMMs that gather, unless `gather`."""
     kept = () if gather or not job.parallel.sequence_parallel else tuple(COLUMN_PARALLEL)
+    kept += DENSE["attention"].exchanging if job.parallel.context > 1 else ()
     return tuple(item for item in REPLAYABLE if item not in kept)
 
 
@@ -31,7 +32,9 @@ def plan_for(
     places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
     stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
-    layout = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "microbatch_group", "sequence_parallel")}
+    layout = {
+        name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "microbatch_group", "sequence_parallel")
+    }
     facts = ("layers", "hidden", "ffn", "heads", "kv_groups", "seq", "implementation", "moe_layers")
     return Plan.model_validate(
         {

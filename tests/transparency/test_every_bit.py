@@ -42,7 +42,7 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
     """Run every plan on every rank; outcomes by rank. Equality, counts and leftovers are asserted here."""
     results = pool_of(job.gpus).run(compare_with_stock, job, candidates, trial or Trial())
     for rank, outcomes in enumerate(results):
-        stage = rank // (job.parallel.tensor * job.replicas)
+        stage = rank // (job.gpus // job.parallel.pipeline)
         for plan, outcome in zip(candidates, outcomes, strict=True):
             assert outcome.differing == [], f"rank {rank}, plan {plan.model_dump_json()}"
             assert outcome.planned.frames_left == 0

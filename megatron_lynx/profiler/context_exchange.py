@@ -1,0 +1,61 @@
+"""How long the core attention takes among context-parallel ranks, which exchange keys and values inside it.
+
+    p2p          turn 0 on own keys | turn 1 | ... | turn c-1      in each turn but the last the next keys and values come in, in
+                                                                   backward with their gradients: a turn is the slower of the two
+    all_gather   k, v gathered | attention                         backward: gathered again | attention | dk, dv scattered
+    a2a          q, k, v traded | attention | result traded        backward: its gradient traded | attention | dq, dk, dv traded
+    a2a+p2p      traded in groups, the ring among them in between
+
+Causal attention is balanced: a rank has the i-th slice of a sequence from its front and the i-th from its end, so turns are
+equally long. Nothing of ours runs beside the exchange; what attention's own turns do not hide is in its seconds, and so exposed.
+
+Source: `AttnFuncWithCPAndKVP2P`, `AttnFuncWithCPAndKVAllGather` and `AttnFuncWithCPAndQKVOA2A` of Transformer Engine 2.20.
+"""
+
+from __future__ import annotations
+
+from megatron_lynx.profiler.roofline import Passes, Roofline
+from megatron_lynx.profiler.shape import LayerShape
+
+
+def exchanging_s(alone: Passes, shape: LayerShape, roof: Roofline) -> Passes:
+    """The core attention with its exchange. `alone`: a rank's share of the work, without."""
+    layout = shape.parallel
+    if layout.context == 1:
+        return alone
+    if layout.context_exchange == "all_gather":
+        return alone + _gathered_s(shape, roof)
+    traders, turns = layout.context_groups
+    return _in_turns(alone, turns, shape, roof) + _traded_s(traders, shape, roof)
+
+
+def _keys_and_values_bytes(shape: LayerShape) -> int:
+    return 2 * shape.model.element_bytes * shape.tokens * shape.key_width
+
+
+def _in_turns(alone: Passes, turns: int, shape: LayerShape, roof: Roofline) -> Passes:
+    """Around a ring of so many ranks, or of groups, each rank of which has its heads of the whole group's rows."""
+    if turns == 1:
+        return alone
+    arriving = _keys_and_values_bytes(shape)
+    moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
+    turns_s = alone.forward_s / turns, alone.backward_s / turns
+    return Passes(*(turn + (turns - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
+
+
+def _gathered_s(shape: LayerShape, roof: Roofline) -> Passes:
+    """Keys and values are gathered one after the other; in backward again, and their gradients are scattered."""
+    others = shape.parallel.context - 1
+    one_s = roof.ring.seconds(others * _keys_and_values_bytes(shape) / 2)
+    return Passes(2 * one_s, 4 * one_s)
+
+
+def _traded_s(traders: int, shape: LayerShape, roof: Roofline) -> Passes:
+    """Queries, keys, values and the result, each in a message of its own; in backward the gradients of all four."""
+    if traders == 1:
+        return Passes(0.0, 0.0)
+    share = (traders - 1) / traders
+    query = shape.model.element_bytes * shape.tokens * shape.query_width
+    messages = (query, _keys_and_values_bytes(shape) / 2, _keys_and_values_bytes(shape) / 2, query)
+    seconds = sum(roof.traders.seconds(share * message) for message in messages)
+    return Passes(seconds, seconds)
