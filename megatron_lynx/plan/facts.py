@@ -49,6 +49,9 @@ class ParallelFacts(Part):
     microbatch_group: int | None = Field(default=None, ge=1, le=1_000_000)
     """Micro-batches that pass one chunk before the next one has its turn; none: as many as stages."""
     sequence_parallel: bool = False
+    userbuffers: bool = False
+    """Whether the launch has --tp-comm-overlap: linears exchange inside their GEMMs, so there are no tensor-parallel windows, and
+    no linear runs again (`plan.userbuffers`)."""
 
     @property
     def group(self) -> int:

@@ -23,6 +23,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags = [f"--num-layers {plan.model.layers}", f"--tensor-model-parallel-size {layout.tensor}"]
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    flags += ["--tp-comm-overlap"] if layout.userbuffers else []
     flags += layer_flags(plan)
     if layout.group != layout.pipeline:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")
@@ -34,7 +35,7 @@ def layer_flags(plan: Plan) -> tuple[str, ...]:
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
         return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
-    if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1:
+    if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
         return tuple(_ends(counts))
     return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts))}",)
 
