@@ -19,7 +19,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
-from megatron_lynx.planner import Decision, check_profile, decide, least_memory
+from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -42,6 +42,8 @@ class Estimate:
     """Which stages wait for Python. None where there is no step."""
     step_at_best: StepSeconds | None = None
     """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock."""
+    against_windows: AgainstWindows | None = None
+    """With userbuffers and policy planned: how that compares with a plan without them."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -77,6 +79,7 @@ class Estimate:
             "stages": stages,
             "step_s": None if self.step is None else self.step.total_s,
             **at_best,
+            **({} if self.against_windows is None else {"userbuffers": self.against_windows.as_json}),
             "step_parts_s": None if self.step is None else asdict(self.step),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
@@ -128,8 +131,7 @@ def host_report(job: Job, profile: Profile) -> HostReport:
 
 
 def _step_at_best(job: Job, costs: Profile, ratio: float) -> StepSeconds | None:
-    hiding = job.overlap.userbuffers and job.parallel.tensor > 1
-    return _step(job, costs.model_copy(update={"hiding": "userbuffers"}), ratio) if hiding else None
+    return _step(job, costs.model_copy(update={"hiding": "userbuffers"}), ratio) if job.userbuffers else None
 
 
 def _step(job: Job, costs: Profile, ratio: float) -> StepSeconds:
@@ -167,8 +169,18 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
             None,
         )
     ratio = max(stage.offload_ratio for stage in decision.stages)
-    simulated = _simulated(decision, costs)
-    return Estimate(decision.job, ratio, decision.memory, job.memory_budget_bytes, (), simulated, decision.host)
+    compared = against_windows(decision, job, costs)
+    return Estimate(
+        job=decision.job,
+        offload_ratio=ratio,
+        stages=decision.memory,
+        budget_bytes=job.memory_budget_bytes,
+        shortages=(),
+        step=_simulated(decision, costs),
+        host=decision.host,
+        step_at_best=None if compared is None else _simulated(compared.at_best, costs),
+        against_windows=compared,
+    )
 
 
 def _simulated(decision: Decision, costs: Profile) -> StepSeconds:

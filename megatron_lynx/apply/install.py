@@ -135,7 +135,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("this run cannot carry a plan", refused)
     if differing := mismatches(plan, run, overlapping):
         raise PlanMismatch("the plan does not fit this run", differing)
-    device = device_for(next(run.chunks[0].parameters()).device)
+    device = device_for(next(parameter for chunk in run.chunks for parameter in chunk.parameters()).device)
     order = order_of(run.pipeline, run.stage, len(run.chunks), run.group_size)
     extra: dict[str, Any] = {}
     if run.fp8:

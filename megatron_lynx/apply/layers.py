@@ -3,7 +3,7 @@ its MLP there may be a mixture of experts, of which nothing is asked but that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.nn import Module
 
@@ -24,19 +24,19 @@ _TE_CLASSES: Mapping[Role, str] = {
     "row_parallel": f"{TE_MODULE}TERowParallelLinear",
 }
 
-_TE_FLAGS = (
+_TE_FLAGS = ("return_layernorm_output", "primary_weights_in_fp8", "fsdp_group")
+"""Attributes of its linears that must be off: they hand on or hold what no item names."""
+
+_OWNS_USERBUFFER = (
     "ub_overlap_ag_fprop",
     "ub_overlap_ag_dgrad",
     "ub_overlap_rs_fprop",
     "ub_overlap_rs_dgrad",
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
-    "return_layernorm_output",
-    "primary_weights_in_fp8",
-    "fsdp_group",
 )
-"""Attributes of its linears that must be off: userbuffers remove the windows; the others hand on or hold what no item names."""
-
+"""Attributes of its linears that say that they own a userbuffer: they must be off unless the run says that it has userbuffers, so
+that its plan is one for them."""
 
 _OTHER_KINDS = "layers of another kind, such as hybrid models have, are not planned yet"
 
@@ -55,7 +55,10 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             continue
         yield from _other_classes(number, sites, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
         if run.uses_te and number == first:  # all are built from one config
-            yield from _te_flags(number, sites)
+            yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*_OWNS_USERBUFFER, *_TE_FLAGS))
+    if run.userbuffers and run.layers and not run.uses_te:
+        todo = "drop --tp-comm-overlap, or launch with --transformer-impl transformer_engine"
+        yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
 
 
 def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, str]) -> Iterator[Problem]:
@@ -66,8 +69,8 @@ def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[R
             yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
 
 
-def _te_flags(number: int, sites: Mapping[Item, Module]) -> Iterator[Problem]:
+def _te_flags(number: int, sites: Mapping[Item, Module], flags: Sequence[str]) -> Iterator[Problem]:
     for site, module in sites.items():
-        for flag in _TE_FLAGS:
+        for flag in flags:
             if site.is_linear and getattr(module, flag, None):
                 yield Problem(f"layer {number}.{site.name}.{flag}", str(getattr(module, flag)), "off under a plan")

@@ -61,6 +61,11 @@ class LiveRun:
         return any(getattr(config, "overlap_grad_reduce", False) for config in configs)
 
     @property
+    def userbuffers(self) -> bool:
+        """Whether tensor-parallel linears exchange inside their GEMMs (--tp-comm-overlap)."""
+        return self.tensor > 1 and bool(getattr(self.config, "tp_comm_overlap", False))
+
+    @property
     def group_size(self) -> int:
         """Micro-batches that one chunk takes before the next one has its turn."""
         return int(self.config.microbatch_group_size_per_vp_stage or self.pipeline)

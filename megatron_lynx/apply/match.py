@@ -38,6 +38,7 @@ def _layout(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     found, live = plan.parallel, {"tensor": run.tensor, "context": run.context, "pipeline": run.pipeline}
     live["chunks"] = len(run.chunks)
     live["sequence_parallel"] = bool(run.config.sequence_parallel and run.tensor > 1)
+    live["userbuffers"] = run.userbuffers
     planned = {name: getattr(found, name) for name in live}
     if found.chunks == len(run.chunks) > 1 and found.pipeline == run.pipeline:
         planned["microbatch_group"], live["microbatch_group"] = found.group, run.group_size

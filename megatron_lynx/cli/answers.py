@@ -109,6 +109,8 @@ def show_estimate(answer: Estimate) -> None:
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
         if answer.step_at_best is not None:
             typer.echo(f"userbuffers may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+        if answer.against_windows is not None:
+            typer.echo(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""
         typer.echo(f"{answer.tokens_per_s:.0f} tokens/s, MFU {answer.mfu:.1%}{peak} (causal attention counted half)")
     if answer.host is not None:

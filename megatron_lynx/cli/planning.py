@@ -70,7 +70,7 @@ def plan(
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
-    from megatron_lynx.planner import decide
+    from megatron_lynx.planner import against_windows, decide
     from megatron_lynx.planner.summary import job_flags, summary
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
@@ -79,14 +79,17 @@ def plan(
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
+        compared = against_windows(decision, job, costs)
     words = words_asked(asked, cluster, gpus, profile_file)
     made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
     save_plan(made, output)
     if as_json:
-        show_json({"plan": os.fspath(output), **summary(decision, costs), **understood_as_json(reading)})
+        found = {} if compared is None else {"userbuffers": compared.as_json}
+        show_json({"plan": os.fspath(output), **summary(decision, costs), **found, **understood_as_json(reading)})
         return
     show(explanation(decision.plan))
-    typer.echo("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
+    said = [*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]
+    typer.echo("\n".join([*said, *([] if compared is None else [compared.in_words])]))
     if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
     else:

@@ -147,6 +147,11 @@ class Job(Part):
         return self.model.fp8_recipe == "tensorwise" and self.parallel.sequence_parallel
 
     @property
+    def userbuffers(self) -> bool:
+        """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
+        return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    @property
     def chunks(self) -> int:
         """Chunks of one stage (v); 1 in plain 1F1B."""
         return len(self.partition) // self.parallel.pipeline

@@ -2,7 +2,8 @@
 
     parameters  gradients  optimizer       all the time
     rest                                   workspaces, and rows of tokens on their way to experts
-    buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients
+    buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients;
+                                           userbuffers
     activations                            what layers keep, all chunks in flight; with offloading, the share that stays
     staging                                with offloading: the offloaded shares of two chunks, on their way back (ping, pong)
     messages                               with a pipeline: what is being sent to and received from other stages
@@ -56,6 +57,7 @@ from megatron_lynx.cost.parameters import (
     update_in_hand_bytes,
 )
 from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.cost.userbuffers import userbuffers_bytes
 from megatron_lynx.profiler.expert_tensors import routed_rows
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
@@ -115,7 +117,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     rest = REST_BYTES[job.cluster.device] + (_dispatched(shape) if job.experts_on(stage) else 0)
     tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
-    buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape)
+    buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
     return Parts(

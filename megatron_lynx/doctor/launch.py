@@ -8,7 +8,6 @@ from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
 
 DEFEATS = {
-    "tp_comm_overlap": ("userbuffers", "collectives are inside the GEMMs: no tensor-parallel windows, plans are refused"),
     "enable_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
     "external_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
     "cuda_graph_impl": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
@@ -35,7 +34,14 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         if given[name] not in (None, False, 0, "none"):
             yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
     tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1
-    if tensor == pipeline == 1:
+    userbuffers = bool(given["tp_comm_overlap"]) and tensor > 1
+    if userbuffers:
+        costs = "exchanges lie inside GEMMs: no tensor-parallel windows, linears do not run again; `plan` says whether that pays"
+        yield Finding("userbuffers", "note", given.origin("tp_comm_overlap"), costs)
+    if userbuffers and pipeline == 1:
+        costs = "nothing but tensor-parallel ranks is waited for: replays would be exposed, only copies to the host overlap"
+        yield Finding("windows", "defeats", "userbuffers, pipeline 1", costs, "compare with a plan without --tp-comm-overlap")
+    elif tensor == pipeline == 1:
         costs = "nothing is waited for, so nothing can be hidden: replays would be exposed, only copies to the host overlap"
         yield Finding("windows", "defeats", "tensor 1, pipeline 1", costs, "stock recomputation does as well here")
     else:

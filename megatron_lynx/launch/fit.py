@@ -60,3 +60,15 @@ def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     if parallel != plan.parallel.sequence_parallel:
         flag = {True: "given", False: "not given"}
         yield Problem("--sequence-parallel", flag[parallel], f"{flag[plan.parallel.sequence_parallel]}, as the plan has it")
+    yield from _userbuffers(plan, args)
+
+
+def _userbuffers(plan: Plan, args: Any) -> Iterator[Problem]:
+    """With them a plan has no tensor-parallel windows and its linears do not run again; without them there are windows."""
+    given = bool(getattr(args, "tp_comm_overlap", False)) and plan.parallel.tensor > 1
+    if given and not plan.parallel.userbuffers:
+        todo = "drop it, or make a plan for a launch with it"
+        yield Problem("--tp-comm-overlap", "given", "not given: the plan's windows are collectives of their own", todo)
+    if plan.parallel.userbuffers and not given:
+        todo = "launch with it, or make a plan for a launch without it, which has windows"
+        yield Problem("--tp-comm-overlap", "not given", "given, as the plan has it (parallel.userbuffers)", todo)

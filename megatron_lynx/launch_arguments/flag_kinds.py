@@ -2,7 +2,7 @@
 
 read           the job is made of it                      --num-layers
 priced as      counted as something else, and said so     --fp16: as bf16
-refused        what it does is not modelled               --tp-comm-overlap
+refused        what it does is not modelled               --cuda-graph-impl
 no matter      neither activations nor their seconds      --lr: learning rate
 """
 
@@ -60,7 +60,7 @@ READ = names_in(
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
-    cross_entropy_loss_fusion cross_entropy_fusion_impl
+    cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `context_facts`, `batch_facts`,
@@ -116,7 +116,6 @@ REFUSED = {
     "cuda_graph_impl": "CUDA graphs bypass every hook",
     "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
-    "tp_comm_overlap": "userbuffers hide what a replay would hide behind: no windows are left",
     "overlap_moe_expert_parallel_comm": _NO_WINDOWS,
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_capacity_factor": _UNBALANCED,
@@ -176,6 +175,11 @@ ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for
 
 EXPERTS_OWN = ("moe_", "expert_")
 """Flags that say nothing in a launch without experts begin so."""
+
+USERBUFFERS_OWN = "tp_comm_"
+"""Flags that say nothing in a launch without userbuffers begin so."""
+
+SOME_USERBUFFERS = "userbuffers of all linears: the range of the step, from what stock hides to everything, holds fewer, too"
 
 _DISPATCH = "the all-to-all dispatcher. Leave room for buffers of its own"
 

@@ -15,8 +15,7 @@ IN_PLACE = "gradient_accumulation_fusion"
 """Without it a deferred weight gradient has nowhere to go."""
 
 
-def overlap_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
-    """`planning`: plans are refused beside userbuffers, which an estimate prices."""
+def overlap_facts(given: Given) -> Iterator[Fact]:
     for name, flag in SWITCHED_ON.items():
         if given[flag]:
             yield Fact(f"overlap.{name}", True, given.origin(flag))
@@ -25,7 +24,7 @@ def overlap_facts(given: Given, *, planning: bool) -> Iterator[Fact]:
             yield Fact(f"overlap.{name}", False, given.origin(flag))
     if given[IN_PLACE] is False:
         yield Fact("overlap.weight_gradients", "none", given.origin(IN_PLACE))
-    if given[USERBUFFERS] and not planning:
+    if given[USERBUFFERS]:
         yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))
 
 

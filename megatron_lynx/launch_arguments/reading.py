@@ -19,7 +19,15 @@ from megatron_lynx.launch_arguments.command_line import CommandLine, command_lin
 from megatron_lynx.launch_arguments.context_facts import context_facts
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
-from megatron_lynx.launch_arguments.flag_kinds import ALLOWED, EXPERTS_OWN, PRICED_AS, FlagKind, kind_of
+from megatron_lynx.launch_arguments.flag_kinds import (
+    ALLOWED,
+    EXPERTS_OWN,
+    PRICED_AS,
+    SOME_USERBUFFERS,
+    USERBUFFERS_OWN,
+    FlagKind,
+    kind_of,
+)
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
@@ -65,7 +73,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
     facts += context_facts(given, problems)
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
-    facts += [*optimizer_facts(given, problems), *overlap_facts(given, planning=planning)]
+    facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
@@ -77,7 +85,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]
-    problems += _refused([(value, kind) for value, kind in kinds if planning or value.flag.sets != USERBUFFERS])
+    problems += _refused(kinds)
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
@@ -101,9 +109,11 @@ def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[F
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:
-    """What a flag is in this launch: without experts, flags of experts do not matter."""
+    """What a flag is in this launch: without experts, flags of experts do not matter, and only with userbuffers theirs do."""
     if value.flag.sets.startswith(EXPERTS_OWN) and not has_experts(given):
         return FlagKind("no matter", "a feature that is not switched on")
+    if given[USERBUFFERS] and value.flag.sets.startswith(USERBUFFERS_OWN) and value.flag.sets != USERBUFFERS:
+        return FlagKind("priced as", SOME_USERBUFFERS)
     return kind_of(value.flag)
 
 

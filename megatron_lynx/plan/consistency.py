@@ -13,7 +13,7 @@ from itertools import chain
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.plan import double_buffered, experts, order, weight_gradients
+from megatron_lynx.plan import double_buffered, experts, order, userbuffers, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -23,10 +23,10 @@ from megatron_lynx.schedule.groups import groups_needed
 def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
-    found += experts.misplaced(plan)
+    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
-            unmet = [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
+            unmet = [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule), *userbuffers.problems(plan, rule)]
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found

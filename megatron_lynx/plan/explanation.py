@@ -52,6 +52,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
     model, layout, batch = plan.model, plan.parallel, plan.batch
     widths = f"hidden {model.hidden}, ffn {model.ffn}, heads {model.heads} ({model.kv_groups} for K and V)"
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
+    sequence += ", userbuffers" if layout.userbuffers else ""
     turns = f"interleaved, groups of {layout.group} micro-batches"
     chunks = f", {layout.chunks} chunks on each stage ({turns})" if layout.chunks > 1 else ""
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")

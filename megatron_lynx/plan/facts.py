@@ -51,6 +51,9 @@ class ParallelFacts(Part):
     sequence_parallel: bool = False
     context: int = Field(default=1, ge=1, le=1_000_000)
     """Ranks among which a sequence is cut; among several the core attention exchanges keys and values, and must be kept."""
+    userbuffers: bool = False
+    """Whether the launch has --tp-comm-overlap: linears exchange inside their GEMMs, so there are no tensor-parallel windows, and
+    no linear runs again (`plan.userbuffers`)."""
 
     @property
     def group(self) -> int:

@@ -1,4 +1,4 @@
-"""A range of layers, as a plan writes it: `3` or `3-8`."""
+"""A range of layers, as a plan writes it: `3` or `3-8`, or `none`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,34 @@ MOST_LAYERS = 1_000
 """The most layers of a model: with a mistyped number, checks would take too long."""
 
 
+NO_LAYERS = (1, 0)
+"""The first and the last of none."""
+
+NONE = "none"
+"""How that is written."""
+
+
 class LayerRange(Part):
-    """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`."""
+    """Layers `first` to `last`, both included, by Megatron's global layer number (from 1). Written `3` or `3-8`; without layers
+    `none`, which is 1 to 0."""
 
     first: int = Field(ge=1, le=MOST_LAYERS)
-    last: int = Field(ge=1, le=MOST_LAYERS)
+    last: int = Field(ge=0, le=MOST_LAYERS)
 
     @model_validator(mode="after")
     def _ordered(self) -> LayerRange:
-        if self.last < self.first:
+        if self.last < self.first and (self.first, self.last) != NO_LAYERS:
             raise ValueError(f"{self} ends before it begins (write the smaller layer number first)")
         return self
 
+    @classmethod
+    def of(cls, layers: range) -> LayerRange:
+        """Neighbouring layers, or none."""
+        first, last = (layers[0], layers[-1]) if layers else NO_LAYERS
+        return cls(first=first, last=last)
+
     def __str__(self) -> str:
-        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return str(_write_range(self))
 
     def __iter__(self) -> Iterator[int]:  # type: ignore[override]
         return iter(range(self.first, self.last + 1))
@@ -43,14 +57,21 @@ def _read_range(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return {"first": value, "last": value}
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value.strip())):
-        return {"first": int(match[1]), "last": int(match[2])}
+        first, last = int(match[1]), int(match[2])
+        if (first, last) == NO_LAYERS:
+            raise ValueError(f"{value} ends before it begins (write none where there are no layers)")
+        return {"first": first, "last": last}
+    if value == NONE:
+        return dict(zip(("first", "last"), NO_LAYERS, strict=True))
     if isinstance(value, str):
-        raise ValueError(f"{value!r} is no layer range, write one layer (3) or a range (3-8)")
+        raise ValueError(f"{value!r} is no layer range, write one layer (3), a range (3-8), or none")
     return value
 
 
 def _write_range(value: LayerRange) -> int | str:
-    return value.first if value.first == value.last else str(value)
+    if (value.first, value.last) == NO_LAYERS:
+        return NONE
+    return value.first if value.first == value.last else f"{value.first}-{value.last}"
 
 
 Layers = Annotated[

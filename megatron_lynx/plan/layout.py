@@ -24,6 +24,7 @@ def launch_flags(plan: Plan) -> tuple[str, ...]:
     flags.append(f"--pipeline-model-parallel-size {layout.pipeline}")
     flags += ["--sequence-parallel"] if layout.sequence_parallel else []
     flags += [f"--context-parallel-size {layout.context}"] if layout.context > 1 else []
+    flags += ["--tp-comm-overlap"] if layout.userbuffers else []
     flags += layer_flags(plan)
     if layout.group != layout.pipeline:
         flags.append(f"--microbatch-group-size-per-virtual-pipeline-stage {layout.group}")
@@ -35,7 +36,7 @@ def layer_flags(plan: Plan) -> tuple[str, ...]:
     counts = [len(stage.layers) for stage in plan.stages]
     if len(set(counts)) == 1:
         return () if plan.parallel.chunks == 1 else (f"--num-layers-per-virtual-pipeline-stage {counts[0]}",)
-    if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1:
+    if plan.parallel.chunks == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
         return tuple(_ends(counts))
     return (f"--pipeline-model-parallel-layout {shlex.quote(layout_text(counts))}",)
 

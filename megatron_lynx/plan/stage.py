@@ -119,13 +119,15 @@ class Stage(Part):
 
     @model_validator(mode="after")
     def _covered(self) -> Stage:
-        problems = []
+        problems = [] if len(self.layers) else [f"a rule names layers {rule.layers}, but there are none" for rule in self.rules]
         for count, group in groupby(self.layers, key=lambda layer: sum(layer in rule.layers for rule in self.rules)):
             layers = list(group)
             if count != 1:
                 problems.append(f"layers {layers[0]}-{layers[-1]} have {count} rules each, each needs exactly one")
         for rule in self.rules:
-            if rule.layers.first < self.layers.first or rule.layers.last > self.layers.last:
+            if not len(rule.layers):
+                problems.append("a rule is for no layers: leave it out")
+            elif len(self.layers) and not (rule.layers.first in self.layers and rule.layers.last in self.layers):
                 problems.append(f"a rule names layers {rule.layers}, but the stage owns {self.layers}")
         if self.defers and self.weight_gradients is None:
             problems.append("rules defer weight gradients, so weight_gradients.bytes must say how much these may hold")

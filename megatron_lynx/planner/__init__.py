@@ -7,6 +7,7 @@ summary.py       a plan in figures, for programs
 filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them,
                  slack.py for which there is memory;  deferrable.py: whether a job may defer any
 writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
+userbuffers.py   whether a launch with them is expected to be faster than one without
 checks.py        refuses what a plan cannot do, and profiles of another job
 """
 
@@ -15,10 +16,13 @@ from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.decision import Decision, decide, least_memory, make_plan
 from megatron_lynx.planner.partitioning import partitioned_as
 from megatron_lynx.planner.uniform import uniform_plan
+from megatron_lynx.planner.userbuffers import AgainstWindows, against_windows
 
 __all__ = [
     "REPLAYABLE",
+    "AgainstWindows",
     "Decision",
+    "against_windows",
     "check_plannable",
     "check_profile",
     "decide",

@@ -16,11 +16,15 @@ def check_plannable(job: Job) -> None:
     if job.model.fp8 is not None and job.model.fp8.recipe not in RUN_BY_PLANS:
         needed = f"{' or '.join(RUN_BY_PLANS)}, or none"
         problems.append(Problem("job: model.fp8.recipe", job.model.fp8.recipe, needed, "the job can be estimated"))
-    if 0 in job.partition:
-        empty, needed = job.partition.index(0), "at least one layer in every chunk"
+    if 0 in job.partition and job.schedule == "double_buffered":
+        empty, needed = job.partition.index(0), "at least one layer on every stage without flushes"
         problems.append(Problem(f"job: parallel.partition.{empty}", "0", needed, "the job can be estimated"))
-    if job.overlap.userbuffers:
-        problems.append(Problem("job: overlap.userbuffers", "true", "false: they leave no windows", "the job can be estimated"))
+    if job.userbuffers and not job.model.uses_te:
+        needed = "transformer_engine with overlap.userbuffers: Megatron's own layers have none"
+        problems.append(Problem("job: model.implementation", job.model.implementation, needed, "the job can be estimated"))
+    if job.userbuffers and job.policy == "full":
+        needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
+        problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

@@ -30,13 +30,14 @@ def uniform_plan(
     """A plan that replays the items of `replay` in every layer; `all`: all that may be.
 
     With `windows` each half is replayed in its usual window, else on demand. Under sequence parallelism `gather` says what
-    becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once.
+    becomes of linear_qkv and linear_fc1: they are kept, or replayed from an input that is gathered once. With userbuffers they
+    are kept in any case, and only messages between stages are windows.
     """
     check_plannable(job)
     replayable = [item for section in DENSE.values() for item in section.replayable_among(job.parallel.context)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
     items = tuple(item for item in ITEMS if item in asked)
-    if job.parallel.sequence_parallel and gather == "keep":
+    if job.parallel.sequence_parallel and (gather == "keep" or job.userbuffers):
         items = tuple(item for item in items if item not in COLUMN_PARALLEL)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
@@ -86,8 +87,10 @@ def _usual_window(
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.column_parallel in items
     in_time = own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
-    if in_time and not gathers_once:
+    if in_time and not gathers_once and not job.userbuffers:
         return own_window(section.half)
+    if before is not None and job.userbuffers:
+        return ON_DEMAND
     if before is not None:
         last = len(before[1].collectives("bwd", parallel.sequence_parallel)) - 1
         return ON_DEMAND if parallel.tensor == 1 else _window_before(layer, before, last)
@@ -97,5 +100,6 @@ def _usual_window(
         return ON_DEMAND
     lies_there = last_stage and job.microbatch_group > parallel.pipeline
     received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(stage)
-    precedes = parallel.tensor > 1 and layers[chunk] == min(layers) and job.schedule == "flush"
+    collective = parallel.tensor > 1 and not job.userbuffers
+    precedes = collective and layers[chunk] == min(layers) and job.schedule == "flush"
     return window_of(window_name("fwd", section.half, 0) if precedes else received, received)

@@ -130,6 +130,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
             sequence_parallel=job.parallel.sequence_parallel,
             context=job.parallel.context,
+            userbuffers=job.userbuffers,
         ),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,
@@ -148,7 +149,7 @@ def stage_of(
     entry = Stage(
         stage=stage,
         chunk=chunk,
-        layers=LayerRange(first=layers[0], last=layers[-1]),
+        layers=LayerRange.of(layers),
         ahead_depth=int(any(window != ON_DEMAND for window in windows)),
         rules=joined(rules),
         offload=offload,

@@ -179,7 +179,9 @@ class Space:
 
     def _sequence_parallel(self, tensor: int, context: int) -> tuple[bool, ...]:
         slices = tensor * (1 if context == 1 else 2 * context)
-        return (False, True) if tensor > 1 and self.job.model.seq % slices == 0 else (False,)
+        if tensor == 1 or self.job.model.seq % slices:
+            return () if tensor > 1 and self.job.overlap.userbuffers else (False,)
+        return (True,) if self.job.overlap.userbuffers else (False, True)
 
 
 def _runs(layout: Layout, microbatches: int) -> bool:

@@ -259,7 +259,9 @@ def _received(walk: Walk, served: Served) -> TimedPass:
 
 
 def _as_seen_by(running: Sequence[Treated], other: Sequence[Treated]) -> tuple[Served, Gathered]:
-    """The same of another chunk: its layers are known by where they stand in their chunk."""
+    """The same of another chunk: its layers are known by where they stand in their chunk. Beside one without layers none is."""
+    if not running or not other:
+        return {}, {}
     moved = running[0].layer - other[0].layer
     return _moved(parts_by_window(other, "steady"), moved), _moved(_gathered(other, "steady"), moved)
 

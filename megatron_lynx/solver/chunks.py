@@ -7,18 +7,19 @@
     have, and are counted as if every chunk in flight were one of them
 [2] of chunks with fewer layers more may be kept, so much that one with more layers no longer fits: what is too much is taken from
     the budget of those that hold most, until all keep theirs
-[3] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
+[3] chunks without layers, which have the embedding or the loss alone, decide nothing
+[4] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
     what they leave
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.interleaved import goes_back_at_once
-from megatron_lynx.solver.answer import Solved, Solver
+from megatron_lynx.solver.answer import Solved, Solver, infeasible
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.receive import with_shared_receive
@@ -33,19 +34,20 @@ class Chunks:
 
     def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
         """All chunks of a stage, `in_flight` of them at once."""
+        deciding = partial(_decided, solver)
         at_once = self._goes_back_at_once(stage)
         beside = range(self.problems.job.chunks - at_once)
-        common = self._beside_each_other(stage, beside, in_flight, budget_bytes, solver)
+        common = self._beside_each_other(stage, beside, in_flight, budget_bytes, deciding)
         answers = SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in beside)
         if not at_once:
             return answers
         room_bytes = (answers.peak_bytes if budget_bytes is None else budget_bytes) - answers.beside_bytes
         problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
-        return SolvedChunks((*answers, _solved_or_least(problem, solver, least=budget_bytes is None)))
+        return SolvedChunks((*answers, _solved_or_least(problem, deciding, least=budget_bytes is None)))
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
         """The same answers, with replays of cool-down moved into the receive of the gradient."""
-        if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1:
+        if len({self._kind(stage, chunk) for chunk in range(len(chunks))}) > 1 or not chunks[0].layers:
             return chunks
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
         return SolvedChunks(map(with_shared_receive, problems, chunks))
@@ -77,7 +79,7 @@ class Chunks:
         return len(layers), tuple(layer in job.model.expert_layers for layer in layers) if job.model.experts is not None else ()
 
     def _goes_back_at_once(self, stage: int) -> bool:
-        """Whether the backward of the last of several chunks follows its own forward. [3]"""
+        """Whether the backward of the last of several chunks follows its own forward. [4]"""
         job, last = self.problems.job, self.problems.job.chunks - 1
         layout = job.parallel.pipeline, stage, job.microbatches, last, job.chunks, job.microbatch_group
         return last > 0 and goes_back_at_once(*layout)
@@ -91,6 +93,16 @@ class Chunks:
     @cached_property
     def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
         return {}
+
+
+def _decided(solver: Solver, problem: StageProblem) -> Solved:
+    """The answer of a solver; that of chunks without layers is nothing. [3]"""
+    if problem.layers:
+        return solver(problem)
+    nothing = Solved((), problem.in_flight, gap=0.0, loss_bytes=problem.loss_bytes)
+    if problem.budget_bytes is not None and nothing.peak_bytes > problem.budget_bytes:
+        raise infeasible(problem, nothing)
+    return nothing
 
 
 def _solved_or_least(problem: StageProblem, solver: Solver, *, least: bool) -> Solved:

@@ -96,7 +96,7 @@ class StageProblems:
             budget_bytes=None if budget_mib is None else int(budget_mib * MIB),
             receive=self._receive(seats, in_flight),
             mixed=self._mixed(seats, layers),
-            device=self._device(stage, seats.chunks),
+            device=self._device(stage, seats.chunks) if layers else None,
             loss_bytes=self._loss_bytes(seats),
         )
 
@@ -209,6 +209,8 @@ class StageProblems:
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors, self.profile.shape.context):
+            if self.job.userbuffers and kind.section.column_parallel in items:
+                continue  # what owns a userbuffer does not run again
             price = priced(self.profile, kind.section, items)
             host = half_host_s(self.profile, kind.section, items)
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)

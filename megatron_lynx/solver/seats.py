@@ -12,8 +12,8 @@
 An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
-FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). Forwards and the receive of
-the gradient have windows, too: `solver.stage_seats`.
+FP8 with one scale for all ranks' parts of a norm's output, that of a norm reduces its amax (rule R2). With userbuffers no
+collective is a window. Forwards and the receive of the gradient have windows, too: `solver.stage_seats`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Seats:
                         strict=False,
                     )
                 )
-                if (passing, collective.carries) != ("bwd", "input")
+                if (passing, collective.carries) != ("bwd", "input") and not self.job.userbuffers
             ]
             for passing, half, above in product(PASSES, HALVES, (0, 1))
         }

@@ -105,7 +105,12 @@ class StageAnswer:
     def movable_share(self) -> float:
         """The part of what a chunk keeps that can be offloaded, for the chunk for which that is least."""
         return min(
-            self._movable_bytes(at) / max(1, chunk.resident_bytes) for at, chunk in enumerate(self.chunks.beside_each_other)
+            (
+                self._movable_bytes(at) / max(1, chunk.resident_bytes)
+                for at, chunk in enumerate(self.chunks.beside_each_other)
+                if chunk.layers
+            ),
+            default=0.0,
         )
 
     def _movable_bytes(self, chunk: int) -> int:

@@ -72,7 +72,8 @@ class StageSeats:
     def _forwards(self) -> bool:
         """Whether forwards that come right before a backward have windows. [3]"""
         job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
-        precedes = self.phases.steady > 0 and job.parallel.tensor > 1 and not self._last and job.schedule == "flush"
+        collective = job.parallel.tensor > 1 and not job.userbuffers
+        precedes = self.phases.steady > 0 and collective and not self._last and job.schedule == "flush"
         everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
         return precedes and everywhere
 

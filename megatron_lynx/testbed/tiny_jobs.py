@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Batch, Job
 from megatron_lynx.config.model import Model
+from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import ContextExchange, Parallel
 
 
@@ -23,6 +24,7 @@ def tiny_job(
     layers_per_chunk: int | None = None,
     microbatch_group: int | None = None,
     sequence_parallel: bool = False,
+    userbuffers: bool = False,
     replicas: int = 1,
     microbatches: int = 2,
     micro: int = 2,
@@ -53,6 +55,7 @@ def tiny_job(
         model=Model(**{**size, **(gpt if like == "gpt" else llama), **model}),
         cluster=Cluster(name="testbed", device="cpu", memory_gib=8),
         gpus=layout.ranks * replicas,
+        overlap=Overlap(userbuffers=userbuffers),
         parallel=layout,
         batch=Batch.model_validate({"micro": micro, "global": micro * microbatches * replicas}),
     )

@@ -27,6 +27,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
+from megatron_lynx.testbed.userbuffers import make_userbuffers
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -82,6 +83,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
     fields |= fusion_fields(job) | expert_fields(job)
+    if job.userbuffers:
+        fields["tp_comm_overlap"] = True
     if len(set(job.partition)) > 1:
         fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
     return TransformerConfig(**{**fields, **overrides})
@@ -118,6 +121,8 @@ def build_model(
     With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
     """
     config = transformer_config(job, **overrides)
+    if job.userbuffers and config.tp_comm_overlap:
+        make_userbuffers(job, config.params_dtype)
     likes: Sequence[torch.nn.Module | None] = weights_of or [None] * job.chunks
     return [_build_chunk(job, config, number, seed, like) for number, like in enumerate(likes)]
 

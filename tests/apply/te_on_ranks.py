@@ -140,3 +140,16 @@ def predicted_bytes(job: Job) -> dict[str, int]:
         copied = 2 if job.model.kv_groups < job.model.heads else 1
         found["attention"] -= copied * shape.tokens * shape.key_width * job.model.element_bytes
     return found | {"copies": fp8_copies_bytes(job, 0) // job.model.layers}
+
+
+def exchanges_of(rank: int, job: Job, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """How many exchanges each userbuffer saw in one step of stock, and in one under a plan."""
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.userbuffers import exchanges
+
+    training = trained(job)
+    one_step(training)
+    before = exchanges()
+    with install(training.chunks, plan):
+        one_step(training)
+    return before, {name: count - before[name] for name, count in exchanges().items()}

@@ -19,6 +19,7 @@ def catalogued_job(
     policy: str = "balanced",
     seq: int | None = None,
     fp8: str | None = None,
+    implementation: str | None = None,
     parallel: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Job:
@@ -26,6 +27,7 @@ def catalogued_job(
     shape = read_yaml(bundled_configs() / "models" / f"{model}.yaml")
     layout = {"tensor": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True, "distributed_optimizer": True}
     recipe = {"fp8": {"recipe": fp8}, "implementation": "transformer_engine"} if fp8 else {}
+    recipe |= {"implementation": implementation} if implementation else {}
     data = {
         "model": shape | recipe | ({"seq": seq} if seq else {}),
         "cluster": cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml"),

@@ -87,7 +87,7 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "topic"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "userbuffers"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "windows"),
         ("--tensor-model-parallel-size 2 --cuda-graph-impl local", "CUDA graphs"),
         ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "expert-parallel overlap"),
         ("--tensor-model-parallel-size 2 --recompute-activations", "stock recomputation"),
@@ -97,6 +97,13 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
 )
 def test_what_defeats_overlap(flags: str, topic: str) -> None:
     assert of_launch(flags)[topic] == "defeats"
+
+
+def test_userbuffers_leave_the_windows_of_a_pipeline() -> None:
+    found = of_launch(
+        "--num-layers 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+    )
+    assert (found["userbuffers"], found["windows"]) == ("note", "good")
 
 
 def test_a_sound_launch_has_nothing_that_defeats_overlap() -> None:

@@ -163,7 +163,6 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
             "--fp8-format hybrid --fp8-recipe mxfp8",
             "--fp8-recipe: found mxfp8, needed delayed or tensorwise; plans for it cannot",
         ),
-        ("--tp-comm-overlap", "userbuffers"),
         ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type: found ring, needed one of p2p, all_gather, a2a"),
         ("--context-parallel-size 2 --cp-comm-type p2p a2a", "--cp-comm-type: found p2p a2a, needed the same in every layer"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "found nothing, needed two sizes whose product is"),
@@ -241,14 +240,14 @@ def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
 
 
 def test_everything_wrong_is_said_at_once() -> None:
-    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --nonsense 3 --tp-comm-overlap", gpus=None)
+    text = problems("--num-layers x --hidden-size --seq-length $SEQ stray --nonsense 3 --multi-latent-attention", gpus=None)
     for part in (
         "--num-layers: found x, needed a whole number",
         "--hidden-size: found nothing",
         "--seq-length: found $SEQ, needed a whole number; let the shell fill its variables in",
         "'stray'",
         "--nonsense",
-        "--tp-comm-overlap",
+        "--multi-latent-attention",
         "--micro-batch-size",
         "--vocab-size",
         "no number of processes",
@@ -511,10 +510,14 @@ def test_what_overlaps_is_read() -> None:
     assert not [place for place in facts(SMALL) if place.startswith("overlap")]
 
 
-def test_userbuffers_are_priced_by_an_estimate_alone() -> None:
-    text = f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
-    assert facts(text, planning=False)["overlap.userbuffers"] is True
-    assert "no windows are left" in problems(text)
+@pytest.mark.parametrize("planning", [False, True])
+def test_userbuffers_are_read_and_fewer_of_them_are_within_their_range(planning: bool) -> None:
+    text = f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad"
+    assert facts(text, planning=planning)["overlap.userbuffers"] is True
+    reading = read_launch(shlex.split(text), gpus=4, planning=planning)
+    assert dict(reading.priced_as)["--tp-comm-overlap-rs-dgrad"].startswith("userbuffers of all linears")
+    without = read_launch(shlex.split(text.replace("--tp-comm-overlap ", "")), gpus=4, planning=planning)
+    assert "--tp-comm-overlap-rs-dgrad" not in dict(without.priced_as)
 
 
 def test_heads_activation_and_loss_are_read() -> None:

@@ -12,8 +12,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from yaml import safe_load
 
 from megatron_lynx.plan.layout import launch_flags, layer_flags, layout_text
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -52,7 +55,7 @@ def layers_in_megatron(plan) -> list[range]:
             place = {"vp_stage": None if chunks == 1 else chunk, "pp_rank": stage}
             if config.pipeline_model_parallel_layout is not None:
                 layers = config.pipeline_model_parallel_layout.get_layer_id_list(**place)
-                found.append(range(layers[0] + 1, layers[-1] + 2))
+                found.append(range(layers[0] + 1, layers[-1] + 2) if layers else range(0))
             else:
                 first = get_transformer_layer_offset(config, **place) + 1
                 found.append(range(first, first + get_num_layers_to_build(config, **place)))
@@ -69,6 +72,8 @@ def layers_in_megatron(plan) -> list[range]:
         ((3, 4, 4, 2), 4, ("--decoder-first-pipeline-num-layers 3", "--decoder-last-pipeline-num-layers 2")),
         ((3, 4, 5, 2), 4, ("--pipeline-model-parallel-layout 'Et*3|t*4|t*5|t*2L'",)),
         ((2,) * 6, 2, ("--num-layers-per-virtual-pipeline-stage 2",)),
+        ((0, 2, 2), 3, ("--pipeline-model-parallel-layout 'E|t*2|t*2L'",)),
+        ((1, 2, 1, 0), 2, ("--pipeline-model-parallel-layout 'Et|t*2|t|L'",)),
         ((1, 2, 2, 2, 2, 1), 2, ("--pipeline-model-parallel-layout 'Et|(t*2|)*4tL'",)),
     ],
 )
@@ -78,6 +83,7 @@ def test_a_launch_gives_every_rank_the_plans_layers(counts, pipeline, flags, mon
     chunks = plan.parallel.chunks
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: chunks if chunks > 1 else None)
     assert layers_in_megatron(plan) == [range(stage.layers.first, stage.layers.last + 1) for stage in plan.stages]
+    assert Plan.model_validate(safe_load(dump_plan(plan))) == plan
 
 
 def test_a_chunk_without_layers_has_no_letter():

@@ -118,6 +118,9 @@ def test_every_problem_is_listed_with_its_place(tmp_path: Path) -> None:
     [
         (("stages", 0, "rules", 0, "layers"), "1-7", "plan.yaml: stages.0: a rule names layers 1-7, but the stage owns 1-2"),
         (("stages", 0, "rules", 0, "layers"), "2-1", "plan.yaml: stages.0.rules.0.layers: 2-1 ends before it begins"),
+        (("stages", 0, "rules", 0, "layers"), "1-0", "plan.yaml: stages.0.rules.0.layers: 1-0 ends before it begins"),
+        (("stages", 0, "rules", 0, "layers"), "none", "plan.yaml: stages.0: a rule is for no layers"),
+        (("stages", 0, "layers"), "none", "plan.yaml: stages.0: a rule names layers 1-2, but there are none"),
         (("stages", 0, "rules", 0, "layers"), 0, "plan.yaml: stages.0.rules.0.layers: found 0, needed at least 1"),
         (("stages", 0, "rules", 0, "layers"), "1-99999999999", "needed at most 1000"),
         (

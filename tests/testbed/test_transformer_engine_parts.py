@@ -62,11 +62,6 @@ def test_gelu_is_applied_after_the_bias_and_its_input_is_handed_out():
     torch.testing.assert_close(out, torch.nn.functional.gelu(before, approximate="tanh"))
 
 
-def test_userbuffers_are_refused():
-    with pytest.raises(NotImplementedError, match="userbuffers"):
-        gemm.generic_gemm(*[None] * 16, comm_overlap=object())
-
-
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norms_are_torchs(kind, zero_centered):

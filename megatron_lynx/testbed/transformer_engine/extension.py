@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.testbed.transformer_engine import enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax
+from megatron_lynx.testbed.transformer_engine import (
+    enums,
+    facts,
+    float8,
+    gemm,
+    multi_tensor,
+    normalization,
+    rope,
+    softmax,
+    userbuffers,
+)
 from megatron_lynx.testbed.transformer_engine.unanswered import Unanswered
 
-PARTS = (enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax)
+PARTS = (enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax, userbuffers)
 
 globals().update({name: getattr(part, name) for part in PARTS for name in part.__all__})
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.transformer_engine.enums import DType
+from megatron_lynx.testbed.transformer_engine.enums import CommOverlapType, DType
 from megatron_lynx.testbed.transformer_engine.float8 import operand
 from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
 
@@ -44,13 +44,11 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(product, bias gradient, GELU's input, extra output); each of the last three where asked for.
-
-    Raises:
-        NotImplementedError: with userbuffers, whose products communicate.
-    """
-    if comm_overlap is not None:
-        raise NotImplementedError("generic_gemm with userbuffers (comm_overlap)")
+    """(product, bias gradient, GELU's input, extra output); each of the last three where asked for. With a userbuffer
+    (`comm_overlap`) ranks exchange before the product or behind it."""
+    scatters = comm_overlap is not None and CommOverlapType(int(comm_type)) is CommOverlapType.RS
+    if comm_overlap is not None and (bulk_overlap or not scatters):
+        comm_overlap.exchange(comm_type)
     left, right = numbers(B, by_columns=transB), numbers(A, by_columns=not transA)
     dtype = A.dtype if output_dtype is None else torch_type(output_dtype)
     product = product_of(left, transB, right, transA) * alpha
@@ -66,6 +64,9 @@ def generic_gemm(
         product = torch.nn.functional.gelu(product, approximate="tanh")
     if accumulate and D is not None:
         product += D.detach().float() * (1.0 if beta is None else beta)
+    if scatters and not bulk_overlap:
+        comm_overlap.scatter(product, extra_output)
+        return extra_output, bias_gradient, pre_gelu, extra_output
     return delivered(product, D, quantizer, dtype), bias_gradient, pre_gelu, extra_output
 
 

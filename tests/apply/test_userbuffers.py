@@ -1,0 +1,98 @@
+"""Plans beside userbuffers (--tp-comm-overlap): what owns one runs once, everything else is planned as ever.
+
+Transformer Engine's own Python runs its userbuffer paths; the buffers and the products that communicate are stood in for, over
+gloo. Not run on a GPU: there pieces travel while pieces are multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from megatron_lynx.anatomy import COLUMN_PARALLEL, REPLAYABLE
+from megatron_lynx.config.job import Job
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+from ..te_releases import pool_with
+from ..transparency.offloaded import offloading
+from ..transparency.test_every_bit import checked
+from . import on_ranks, te_on_ranks
+
+LAYOUTS = {
+    "TP2+SP": {"tensor": 2},
+    "TP2xPP2+SP": {"tensor": 2, "pipeline": 2, "microbatches": 4},
+    "TP2xPP2xVPP2+SP": {"tensor": 2, "pipeline": 2, "layers_per_chunk": 1, "microbatches": 4},
+}
+MAY_RUN_AGAIN = tuple(item for item in REPLAYABLE if item not in COLUMN_PARALLEL)
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
+
+
+def job_with(like: str = "gpt", userbuffers: bool = True, **fields) -> Job:
+    return tiny_job(like, implementation="transformer_engine", sequence_parallel=True, userbuffers=userbuffers, **fields)
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
+    for started in pools.values():
+        started.close()
+
+
+@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit_is_as_in_stock_with_userbuffers(pool_of, layout, like):
+    job = job_with(like, **LAYOUTS[layout])
+    everything = uniform_plan(job)
+    assert {item for stage in everything.stages for rule in stage.rules for item in rule.replay} == set(MAY_RUN_AGAIN)
+    candidates = [
+        everything,
+        uniform_plan(job, windows=False),
+        uniform_plan(job, [*NORMS, "core_attention"]),
+        uniform_plan(job, ["activation", "mlp_bda"]),
+        offloading(uniform_plan(job, NORMS), 20_000),
+    ]
+    checked(pool_of, job, candidates)
+
+
+def test_what_owns_a_userbuffer_runs_once(pool_of):
+    """Each buffer sees as many exchanges as in stock, and there are some."""
+    job = job_with(tensor=2)
+    for stock, planned in pool_of(2).run(te_on_ranks.exchanges_of, job, uniform_plan(job)):
+        assert stock == planned
+        assert {name for name, count in stock.items() if count} == {
+            *("qkv_fprop", "qkv_dgrad", "qkv_wgrad", "proj_fprop", "proj_dgrad"),
+            *("fc1_fprop", "fc1_dgrad", "fc1_wgrad", "fc2_fprop", "fc2_dgrad"),
+        }
+
+
+def on_and_off(training, undo) -> None:
+    """The model was built with userbuffers; its config denies it."""
+    on_ranks.set_config(training, undo, tp_comm_overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("live", "planned", "spoil", "places"),
+    [
+        (True, False, None, ["plan: parallel.userbuffers"]),
+        (False, True, None, ["plan: parallel.userbuffers"]),
+        (True, True, on_and_off, [f"layer 1.linear_{linear}" for linear in (*["qkv.ub"] * 3, *["proj.ub"] * 2)]),
+    ],
+    ids=["flag without plan", "plan without flag", "linears without flag"],
+)
+def test_flag_and_plan_must_agree(pool_of, live, planned, spoil, places):
+    plan = uniform_plan(job_with(tensor=2, userbuffers=planned), NORMS, windows=False)
+    for refusal in pool_of(2).run(on_ranks.refused, job_with(tensor=2, userbuffers=live), plan, spoil):
+        assert [place.split("_overlap")[0].split("_bulk")[0] for place in refusal.places][: len(places)] == places
+        assert refusal.changed == []
+
+
+def test_megatrons_own_layers_have_none(pool_of):
+    job = tiny_job(tensor=2, sequence_parallel=True)
+    flag = partial(on_ranks.set_config, tp_comm_overlap=True)
+    for refusal in pool_of(2).run(on_ranks.refused, job, uniform_plan(job, NORMS), flag):
+        assert refusal.places == ["config.tp_comm_overlap"]
