@@ -48,7 +48,7 @@ def test_a_launch_is_for_its_plan(name: str, cluster: str) -> None:
     reading = read_launch(words)
     assert reading.problems == ()
     names = "num_layers hidden_size ffn_hidden_size num_attention_heads seq_length micro_batch_size"
-    names += " tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel"
+    names += " tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size sequence_parallel"
     arguments = Namespace(**{name: reading.given[name] for name in names.split()})
     arguments.ffn_hidden_size = reading.job_data["model"]["ffn"]
     assert list(arguments_against(plan, arguments)) == []

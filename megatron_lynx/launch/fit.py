@@ -31,6 +31,7 @@ def arguments_against(plan: Plan, args: Any) -> Iterator[Problem]:
 def _sizes(plan: Plan, args: Any) -> Iterator[Problem]:
     needed = {
         "tensor_model_parallel_size": plan.parallel.tensor,
+        "context_parallel_size": plan.parallel.context,
         "pipeline_model_parallel_size": plan.parallel.pipeline,
         "num_layers": plan.model.layers,
         "hidden_size": plan.model.hidden,

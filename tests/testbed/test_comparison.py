@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,17 @@ def test_a_job_that_this_machine_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal, hosts_for(job):
         pass
     assert [problem.where for problem in refusal.value.problems] == ["job: gpus", "job: model.attention"]
+
+
+def test_what_cut_sequences_cannot_have_here_is_refused() -> None:
+    def places(**fields: Any) -> list[str]:
+        with pytest.raises(ConfigError) as refusal, hosts_for(tiny_job("gpt", context=2, **fields)) as hosts:
+            measure_profile(tiny_job("gpt", context=2, **fields), hosts, silently)
+        return [problem.where for problem in refusal.value.problems]
+
+    assert places() == ["job: model.attention_dropout"], "p2p: the ring drops nothing out"
+    assert places(implementation="transformer_engine", attention_dropout=0.0) == ["job: model.implementation"]
+    assert places(context_exchange="all_gather") == ["job: parallel.context"], "no layer is measured with its exchange"
 
 
 def test_a_profile_of_real_ranks_makes_a_plan() -> None:
