@@ -28,8 +28,8 @@ POLICIES = {"no": "none", "ours": "balanced", "full": "full"}
 CLUSTERS = {"A800": "a800-80g", "H800": "h800-80g"}
 REST_BYTES = 1_200_000_000
 """What they measured beside parameters, gradients, optimizer, activations and copies: about 1.2e9. Their planner set it aside, so
-the ratios that it chose are recomputed with it. 0.9e9 of it are counted here, moment by moment, and a row of each ratio in figure 7
-does without it. What these lack is no constant (0 to 0.8e9, up and down with the ratio)."""
+the ratios that it chose are recomputed with it. 0.9e9 of it are counted here, moment by moment, and each ratio of figure 7 has a
+row without it. What these lack is no constant (0 to 0.8e9, up and down with the ratio)."""
 CALIBRATING_GPUS, CALIBRATING_DEMO = (128, 256), ("ours", "A800")
 """Runs of figure 9, and of the demo, whose throughput chose `matmul.efficiency` of their cluster."""
 
