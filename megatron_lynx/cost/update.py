@@ -6,6 +6,8 @@
     parameters           ... B | reduce | Adam | first | F ...       bucket by bucket behind the first forward, which waits for
                                                gather ......         the first one
 
+Beside these come kernels, small all-reduces and waits of the host that are there however few parameters there are (`cost.fixed`).
+
 What is hidden is not free: GEMMs beside a collective lose a share of their rate (`matmul.beside_collective`). What there is to
 hide behind is taken to be a pass that replays nothing, whatever the policy, so that policies are compared by what they do.
 """
@@ -13,10 +15,12 @@ hide behind is taken to be a pass that replays nothing, whatever the policy, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.expert_parameters import expert_sharers
-from megatron_lynx.cost.parameters import bytes_each, stage_parameters
+from megatron_lynx.cost.fixed import fixed_s
+from megatron_lynx.cost.parameters import Parameters, bytes_each, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.profile import Profile
@@ -70,24 +74,38 @@ def update_s(job: Job, profile: Profile) -> float:
     if most.experts:
         own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert)
         seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
-    return seconds
+    return seconds + fixed_s(job, stage, most, _buckets(job, stage, most))
+
+
+def _buckets(job: Job, stage: int, parameters: Parameters) -> int:
+    """In how many pieces gradients are reduced: each chunk's buffer at once, but for the first chunk's on the first stage where
+    reductions overlap, which is cut into buckets (`DistributedDataParallel`, `disable_bucketing`)."""
+    whole = job.chunks * (2 if parameters.experts else 1)
+    if not job.overlap.gradients or stage > 0:
+        return whole
+    others = ceil(parameters.others / job.chunks / _bucket_parameters(job.parallel.context * job.replicas))
+    experts = ceil(parameters.experts / job.chunks / _bucket_parameters(expert_sharers(job)))
+    return max(1, others) + experts + whole - (2 if parameters.experts else 1)
+
+
+def _bucket_parameters(sharers: int) -> int:
+    return max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH * sharers)
 
 
 def _updated(job: Job, count: int, sharers: int, stride: int) -> UpdateSeconds:
     """Updating `count` parameters that so many ranks share, `stride` ranks apart."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
-    streamed = owned * _stepped_bytes(job) + count * (3 if sharers > 1 else 1) * each.gradient
+    streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
     streamed += _cast_bytes(job)
     if job.schedule == "double_buffered":  # the retired version is overwritten with the newest before it is stepped
         streamed += 2 * count * each.weight
     moved, byte_per_s = (sharers - 1) / sharers * count, _replica_byte_per_s(job, sharers, stride)
-    bucket = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH * sharers)
     return UpdateSeconds(
         reduce_s=moved * each.gradient / byte_per_s,
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
         gather_s=moved * (each.weight if job.parallel.distributed_optimizer else each.gradient) / byte_per_s,
-        bucket_share=min(1.0, bucket / count),
+        bucket_share=min(1.0, _bucket_parameters(sharers) / count),
     )
 
 
@@ -103,7 +121,7 @@ def _cast_bytes(job: Job) -> int:
 def _stepped_bytes(job: Job) -> int:
     """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
     Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
-    Beside these, gradients are cleared, and averaged in place if shared."""
+    Beside these, gradients are cleared, looked through for what is no number, and averaged in place if shared."""
     each = bytes_each(job)
     gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
     parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight

@@ -133,8 +133,9 @@ class BestFirst:
     def _update_s(self, job: Job) -> float:
         """Seconds of gradients, optimizer and parameters, which are the same for many policies, and unless something overlaps for
         many micro-batch sizes."""
-        layout, behind = job.parallel, (job.batch.micro, job.parallel.sequence_parallel) if job.overlap.gradients else None
-        key = (layout.tensor, layout.context, layout.pipeline, job.schedule == "flush", layout.expert, behind)
+        layout, behind = job.parallel, job.batch.micro if job.overlap.gradients else None
+        flushes, together = job.schedule == "flush", layout.sequence_parallel
+        key = (layout.tensor, layout.context, layout.pipeline, job.chunks, flushes, together, layout.expert, behind)
         if key not in self._updates_s:
             self._updates_s[key] = update_s(job, self._cost(job).profile)
         return self._updates_s[key]
