@@ -33,7 +33,13 @@ from megatron_lynx.testbed.schedules import Timed, Way, time_ways
 FLUSH, DEFERRED, AT_ONCE = "flush", "without flushes, updates deferred", "without flushes, updates at once"
 SETTINGS: dict[str, bool | None] = {FLUSH: None, DEFERRED: True, AT_ONCE: False}
 """Whether `DoubleBuffered` defers updates; None: Megatron's own schedule."""
-LAYOUT: dict[str, Any] = {"gpus": 2, "parallel.tensor": 1, "parallel.pipeline": 2, "batch.global": 2}
+LAYOUT: dict[str, Any] = {
+    "gpus": 2,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 2,
+    "batch.global": 2,
+    "overlap.weight_gradients": "auto",
+}
 """Changes of `jobs/demo`, as there are only two cores."""
 QUICK = {"model.layers": 2, "model.seq": 128, "model.hidden": 256, "model.ffn": 512}
 

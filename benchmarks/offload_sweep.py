@@ -54,6 +54,7 @@ LAYOUT: dict[str, Any] = {
     "parallel.layers_per_chunk": 1,
     "batch.global": 6,
     "policy": "none",
+    "overlap.weight_gradients": "auto",
     "cluster": {"name": "two-hosts", "device": "cpu", "memory_gib": 8, "link_mbit_per_s": 100},
 }
 """Changes of `jobs/demo`, as there are only two cores."""

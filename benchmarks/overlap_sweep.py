@@ -160,7 +160,7 @@ def bytes_per_layer(mode: str) -> dict[str, float]:
     held = {}
     for layers in (4, 8):
         job = job_of(layers, sequence_parallel, None)
-        candidates: list[Candidate] = [NONE, FULL, ours(plan_of(job, gather))[1]]
+        candidates: list[Candidate] = [NONE, FULL, ours(plan_of(job, gather))[-1]]
         with hosts_for(job) as hosts:
             held[layers] = hosts.run(count, job, candidates, env=ENVIRONMENT)[0]
     return {name: (held[8][name] - held[4][name]) / 4 for name in held[4]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.fused_gradient import fused_gradients
 from megatron_lynx.testbed.subject import Subject
 
 
@@ -12,11 +13,12 @@ def count(rank: int, job: Job, candidates: list[Candidate]) -> dict[str, int]:
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
-    first = Subject(job, NONE)
     held = {}
-    for candidate in candidates:
-        subject = Subject(job, candidate, first)
-        with subject.in_force():
-            subject.step()
-            held[candidate.name] = subject.counted_step().resident_bytes
+    with fused_gradients(job):
+        first = Subject(job, NONE)
+        for candidate in candidates:
+            subject = Subject(job, candidate, first)
+            with subject.in_force():
+                subject.step()
+                held[candidate.name] = subject.counted_step().resident_bytes
     return held

@@ -21,6 +21,7 @@ from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.testbed.comparison import Comparison
+from megatron_lynx.testbed.fused_gradient import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.version import __version__
 from megatron_lynx.yaml_file import write_yaml
@@ -100,8 +101,8 @@ SMALL = tiny_job("llama", tensor=2, microbatches=1, micro=1, layers=2)
 
 
 def test_from_a_job_to_a_comparison(tmp_path: Path) -> None:
-    """The three commands of `make demo`, on a job of seconds."""
-    job = job_file(tmp_path, SMALL)
+    """The three commands of `make demo`, on a job of seconds. Its weight gradients may be deferred, as the demo's."""
+    job = job_file(tmp_path, deferring(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
     assert lynx("profile", job, "-o", profile).exit_code == 0
     summary = json.loads(lynx("plan", job, "--profile", profile, "-o", plan, "--json").stdout)

@@ -97,6 +97,12 @@ def notes(measurement: Measurement) -> Iterator[str]:
     for setting in measurement.settings:
         if setting.on_demand_s:
             yield f"{setting.name}: {format_seconds(setting.on_demand_s)} of one step's trace are replays on demand."
+        if deferred := setting.filled_weight_gradients + setting.flushed_weight_gradients:
+            yield (
+                f"{setting.name}: {deferred} weight gradients deferred in one step on all ranks, "
+                f"{setting.filled_weight_gradients} of them into waits; their operands held at most "
+                f"{format_bytes(setting.deferred_bytes)}."
+            )
         if setting.offloaded_bytes:
             yield (
                 f"{setting.name}: {format_bytes(setting.offloaded_bytes)} to the host and back in one step, through "

@@ -43,6 +43,12 @@ class RankResult(_Part):
     on_demand_replays: int = Field(default=0, ge=0)
     on_demand_s: float | None = Field(default=None, ge=0)
     """Seconds of one step's on-demand replays, from its trace; None where no trace was taken."""
+    filled_weight_gradients: int = Field(default=0, ge=0)
+    """Deferred weight gradients that ran in a wait, in one step."""
+    flushed_weight_gradients: int = Field(default=0, ge=0)
+    """Those that no wait took."""
+    deferred_bytes: int = Field(default=0, ge=0)
+    """The most that their operands held at once."""
     offloaded_bytes: int = Field(default=0, ge=0)
     """Activations copied to the host in one step; as many come back."""
     host_bytes: int = Field(default=0, ge=0)
@@ -95,6 +101,21 @@ class Setting(_Part):
         """Seconds of the rank that spends most on replays on demand; None if a rank has no figure."""
         seconds = [rank.on_demand_s for rank in self.ranks if rank.on_demand_s is not None]
         return max(seconds) if len(seconds) == len(self.ranks) else None
+
+    @property
+    def filled_weight_gradients(self) -> int:
+        """Deferred weight gradients of all ranks in one step that ran in a wait."""
+        return sum(rank.filled_weight_gradients for rank in self.ranks)
+
+    @property
+    def flushed_weight_gradients(self) -> int:
+        """Deferred weight gradients of all ranks in one step that no wait took."""
+        return sum(rank.flushed_weight_gradients for rank in self.ranks)
+
+    @property
+    def deferred_bytes(self) -> int:
+        """The most that operands of deferred weight gradients held, on the rank that held most."""
+        return max(rank.deferred_bytes for rank in self.ranks)
 
     @property
     def offloaded_bytes(self) -> int:

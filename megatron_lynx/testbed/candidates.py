@@ -3,7 +3,8 @@
 none                                     what ratios refer to
 selective, full                          stock's two usual answers
 modules {...}, offload {...}, block N    opponents: the fastest stock setting of no more bytes than ours may be one of them
-ours, on demand                          the plan without its windows: what replaying costs if nothing hides it
+ours, on demand                          the plan without what fills waits: what replaying costs if nothing hides it
+ours, no weight gradient deferred        the same plan with its replays in windows, and nothing else in waits (if it defers any)
 ours                                     the plan
 """
 
@@ -58,9 +59,13 @@ def stock(setting: StockSetting, known_to_fail: str | None = None) -> Candidate:
 NONE, SELECTIVE, FULL = stock(STOCK_NONE), stock(STOCK_SELECTIVE), stock(STOCK_FULL)
 
 
-def ours(plan: Plan) -> tuple[Candidate, Candidate]:
-    """The plan without its windows, and the plan."""
-    return Candidate("ours, on demand", plan=without_windows(plan)), Candidate("ours", plan=plan)
+def ours(plan: Plan) -> tuple[Candidate, ...]:
+    """The plan with nothing in its waits, with replays, and with weight gradients, too, if it defers any: the plan itself."""
+    first, whole = without_deferral(plan), Candidate("ours", plan=plan)
+    on_demand = Candidate("ours, on demand", plan=without_windows(first))
+    if first == plan:
+        return on_demand, whole
+    return on_demand, Candidate("ours, no weight gradient deferred", plan=first), whole
 
 
 def module_sets(job: Job) -> Iterator[Candidate]:
@@ -99,6 +104,20 @@ def without_windows(plan: Plan) -> Plan:
     """The same plan with every replay and every gather on demand."""
     stages = (
         stage.model_copy(update={"ahead_depth": 0, "rules": tuple(_on_demand(rule) for rule in stage.rules)})
+        for stage in plan.stages
+    )
+    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+
+
+def without_deferral(plan: Plan) -> Plan:
+    """The same plan with every weight gradient computed where stock computes it."""
+    stages = (
+        stage.model_copy(
+            update={
+                "weight_gradients": None,
+                "rules": tuple(rule.model_copy(update={"weight_gradients": {}}) for rule in stage.rules),
+            }
+        )
         for stage in plan.stages
     )
     return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())

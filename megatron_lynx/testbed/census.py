@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure import process_peak
 from megatron_lynx.measure.measurement import CounterCheck, Skipped
@@ -35,6 +36,7 @@ from megatron_lynx.testbed.candidates import (
     offload_sets,
     ours,
 )
+from megatron_lynx.testbed.fused_gradient import fused_gradients
 from megatron_lynx.testbed.subject import Subject, most_of_all_ranks, same_bits
 
 Bits = dict[str, torch.Tensor]
@@ -80,9 +82,14 @@ def take_census(rank: int, job: Job, plan: Plan, module_sets_too: bool = True) -
 
     failing = _failing(job) if module_sets_too else []
     initialise(job)
+    with fused_gradients(job):
+        return _census(job, plan, Census([], failing), module_sets_too)
+
+
+def _census(job: Job, plan: Plan, census: Census, module_sets_too: bool) -> Census:
     none = Subject(job, NONE)
     reference = none.repeatable_step()
-    census = Census([_count(none)], failing)
+    census.counted.append(_count(none))
     for candidate in (SELECTIVE, FULL, *ours(plan)):
         census.counted.append(_count(Subject(job, candidate, none), reference))
     if module_sets_too:
@@ -151,10 +158,11 @@ def _error_of(alone: Job, candidate: Candidate) -> str | None:
 
 
 def _alone(job: Job) -> Job:
-    """A job with the same kind of model but one narrow layer, which every rank trains alone."""
+    """A job with the same kind of model but one narrow layer, which every rank trains alone: nothing reduces its gradients."""
     size = {"layers": 1, "hidden": 8 * job.model.heads, "ffn": 16, "vocab": 16, "seq": 8}
     batch = job.batch.model_copy(update={"global_": job.batch.micro * job.gpus})
-    return job.model_copy(update={"model": job.model.model_copy(update=size), "parallel": Parallel(), "batch": batch})
+    model = job.model.model_copy(update=size)
+    return job.model_copy(update={"model": model, "parallel": Parallel(), "batch": batch, "overlap": Overlap()})
 
 
 def _check_of(subject: Subject) -> CounterCheck | None:

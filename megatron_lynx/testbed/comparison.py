@@ -1,7 +1,7 @@
 """A plan and stock Megatron side by side, on ranks of this machine.
 
 census   what each setting holds; are its gradients stock's?           all candidates, unshaped link
-field    none, selective, full, ours on demand, ours, and the stock settings of no more bytes than ours
+field    none, selective, full, the stock settings of no more bytes than ours, and ours: filler by filler
 race     seconds, in turns; a traced step of each plan                  the field, the job's own link
   └────> Measurement (table, verdict) and Timeline (picture, trace)
 """
@@ -21,6 +21,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
 from megatron_lynx.testbed.census import Census, Counted, take_census
+from megatron_lynx.testbed.fused_gradient import deferring
 from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import format_bytes
@@ -42,7 +43,7 @@ class Comparison:
 
     @property
     def gradients_equal(self) -> bool:
-        """Whether those of both settings of ours equal stock's in every bit."""
+        """Whether those of all settings of ours equal stock's in every bit."""
         return all(setting.gradients_equal for setting in self.measurement.settings if setting.ours)
 
 
@@ -54,6 +55,8 @@ def compare(
     Raises `PlanMismatch`, `HookRefused` or another error of this package; `RankError` for anything else that a rank raises.
     """
     check_plan(job, plan)
+    if any(entry.defers for entry in plan.stages):
+        job = deferring(job)  # stock's weight gradients, too, are then added up in place
     with announce("counting what every setting holds, comparing gradients"):
         censuses = hosts.run(take_census, job, plan, module_sets, unshaped=True, env=ENVIRONMENT)
     field = field_of(censuses[0])
@@ -158,6 +161,9 @@ def _result(rank: int, counted: Counted, lap: Lap) -> RankResult:
         peak_bytes=counted.use.peak_bytes,
         hidden_replays=counted.counts.hidden,
         on_demand_replays=counted.counts.on_demand,
+        filled_weight_gradients=counted.counts.filled,
+        flushed_weight_gradients=counted.counts.flushed,
+        deferred_bytes=counted.counts.deferred_bytes,
         offloaded_bytes=counted.counts.offloaded_bytes,
         host_bytes=counted.counts.host_bytes,
         exposed_copy_s=counted.counts.exposed_copy_s,

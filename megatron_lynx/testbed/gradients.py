@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
+
+
+def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks without Megatron's DistributedDataParallel around them."""
+    return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:

@@ -80,16 +80,33 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
 
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
-    from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.fused_gradient import fused_gradients
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.host_time import asked_by, measure_host_time
-    from megatron_lynx.testbed.te_layer import fp8_context, stood_in_for, te_layer
+    from megatron_lynx.testbed.te_layer import stood_in_for
+
+    with fused_gradients(job):
+        halves, embedding, head, device = _of_one_layer(job, repetitions)
+    initialise(job)
+    links = _messages(job, device, repetitions)
+    interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
+    host_time = measure_host_time(rank, job.gpus, asked_by(job)) if missing is None else None
+    return RankFigures(halves, embedding, head, links, interference, host_time, missing)
+
+
+def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:
+    """Both halves of a layer and both ends of the model, without a group, and the device that they are on."""
+    from megatron_lynx.profiler.measured import measure_layer, shard_arguments
+    from megatron_lynx.testbed.fused_gradient import fused_gradient_fields, give_main_gradients
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.te_layer import fp8_context, te_layer
     from megatron_lynx.testbed.tiny_models import build_model
 
     alone = _alone(job)
     initialise(alone)
-    whole = build_model(alone, **shard_arguments(job))[0]
+    whole = build_model(alone, **fused_gradient_fields(job), **shard_arguments(job))[0]
     chunk = getattr(whole, "module", whole)
+    give_main_gradients(job, chunk)
     hidden = _hidden(alone, chunk)
     sequence_shards = job.parallel.tensor if job.parallel.sequence_parallel else 1
     layer = chunk.decoder.layers[0]
@@ -105,11 +122,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
         )
     embedding = _end(job, repetitions, timed=_embedding(alone, chunk), counted=_embedding(alone, chunk))
     head = _end(job, repetitions, timed=_head(alone, chunk, hidden.detach), counted=_head(alone, chunk, hidden.clone))
-    initialise(job)
-    links = _messages(job, hidden.device, repetitions)
-    interference, missing = _interference(job, links, hidden.device, repetitions), stood_in_for(job)
-    host_time = measure_host_time(rank, job.gpus, asked_by(job)) if missing is None else None
-    return RankFigures(halves, embedding, head, links, interference, host_time, missing)
+    return halves, embedding, head, hidden.device
 
 
 def _alone(job: Job) -> Job:

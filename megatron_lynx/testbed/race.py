@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.steps import time_alternating
 from megatron_lynx.testbed.candidates import NONE, Candidate
+from megatron_lynx.testbed.fused_gradient import fused_gradients
 from megatron_lynx.testbed.subject import Subject, subjects_of
 
 
@@ -31,7 +32,11 @@ class Lap:
 
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
     """Runs inside `RankPool`, on all ranks of the job. Laps by the names of `candidates`, of which the first is stock none."""
-    subjects = subjects_of(job, candidates)
+    with fused_gradients(job):
+        return _laps(subjects_of(job, candidates), rounds, warmups)
+
+
+def _laps(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
     with Alternation(subjects) as alternation:
         samples = time_alternating(
             {name: subject.step for name, subject in subjects.items()},

@@ -1,7 +1,8 @@
 """One setting of a comparison on one rank: a model built for it, and its plan, which is in force only while it has its turn.
 
 All subjects of a comparison share one set of weights and gradients, so that they differ in nothing but their setting, and
-many of them need no more memory than one. No optimizer runs: every step starts from the same weights.
+many of them need no more memory than one. No optimizer runs: every step starts from the same weights. Where the job defers weight
+gradients, all settings add theirs up in place, within `fused_gradients`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ class Subject:
 
     def __init__(self, job: Job, candidate: Candidate, weights_of: Subject | None = None) -> None:
         from megatron_lynx.testbed.batches import synthetic_batches
+        from megatron_lynx.testbed.fused_gradient import adds_up_in_place, fused_gradient_fields
+        from megatron_lynx.testbed.gradients import unwrapped
         from megatron_lynx.testbed.tiny_models import build_model
         from megatron_lynx.testbed.training import Training
 
-        chunks = None if weights_of is None else weights_of.training.chunks
+        like = None if weights_of is None else weights_of.training
         self._quietly: Callable[[], AbstractContextManager[None]] = nullcontext
         if candidate.offloads:
             from megatron_lynx.testbed.stock_offload import forget_offloaded, without_its_table
@@ -40,10 +43,13 @@ class Subject:
             forget_offloaded()
             self._quietly = without_its_table
         # Weights are drawn, or shared, once the model stands: Megatron need not draw its own.
-        model = build_model(job, weights_of=chunks, perform_initialization=False, **candidate.fields)
+        fields = fused_gradient_fields(job) | candidate.fields
+        chunks = None if like is None else unwrapped(like.chunks)
+        model = build_model(job, weights_of=chunks, perform_initialization=False, **fields)
         self.job = job
         self.candidate = candidate
-        self.training: Training = Training(job, model, optimizer=None)
+        self._in_place = adds_up_in_place(job)
+        self.training: Training = Training(job, model, optimizer=None, ddp=self._in_place, buffers_of=like)
         self.batches = synthetic_batches(job)
 
     @property
@@ -87,7 +93,8 @@ class Subject:
         def step(meter: ActivationMeter) -> None:
             self.uncleared_step(marked(forward_step, meter, "forward"))
 
-        return count_step(step, self.device, self.training.parameters().values())
+        allocated = () if self._in_place else self.training.parameters().values()
+        return count_step(step, self.device, allocated)
 
     def traced_step(self, installation: Any) -> list[dict[str, Any]]:
         """The events of one step under a plan. All ranks start their clocks behind one barrier."""

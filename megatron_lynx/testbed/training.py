@@ -10,6 +10,7 @@ It knows nothing of plans: stock runs and planned runs go through the same lines
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class Training:
         optimizer: plain SGD (no reduction over replicas unless `ddp`), Megatron's Adam, or none.
             Megatron's needs `ddp`; it is the distributed one if the job says so.
         ddp: wrap the chunks in Megatron's DistributedDataParallel.
+        buffers_of: one with `ddp` whose parameters these chunks share: its wrappers' buffers and hooks serve both.
         overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
         overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
         learning_rate: of either optimizer.
@@ -45,12 +47,17 @@ class Training:
         *,
         optimizer: Literal["sgd", "megatron"] | None = "sgd",
         ddp: bool = False,
+        buffers_of: Training | None = None,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         learning_rate: float = 0.1,
     ) -> None:
         self.job = job
-        self.chunks = with_ddp(job, chunks, overlap_grad_reduce, overlap_param_gather) if ddp else list(chunks)
+        self.chunks = list(chunks)
+        if ddp and buffers_of is not None:
+            self.chunks = [around(*both) for both in zip(buffers_of.chunks, chunks, strict=True)]
+        elif ddp:
+            self.chunks = with_ddp(job, chunks, overlap_grad_reduce, overlap_param_gather)
         self.optimizer: Any = None
         config = get_model_config(self.chunks[0])
         config.finalize_model_grads_func = finalize_model_grads if ddp else finalize_without_ddp
@@ -103,6 +110,18 @@ def with_ddp(
         DistributedDataParallel(get_model_config(chunk), config, chunk, disable_bucketing=index > 0)  # as pretraining does it
         for index, chunk in enumerate(chunks)
     ]
+
+
+def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
+    """What is around one chunk, around another one that shares its parameters.
+
+    A second DistributedDataParallel of the same parameters would point `main_grad` to buffers of its own, which the first one
+    would not know, and every model of a comparison would need as much memory again.
+    """
+    other = copy.copy(wrapper)
+    other._modules = {"module": chunk}
+    other.config = get_model_config(chunk)
+    return other
 
 
 def megatron_optimizer(

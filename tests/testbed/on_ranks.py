@@ -191,3 +191,18 @@ def die(rank: int) -> None:
 
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shared_main_gradients(rank, job):
+    """Whether gradients of two settings are added up in the same place, by a step of the second; how many models are wrapped."""
+    from megatron_lynx.testbed.candidates import FULL, NONE
+    from megatron_lynx.testbed.fused_gradient import fused_gradients
+    from megatron_lynx.testbed.subject import subjects_of
+
+    with fused_gradients(job):
+        first, second = subjects_of(job, [NONE, FULL]).values()
+        places = [parameter.main_grad.data_ptr() for parameter in first.training.parameters().values()]
+        second.step()
+        same = places == [parameter.main_grad.data_ptr() for parameter in second.training.parameters().values()]
+        added = all(gradient.any() for gradient in first.training.gradients().values())
+        return same and added, len({id(each.training.chunks[0].module) for each in (first, second)})

@@ -1,24 +1,34 @@
-"""The comparison, end to end: stock Megatron and a plan on two ranks."""
+"""The comparison, end to end: stock Megatron and a plan with both fillers on two ranks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.config import load_job
 from megatron_lynx.errors import ConfigError, LynxError, PlanMismatch
 from megatron_lynx.planner import make_plan, uniform_plan
-from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, without_windows
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.testbed import fused_gradient
+from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.testbed import on_ranks
+from tests.transparency.deferring import deferring
 
 JOB = tiny_job("gpt", tensor=2, microbatches=1, micro=1, hidden=64, ffn=128, seq=128)
 """With dropout: equal gradients need equal random numbers. Wide enough that activations outweigh the states of generators."""
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @contextmanager
@@ -29,7 +39,7 @@ def silently(what: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
     with hosts_for(JOB) as hosts:
-        return compare(JOB, uniform_plan(JOB), hosts, silently, rounds=2, warmups=0)
+        return compare(JOB, deferring(uniform_plan(JOB)), hosts, silently, rounds=2, warmups=0)
 
 
 def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -> None:
@@ -37,8 +47,8 @@ def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -
     settings = {setting.name: setting for setting in comparison.measurement.settings}
     names = list(settings)
     assert names[:3] == ["stock none", "stock selective", "stock full"]
-    assert names[-2:] == ["ours, on demand", "ours"]
-    assert [name for name in names if settings[name].ours] == names[-2:]
+    assert names[-3:] == ["ours, on demand", "ours, no weight gradient deferred", "ours"]
+    assert [name for name in names if settings[name].ours] == names[-3:]
     assert comparison.measurement.reference.gradients_equal is None
     assert [name for name in names[1:] if not settings[name].gradients_equal] == []
     assert comparison.gradients_equal
@@ -47,13 +57,44 @@ def test_every_setting_has_its_row_and_equal_gradients(comparison: Comparison) -
 
 def test_replays_are_the_plans(comparison: Comparison) -> None:
     """Four layers of two halves on two ranks; the MLP half of the last layer has no window before it."""
-    *_, on_demand, ours = comparison.measurement.settings
+    *_, on_demand, first, ours = comparison.measurement.settings
     assert (on_demand.hidden_replays, on_demand.on_demand_replays) == (0, 16)
+    assert (first.hidden_replays, first.on_demand_replays) == (14, 2)
     assert (ours.hidden_replays, ours.on_demand_replays) == (14, 2)
     assert ours.on_demand_s is not None
     for rank in (0, 1):
         assert comparison.timeline.hidden_replays(rank) == 7
         assert comparison.timeline.on_demand_replays(rank) == 1
+
+
+def test_weight_gradients_are_deferred_by_the_whole_plan_alone(comparison: Comparison) -> None:
+    """Four linears in each of four layers, on two ranks. Stock's settings differ from ours in nothing else: all add theirs up in
+    place, or the plan would be refused."""
+    *others, ours = comparison.measurement.settings
+    assert [setting.name for setting in others if setting.filled_weight_gradients or setting.deferred_bytes] == []
+    assert (ours.filled_weight_gradients, ours.flushed_weight_gradients) == (32, 0)
+    assert ours.deferred_bytes > 0
+    for spans in comparison.timeline.ranks.values():
+        assert sum(span.kind == "weight_gradient" for span in spans) == 16
+
+
+def test_subjects_of_one_job_share_their_main_gradients() -> None:
+    """With buffers of its own for every setting, gradients would be added to those of the last one."""
+    with hosts_for(JOB) as hosts:
+        for shared, modules in hosts.run(on_ranks.shared_main_gradients, fused_gradient.deferring(JOB)):
+            assert shared
+            assert modules == 2
+
+
+def test_the_plan_of_the_demo_uses_both_fillers() -> None:
+    """Planned for the profile of an idle machine: two cores, and a link as slow as the demo's."""
+    measured = json.loads((RESULTS / "2026-11-20-simulated-demo.json").read_text())["profiles"][0]
+    job = load_job("jobs/demo")
+    plan = make_plan(job, Profile.model_validate(measured))
+    assert any(stage.defers for stage in plan.stages)
+    assert any(rule.windows.of(half, "steady") != "on_demand" for rule in plan.stages[0].rules for half in HALVES)
+    assert [each.name for each in ours(plan)] == ["ours, on demand", "ours, no weight gradient deferred", "ours"]
+    assert not any(stage.defers for each in ours(plan)[:-1] if each.plan for stage in each.plan.stages)
 
 
 def test_hidden_replays_lie_inside_their_windows(comparison: Comparison) -> None:

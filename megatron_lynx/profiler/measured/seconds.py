@@ -118,7 +118,8 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
 
 
 def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dict[str, tuple[float, float]]:
-    """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone."""
+    """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone. Where its weight has a `main_grad`, wgrad
+    is added to it, as in training."""
     arguments: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -135,9 +136,14 @@ def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dic
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
         with torch.no_grad():
             dgrad = median_seconds(partial(torch.matmul, gradient, weight), device, repetitions)
-            wgrad = median_seconds(partial(torch.matmul, gradient.t(), argument), device, repetitions)
+            wgrad = median_seconds(partial(_weight_gradient, gradient, argument, weight), device, repetitions)
         result[name] = (dgrad, wgrad)
     return result
+
+
+def _weight_gradient(gradient: Tensor, argument: Tensor, weight: Tensor) -> Tensor:
+    product = torch.matmul(gradient.t(), argument)
+    return weight.main_grad.add_(product) if hasattr(weight, "main_grad") else product
 
 
 def item_flops(run: HalfRun) -> dict[str, int]:
