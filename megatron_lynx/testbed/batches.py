@@ -5,6 +5,7 @@ A context-parallel rank has its slices of each.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -34,5 +35,11 @@ def synthetic_batches(job: Job, step: int = 0, seed: int = 1234) -> list[MicroBa
         generator = torch.Generator().manual_seed(((seed * 1_000 + step) * 1_000) + place)
         text = torch.randint(job.model.vocab, shape, generator=generator).to(device)
         whole = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions}
-        batches.append(MicroBatch(**get_batch_on_this_cp_rank(whole)))
+        batches.append(MicroBatch(**(_cut(whole) if job.parallel.context > 1 else whole)))
     return batches
+
+
+def _cut(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of the sequences. Since 0.18 Megatron asks whether sizes of parts change with the data."""
+    asked = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+    return get_batch_on_this_cp_rank(whole, **({"is_hybrid_cp": False} if asked else {}))  # type: ignore[no-any-return]
