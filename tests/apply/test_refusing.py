@@ -21,7 +21,6 @@ from . import on_ranks
 FEATURES = {
     "cpu_offloading": True,
     "fine_grained_activation_offloading": True,
-    "tp_comm_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
     "enable_cuda_graph": True,
