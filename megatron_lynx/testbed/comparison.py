@@ -29,6 +29,9 @@ from megatron_lynx.units import format_bytes
 MOST_OPPONENTS = 3
 """Opponents that are timed besides stock full: of those that hold no more bytes than ours, the ones that repeat least."""
 
+BESIDE_LAYOUT = ("chunks", "userbuffers")
+"""Facts of a plan's layout that a job has elsewhere."""
+
 Announce = Callable[[str], AbstractContextManager[object]]
 """Tells the user what is under way, while the block runs."""
 
@@ -80,7 +83,7 @@ def check_plan(job: Job, plan: Plan) -> None:
     found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
         "model": {name: getattr(job.model, name) for name in found["model"]},
-        "parallel": {name: getattr(job if name == "chunks" else job.parallel, name) for name in found["parallel"]},
+        "parallel": {name: getattr(job if name in BESIDE_LAYOUT else job.parallel, name) for name in found["parallel"]},
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
     found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group
