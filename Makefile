@@ -1,6 +1,6 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
 # make test    every test but those of `make streams`
-# make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, the dry run of the GPU check
+# make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
 # make check   style and types
 # make clean   remove what was built (.venv stays)

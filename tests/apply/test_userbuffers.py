@@ -22,6 +22,8 @@ from ..transparency.offloaded import offloading
 from ..transparency.test_every_bit import checked
 from . import on_ranks, te_on_ranks
 
+pytestmark = pytest.mark.streams
+
 LAYOUTS = {
     "TP2+SP": {"tensor": 2},
     "TP2xPP2+SP": {"tensor": 2, "pipeline": 2, "microbatches": 4},
