@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def pool_with(release: str, ranks: int, core: str | None = None) -> RankPool:
     if core is not None:
         folders.insert(0, folder_of("MEGATRON_CORE", core, "megatron/core"))
     return RankPool(ranks, env={"PYTHONPATH": python_path(*folders)})
+
+
+def pools_with(release: str) -> Iterator[Callable[[int], RankPool]]:
+    """For a fixture: `pool_of(ranks)` gives such ranks, started once for each size; they end when it does."""
+    pools: dict[int, RankPool] = {}
+    yield lambda ranks: pools.setdefault(ranks, pool_with(release, ranks))
+    for started in pools.values():
+        started.close()
 
 
 def python_path(*folders: Path) -> str:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Role
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.apply.site import modules_of, sited_sections_of
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.runtime.pending import Linear
 
 
 class LinearOf(NamedTuple):
@@ -19,6 +21,16 @@ class LinearOf(NamedTuple):
     half: Half
     item: str
     role: Role
+
+    @property
+    def frame(self) -> FrameKey:
+        """The half that it is in."""
+        return self.layer, self.half
+
+    @property
+    def linear(self) -> Linear:
+        """As the runtime knows it."""
+        return self.layer, self.item
 
     @property
     def place(self) -> str:

@@ -9,7 +9,7 @@ Behind the replays, weight gradients that are pending run: of whichever micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +25,17 @@ from megatron_lynx.runtime.task import Opening, Task
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.runtime.windows import WindowedWork, Windows
+
+
+class _Tasks(NamedTuple):
+    """What runs in one window."""
+
+    during: tuple[Task, ...]
+    """Before the wait proper."""
+    filling: tuple[Task, ...]
+    """Weight gradients, behind these."""
+    behind: tuple[Task, ...]
+    """When the wait is over."""
 
 
 class Waits:
@@ -51,25 +62,22 @@ class Waits:
         if isinstance(scope, Replayer):
             raise collective_in_replay(scope.frame.policy.name)
         address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
-        if address is None or not self._happens(address, micro_batch, phase):
+        if address is None:
             return None
-        return lambda work: WindowedWork(work, lambda wait: self._window(address, micro_batch, phase, wait))
+        tasks = self._tasks(address, micro_batch, phase)
+        if not any(tasks) and not self._progress.trace.enabled:
+            return None
+        return lambda work: WindowedWork(work, lambda wait: self._window(address, micro_batch, tasks, wait))
 
-    def _happens(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase) -> bool:
-        """Whether a window is more than a wait: tasks run there, or somebody wants to see it."""
-        if self._progress.trace.enabled or window in self._fillers:
-            return True
-        return micro_batch is not None and bool(
-            self._during(window, micro_batch, phase) or self._behind(window, micro_batch, phase)
-        )
-
-    def _during(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> tuple[Task, ...]:
-        running = self._windows[self._ledger.recording_chunk]
-        return self._windows[micro_batch.chunk].tasks_during(window, phase, running)
-
-    def _behind(self, window: Window, micro_batch: MicroBatch, phase: BackwardPhase) -> tuple[Task, ...]:
-        running = self._windows[self._ledger.recording_chunk]
-        return self._windows[micro_batch.chunk].tasks_behind(window, phase, running)
+    def _tasks(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase) -> _Tasks:
+        """What the plan has put into a window. Weight gradients of a receive are those of the chunk whose gradient it is."""
+        fillers = self._fillers.get(window, ())
+        if micro_batch is None:
+            return _Tasks((), fillers, ())
+        own, running = self._windows[micro_batch.chunk], self._windows[self._ledger.recording_chunk]
+        if window == RECV_BACKWARD:
+            fillers = own.weight_gradients.get(window, ())
+        return _Tasks(own.tasks_during(window, phase, running), fillers, own.tasks_behind(window, phase, running))
 
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window.
@@ -86,7 +94,8 @@ class Waits:
                 return wait()
             with self._progress.aborting():
                 self._progress.offloader.gradient_awaited(self._ledger)
-                return self._window(RECV_BACKWARD, micro_batch, micro_batch.phase, wait)
+                tasks = self._tasks(RECV_BACKWARD, micro_batch, micro_batch.phase)
+                return self._window(RECV_BACKWARD, micro_batch, tasks, wait)
 
         return [WindowedWork(work, window) for work in works]
 
@@ -133,22 +142,14 @@ class Waits:
         self._ledger.ordinal += 1
         return address, entered.micro_batch, entered.micro_batch.phase
 
-    def _window(self, window: Window, micro_batch: MicroBatch | None, phase: BackwardPhase, wait: Callable[[], Any]) -> Any:
+    def _window(self, window: Window, micro_batch: MicroBatch | None, tasks: _Tasks, wait: Callable[[], Any]) -> Any:
         kind: SpanKind = "recv" if window == RECV_BACKWARD else "window"
         with self._progress.trace.span(kind, window=str(window), micro_batch=micro_batch.number if micro_batch else None):
-            if micro_batch is not None:
-                self._run(self._during(window, micro_batch, phase), window, micro_batch)
-            self._run(self._filling(window, micro_batch), window, None)
+            self._run(tasks.during, window, micro_batch)
+            self._run(tasks.filling, window, None)
             waited = wait()
-        if micro_batch is not None:
-            self._run(self._behind(window, micro_batch, phase), window, micro_batch)
+        self._run(tasks.behind, window, micro_batch)
         return waited
-
-    def _filling(self, window: Window, micro_batch: MicroBatch | None) -> tuple[Task, ...]:
-        """Weight gradients that may run in this wait: of a receive, those of the chunk whose gradient it is."""
-        if window != RECV_BACKWARD:
-            return self._fillers.get(window, ())
-        return () if micro_batch is None else self._windows[micro_batch.chunk].weight_gradients.get(window, ())
 
     def _run(self, tasks: Sequence[Task], window: Window, micro_batch: MicroBatch | None) -> None:
         """One by one, in the plan's order, until there is no room for what one would regenerate."""

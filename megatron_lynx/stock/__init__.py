@@ -4,11 +4,12 @@ setting.py          one setting: modules or whole layers recomputed, modules off
 recompute.py        `--recompute-modules` as data;  offload.py: `--offload-modules`
 legality.py         what each release's own validation refuses, and what cannot train although it is accepted
 offered.py          the settings that make a difference to a job, in families of growing thrift
-bytes.py            what one half keeps, makes again and sends to the host; expert_bytes.py: the same of experts
+held.py             what one half keeps, makes again and sends to the host: dense_bytes.py, and expert_bytes.py of experts
+layer_bytes.py      a layer's halves;  layers.py: the layers of one chunk;  stage.py: one stage's passes and moments
 seconds.py          what runs again
 copying.py          the copies of one stage, layer by layer, as Megatron asks for them
 price.py            a setting priced: memory as the maximum over moments, the simulated step
-rival.py            the fastest setting within given bytes
+rival.py            the fastest setting within given bytes;  side_by_side.py: a plan beside the strongest ones
 """
 
 from megatron_lynx.stock.price import Priced, priced

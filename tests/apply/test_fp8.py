@@ -21,7 +21,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..layouts import LAYOUTS
 from ..plan.strategies import drawn, plans_for
-from ..te_releases import pool_with
+from ..te_releases import pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -46,10 +46,7 @@ def fp8_job(recipe: str = "delayed", like: Any = "llama", **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
-    for started in pools.values():
-        started.close()
+    yield from pools_with("2.9")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..te_releases import pool_with
+from ..te_releases import pool_with, pools_with
 from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
@@ -47,10 +47,7 @@ def plans_of(job: Job) -> list[Plan]:
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
-    for started in pools.values():
-        started.close()
+    yield from pools_with("2.9")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -20,7 +20,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..plan.strategies import drawn, plans_for
-from ..te_releases import pool_with
+from ..te_releases import pool_with, pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -48,10 +48,7 @@ def te_job(like: str = "gpt", **fields) -> Job:
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with(BUILT_WITH, ranks))
-    for started in pools.values():
-        started.close()
+    yield from pools_with(BUILT_WITH)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,7 +17,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..te_releases import pool_with
+from ..te_releases import pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.test_every_bit import checked
 from . import on_ranks, te_on_ranks
@@ -39,10 +39,7 @@ def job_with(like: str = "gpt", userbuffers: bool = True, **fields) -> Job:
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda ranks: pools.setdefault(ranks, pool_with("2.9", ranks))
-    for started in pools.values():
-        started.close()
+    yield from pools_with("2.9")
 
 
 @pytest.mark.parametrize("like", ["gpt", "llama"])

@@ -24,6 +24,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 
@@ -33,7 +34,7 @@ def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim
 
     of_half: dict[FrameKey, list[tuple[LinearOf, Module]]] = defaultdict(list)
     for linear, module in linears.items():
-        of_half[linear.layer, linear.half].append((linear, module))
+        of_half[linear.frame].append((linear, module))
 
     def hooked(original: Any) -> Any:
         @wraps(original)
@@ -57,11 +58,10 @@ def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim
 
 def _whose(
     gradients: WeightGradients, of_half: Mapping[FrameKey, list[tuple[LinearOf, Module]]], main_grad: Tensor
-) -> tuple[int, str] | None:
+) -> Linear | None:
     """Of the half whose backward runs, the linear that has this gradient."""
     half = gradients.backward_of
     if half is None:
         return None
-    whose = (linear for linear, module in of_half.get(half, ()) if getattr(module.weight, "main_grad", None) is main_grad)
-    linear = next(whose, None)
-    return None if linear is None else (linear.layer, linear.item)
+    whose = (of.linear for of, module in of_half.get(half, ()) if getattr(module.weight, "main_grad", None) is main_grad)
+    return next(whose, None)

@@ -70,7 +70,7 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
 def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
     """Whether the gathered input is for a weight gradient that will be deferred: in backward only the column-parallel linear of
     a half gathers its input."""
-    of_half = {(linear.layer, linear.half): (linear.layer, linear.item) for linear in linears if linear.role == "column_parallel"}
+    of_half = {linear.frame: linear.linear for linear in linears if linear.role == "column_parallel"}
 
     def puts_off() -> bool:
         half = engine.weight_gradients.backward_of

@@ -42,8 +42,7 @@ class _Store:
     def __init__(self, original: Any, gradients: WeightGradients, linear: LinearOf, module: Any) -> None:
         self._original = original
         self._gradients = gradients
-        self._half = linear.layer, linear.half
-        self._linear = linear.layer, linear.item
+        self._half, self._linear = linear.frame, linear.linear
         self._module = module
 
     def delay_wgrad_compute(self) -> bool:
