@@ -11,16 +11,27 @@ from megatron_lynx.anatomy.dense import (
     REPLAYABLE,
     ROW_PARALLEL,
 )
-from megatron_lynx.anatomy.experts import EXPERTS, sections_of
+from megatron_lynx.anatomy.experts import (
+    ALL_ITEMS,
+    EXPERTS,
+    EXPERTS_WITH_SHARED,
+    FILLING,
+    SHARED_EXPERTS,
+    names_in,
+    sections_of,
+)
 from megatron_lynx.anatomy.section import HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 
 __all__ = [
+    "ALL_ITEMS",
     "ATTENTION",
     "CODE_ITEMS",
     "COLUMN_PARALLEL",
     "Collective",
     "DENSE",
     "EXPERTS",
+    "EXPERTS_WITH_SHARED",
+    "FILLING",
     "HALVES",
     "Half",
     "ITEMS",
@@ -32,6 +43,8 @@ __all__ = [
     "REPLAYABLE",
     "ROW_PARALLEL",
     "Role",
+    "SHARED_EXPERTS",
     "Section",
+    "names_in",
     "sections_of",
 ]

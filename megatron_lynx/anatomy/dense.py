@@ -30,9 +30,18 @@ ItemName = Literal[
     "linear_fc1",
     "activation",
     "linear_fc2",
+    "shared_fc1",
+    "shared_activation",
+    "shared_fc2",
+    "router",
+    "dispatch",
+    "experts_fc1",
+    "experts_activation",
+    "experts_fc2",
+    "combine",
     "mlp_bda",
 ]
-"""Every item that plan files know, in the order of a forward."""
+"""Every item that plan files know, in the order of a forward; `anatomy.experts` has those that are not of dense layers."""
 
 COLLECTIVES: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = {
     ("fwd", False): (Collective("all_reduce", "output", "row_parallel"),),
@@ -80,7 +89,7 @@ LINEAR_FC1, ACTIVATION, LINEAR_FC2 = MLP.names[1:4]
 """Names for formulas that hold for one item alone: sizes, FLOPs, saved tensors."""
 
 DENSE: Mapping[Half, Section] = {"attention": ATTENTION, "mlp": MLP}
-"""What fills the halves of a dense layer. Plan files name its items for every layer."""
+"""What fills the halves of a dense layer."""
 
 ITEMS: tuple[str, ...] = ATTENTION.names + MLP.names
 REPLAYABLE: tuple[str, ...] = ATTENTION.replayable + MLP.replayable

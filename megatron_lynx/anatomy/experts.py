@@ -1,22 +1,88 @@
 """The section that fills the MLP half of a layer of experts.
 
-It is opaque for now: what a router decides must not be decided again, and its dispatch communicates in the middle of the half, so
-nothing in it runs ahead of time. Its norm and its residual addition are those of a dense layer, which is how they are priced.
+    pre_mlp_layernorm ─┬> shared_fc1 ─> shared_activation ─> shared_fc2 ──────────────────────────────────────────────────┐
+                       └> router ─> dispatch ══> experts_fc1 ─> experts_activation ─> experts_fc2 ─> combine ══> (+) ─> mlp_bda
+
+    ══>  tokens move to the ranks of their experts, and back
+
+What a router decides must not be decided again, and tokens must not travel again: `router`, `dispatch` and `combine` are always
+kept. What they hand to the experts is held by the graph anyway, because the experts' first linear saves its input. Experts'
+linears exchange nothing themselves. `experts_fc1`, `experts_activation` and `experts_fc2` stand for all experts of a rank: each
+has a call of its own where they run one by one, and a half has as many of these calls in every micro-batch, whatever the load.
+Items of shared experts exist where the model has shared experts.
+
+None of its exchanges is a window for now.
 """
 
 from __future__ import annotations
 
-from megatron_lynx.anatomy.dense import ATTENTION, MLP
-from megatron_lynx.anatomy.section import Item, Section
+from collections.abc import Mapping
 
-EXPERTS = Section(
-    name="experts",
-    half=MLP.half,
-    method=MLP.method,
-    items=(Item(MLP.norm, "norm"), Item("experts", "opaque", path="mlp"), Item(MLP.residual, "residual")),
+from megatron_lynx.anatomy.dense import ATTENTION, MLP
+from megatron_lynx.anatomy.section import HALVES, Half, Item, Section
+
+MIXTURE = "mlp"
+"""Where Megatron's layer has its mixture of experts, as an attribute path."""
+
+_SHARED = (
+    Item("shared_fc1", "column_parallel", path=f"{MIXTURE}.shared_experts.linear_fc1"),
+    Item("shared_activation", "code"),
+    Item("shared_fc2", "row_parallel", path=f"{MIXTURE}.shared_experts.linear_fc2"),
+)
+_ROUTED = (
+    Item("router", "router", path=f"{MIXTURE}.router"),
+    Item(
+        "dispatch",
+        "dispatch",
+        path=f"{MIXTURE}.token_dispatcher",
+        methods=("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+    ),
+    Item("experts_fc1", "experts_in", path=f"{MIXTURE}.experts.*.linear_fc1"),
+    Item("experts_activation", "code"),
+    Item("experts_fc2", "experts_out", path=f"{MIXTURE}.experts.*.linear_fc2"),
+    Item(
+        "combine",
+        "combine",
+        path=f"{MIXTURE}.token_dispatcher",
+        methods=("combine_preprocess", "token_combine", "combine_postprocess"),
+    ),
 )
 
 
-def sections_of(*, experts: bool = False) -> tuple[Section, Section]:
-    """What fills the halves of a layer, in the order of a forward. `experts`: whether it has a mixture of experts."""
-    return ATTENTION, EXPERTS if experts else MLP
+def _section(inside: tuple[Item, ...]) -> Section:
+    norm, residual = Item(MLP.norm, "norm", path=MLP.norm), Item(MLP.residual, "residual")
+    return Section(
+        name="experts",
+        half=MLP.half,
+        method=MLP.method,
+        items=(norm, *inside, residual),
+        opaque=True,
+        fuses_norm=False,
+    )
+
+
+EXPERTS = _section(_ROUTED)
+EXPERTS_WITH_SHARED = _section(_SHARED + _ROUTED)
+SHARED_EXPERTS = tuple(item.name for item in _SHARED)
+"""The items that exist with shared experts only."""
+
+FILLING: Mapping[Half, tuple[Section, ...]] = {ATTENTION.half: (ATTENTION,), MLP.half: (MLP, EXPERTS_WITH_SHARED)}
+"""What may fill a half, the most of each kind: plan files know the items of all of them."""
+
+
+def names_in(half: Half) -> tuple[str, ...]:
+    """Every item that plan files know of a half, each kind's in the order of a forward."""
+    sections = FILLING[half]
+    inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
+    return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)
+
+
+ALL_ITEMS: tuple[str, ...] = tuple(name for half in HALVES for name in names_in(half))
+"""Every item that plan files know."""
+
+
+def sections_of(*, experts: bool = False, shared_experts: bool = False) -> tuple[Section, Section]:
+    """What fills the halves of a layer, in the order of a forward. `experts`: whether it has a mixture of experts;
+    `shared_experts`: whether that has shared experts."""
+    mixture = EXPERTS_WITH_SHARED if shared_experts else EXPERTS
+    return ATTENTION, mixture if experts else MLP

@@ -2,7 +2,7 @@
 
     layer    attention half  ──filled by──>  Section "attention"    input_layernorm  linear_qkv  rotary  core_attention  ...
              mlp half        ──filled by──>  Section "mlp"          pre_mlp_layernorm  linear_fc1  activation  linear_fc2  ...
-                              (or by)        Section "experts"      opaque: kept whole, no items to decide about
+                              (or by)        Section "experts"      pre_mlp_layernorm  router  dispatch  experts_fc1  ...
 
 A *half* is one of the two methods in which Megatron runs a layer, and the name by which plans, traces and frames know it. A
 *section* is what fills a half. Everything that plans, prices, records or replays walks over sections; nobody else knows the names
@@ -23,7 +23,19 @@ HALVES: tuple[Half, Half] = ("attention", "mlp")
 Pass = Literal["fwd", "bwd"]
 PASSES: tuple[Pass, Pass] = ("fwd", "bwd")
 
-Role = Literal["norm", "column_parallel", "code", "core", "row_parallel", "residual", "opaque"]
+Role = Literal[
+    "norm",
+    "column_parallel",
+    "code",
+    "core",
+    "row_parallel",
+    "router",
+    "dispatch",
+    "experts_in",
+    "experts_out",
+    "combine",
+    "residual",
+]
 """What an item is for.
 
 norm             a normalisation; under sequence parallelism it works on the rank's own rows
@@ -32,9 +44,22 @@ core             an attention kernel
 row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: its input is captured when a replay
                  reaches it, so neither its GEMM nor its reduction runs again
 code             code between two submodules that saves tensors for backward
+router           decides which tokens go to which experts, and counts them. Always kept: it decides once
+dispatch         brings tokens to the ranks of their experts. Always kept: tokens travel once
+experts_in       the first linears of experts, one for each expert or one for all of a rank; they exchange nothing themselves
+experts_out      the second linears of experts. Always kept, as a row-parallel one is
+combine          brings tokens back. Always kept
 residual         bias, dropout and residual addition, which end a section
-opaque           kept whole and not looked into
 """
+
+WHY_KEPT: Mapping[Role, str] = {
+    "row_parallel": "its replay would repeat a reduction",
+    "router": "its replay would route, count and draw again",
+    "dispatch": "its replay would exchange tokens again",
+    "experts_out": "no replay needs what it returns",
+    "combine": "its replay would exchange tokens again",
+}
+"""Roles of items that no plan replays, and why."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,10 @@ class Item:
     name: str
     role: Role
     path: str = ""
-    """Where the submodule is, as an attribute path of Megatron's layer; empty for code between two submodules."""
+    """Where the submodule is, as an attribute path of Megatron's layer; empty for code between two submodules. In it `*` stands
+    for each of several experts, or for nothing where one module computes for all of them."""
+    methods: tuple[str, ...] = ("forward",)
+    """The methods that make it up, in the order in which they are called."""
 
     @property
     def is_site(self) -> bool:
@@ -56,8 +84,13 @@ class Item:
 
     @property
     def may_draw(self) -> bool:
-        """Whether it may draw random numbers: what drops out does, and what nobody looks into may."""
-        return self.role in ("core", "residual", "opaque")
+        """Whether it may draw random numbers: what drops out does, and a router may."""
+        return self.role in ("core", "residual", "router")
+
+    @property
+    def ends_values(self) -> bool:
+        """Whether nothing that is replayed reads the values of what it returns: a replay that passes it needs their shapes."""
+        return self.role in ("row_parallel", "router", "experts_out", "combine")
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,10 @@ class Section:
     """In the order of a forward."""
     collectives_of: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = field(default_factory=dict)
     """By pass, and by whether sequence parallelism is on: in the order in which they are issued."""
+    opaque: bool = False
+    """Whether plans are made with all of it kept, and priced in one piece. Plan files may say otherwise."""
+    fuses_norm: bool = True
+    """Whether Transformer Engine makes its norm inside the linear behind it."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
@@ -96,9 +133,9 @@ class Section:
         return tuple(item.name for item in self.items)
 
     @cached_property
-    def opaque(self) -> bool:
-        """Whether it is kept whole: nothing of it is replayed or offloaded, and none of its collectives is a window."""
-        return any(item.role == "opaque" for item in self.items)
+    def has_windows(self) -> bool:
+        """Whether its collectives are windows, or the plan's addresses do not know them."""
+        return bool(self.collectives_of)
 
     @cached_property
     def sites(self) -> tuple[Item, ...]:
@@ -119,7 +156,7 @@ class Section:
     @cached_property
     def replayable(self) -> tuple[str, ...]:
         """The items that a plan may replay."""
-        return tuple(item.name for item in self.items if item.role not in ("row_parallel", "opaque"))
+        return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
 
     def replayable_among(self, context: int) -> tuple[str, ...]:
         """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
@@ -136,7 +173,7 @@ class Section:
         """The items before which a replay can stop, to go on in a later window: those before which only sites run. Code between
         sites would run a second time."""
         code = next((at for at, item in enumerate(self.items) if not item.is_site), len(self.items))
-        return () if self.opaque else self.names[1 : code + 1]
+        return self.names[1 : code + 1] if self.has_windows else ()
 
     @cached_property
     def norm(self) -> str:
@@ -146,6 +183,11 @@ class Section:
     def column_parallel(self) -> str:
         """The linear whose input is gathered under sequence parallelism."""
         return self.item("column_parallel").name
+
+    @cached_property
+    def gathered(self) -> str | None:
+        """The same, and None for a section that has no such linear."""
+        return next((item.name for item in self.items if item.role == "column_parallel"), None)
 
     @cached_property
     def row_parallel(self) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS
+from megatron_lynx.anatomy import ATTENTION
+from megatron_lynx.anatomy.experts import MIXTURE
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -110,8 +111,7 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 
 def has_experts(layer: Module) -> bool:
     """Whether a layer's MLP half is a mixture of experts."""
-    (experts,) = EXPERTS.sites
-    return name_of(module_at(layer, experts.path)) == EXPERTS_CLASS
+    return name_of(module_at(layer, MIXTURE)) == EXPERTS_CLASS
 
 
 def module_at(layer: object, path: str) -> object:

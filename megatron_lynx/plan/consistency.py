@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy import DENSE, HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
 from megatron_lynx.plan import double_buffered, experts, order, userbuffers, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
@@ -88,9 +88,15 @@ def _unhonoured(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
                 yield from (f"{key}.{half}.cooldown is {name}, but no forward runs in cool-down" for name in late)
 
 
+def _sections(plan: PlanContents, rule: Rule, half: Half) -> list[Section]:
+    """What fills a half of the rule's layers, each kind once."""
+    found = (section for layer in rule.layers for section in plan.model.sections_of(layer) if section.half == half)
+    return list(dict.fromkeys(found))
+
+
 def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """What must be kept because context-parallel ranks exchange keys and values in it (rule R2)."""
-    again = [item for item in DENSE[half].exchanging if item in rule.replay]
+    again = [item for section in _sections(plan, rule, half) for item in section.exchanging if item in rule.replay]
     if plan.parallel.context > 1 and again:
         found = f"found {', '.join(again)} replayed, needed kept with parallel.context {plan.parallel.context}"
         yield f"{found}: its exchange must not run again; keep it, and let offload take what it saves, if that is much"
@@ -98,12 +104,13 @@ def _exchanging_again(plan: PlanContents, rule: Rule, half: Half) -> Iterator[st
 
 def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """A GEMM that is replayed needs its input: the norm before it, and with sequence parallelism a gather."""
-    norm, linear, gather = DENSE[half].norm, DENSE[half].column_parallel, getattr(rule.gather, half)
-    sequence_parallel = plan.parallel.sequence_parallel
-    if plan.model.implementation == "transformer_engine" and linear in rule.replay and norm not in rule.replay:
-        yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
-    if sequence_parallel and linear in rule.replay and gather is None:
-        yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
+    gather, sequence_parallel = getattr(rule.gather, half), plan.parallel.sequence_parallel
+    for section in _sections(plan, rule, half):
+        norm, linear, te = section.norm, section.gathered, plan.model.implementation == "transformer_engine"
+        if te and section.fuses_norm and linear in rule.replay and norm not in rule.replay:
+            yield f"{linear} is replayed, and {norm} with it: Transformer Engine makes the norm inside the linear"
+        if sequence_parallel and linear in rule.replay and gather is None:
+            yield f"{linear} is replayed under sequence_parallel, so gather.{half} must say where its input is"
     if not sequence_parallel and gather is not None:
         yield f"gather.{half} is given without sequence parallelism"
 

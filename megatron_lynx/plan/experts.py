@@ -1,17 +1,17 @@
-"""Checks of layers of experts: their MLP half must be kept whole, their attention half is planned as any other.
+"""Checks of layers of experts: a rule names items that its layers have, and none of its windows lies in experts.
 
     layer of experts     attention half   as the rule says            replays, windows, gathers
-                         MLP half         router, dispatch, experts   everything kept; its communication is no window
+                         MLP half         as the rule says; what it   replays; its communication is no window for now
+                                          does not name is kept
 
-What a router decides must not be decided again, and its dispatch communicates in the middle of the half: nothing in it may run
-ahead of time.
+A rule may be for layers with and without experts as long as it replays nothing that only some of them have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.anatomy import EXPERTS, HALVES
+from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress, window_at
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
@@ -26,12 +26,28 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
-    """What a rule wrongly asks of the MLP half of layers of experts, in words, with the layers and what to do."""
+    """What a rule wrongly asks of the MLP half of layers of experts, or of others as if they had experts, in words, with the
+    layers and what to do."""
     affected = [layer for layer in rule.layers if plan.model.has_experts(layer)]
-    replayed = rule.replays(EXPERTS.half)
-    if affected and replayed:
-        found = f"{', '.join(replayed)} replayed in {_spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
-        yield f"found {found}, needed their MLP half kept whole: give these layers a rule that keeps all of it"
+    others = [layer for layer in rule.layers if layer not in affected]
+    dense = [item for item in MLP.names if item in rule.replay and item not in EXPERTS.names]
+    if affected and dense:
+        found = f"{', '.join(dense)} replayed in {_spans(affected)}, whose MLP is a mixture of experts (model.moe_layers)"
+        yield f"found {found}, needed items of {', '.join(EXPERTS.replayable)}: give these layers a rule of their own"
+    named = [item for item in EXPERTS_WITH_SHARED.names if item in (*rule.keep, *rule.replay) and item not in MLP.names]
+    if others and named:
+        found = f"{', '.join(named)} in {_spans(others)}, whose MLP is no mixture of experts (model.moe_layers)"
+        yield f"found {found}, needed {', '.join(MLP.names)}: give these layers a rule of their own"
+    shared = [item for item in named if item in SHARED_EXPERTS]
+    if affected and shared and not plan.model.shared_experts:
+        yield f"found {', '.join(shared)} in a model without shared experts, needed none of them, or model.shared_experts: true"
+    if (
+        affected
+        and rule.filling(MLP.half) is MLP
+        and any(rule.windows.stretches(MLP.half, phase)[1:] for phase in BACKWARD_PHASES)
+    ):
+        found = f"windows.{MLP.half} of {_spans(affected)} in several stretches"
+        yield f"found {found}, needed one window: a replay of experts runs at once"
     for name in dict.fromkeys(_places(rule)):
         windows = ((layer, window_at(name, layer)) for layer in rule.layers)
         inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]

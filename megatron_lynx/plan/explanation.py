@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy import DENSE, HALVES, Half, names_in
 from megatron_lynx.anatomy.stretch import THEN
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
@@ -61,7 +61,9 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))
-        yield Text(f"experts in layers {layers}: their MLP halves are kept whole, of their attention halves the table tells")
+        load = f", of the largest rank {model.moe_load:g} of that" if model.moe_load > 1 else ""
+        tokens = f"as many tokens for every expert{load}"
+        yield Text(f"experts in layers {layers}, {tokens}: of their MLP halves what the table does not name is kept")
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
@@ -82,7 +84,7 @@ def _table(alike: Sequence[Stage], chunked: bool) -> Table:
         table.add_column(column)
     for rule in stage.rules:
         for half in HALVES:
-            kept = [item for item in DENSE[half].names if item in rule.keep]
+            kept = [item for item in names_in(half) if item in rule.keep]
             deferred = [_deferred(rule, half)] if stage.defers else []
             table.add_row(str(rule.layers), half, _listed(kept), _listed(rule.replays(half)), _window(rule, half), *deferred)
     return table

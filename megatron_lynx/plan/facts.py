@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.anatomy import Section, sections_of
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
@@ -26,7 +27,12 @@ class ModelFacts(Part):
     """How linears that compute in FP8 find their scales. None: they do not compute in FP8."""
 
     moe_layers: tuple[Layers, ...] = ()
-    """Layers whose MLP half is a mixture of experts: kept whole, none of it is replayed or a window. Empty: there are none."""
+    """Layers whose MLP half is a mixture of experts. Empty: there are none."""
+    shared_experts: bool = False
+    """Whether these have shared experts, of which a rule may speak."""
+    moe_load: float = Field(default=1.0, ge=1)
+    """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
+    were asked as often."""
 
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
@@ -34,9 +40,19 @@ class ModelFacts(Part):
             raise ValueError(f"fp8 ({self.fp8}) needs implementation transformer_engine, found {self.implementation}")
         return self
 
+    @model_validator(mode="after")
+    def _whose_shared_experts(self) -> ModelFacts:
+        if self.shared_experts and not self.moe_layers:
+            raise ValueError("shared_experts is true, needed moe_layers: the layers that have them")
+        return self
+
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's MLP half is kept whole."""
+        """Whether a layer's MLP half is a mixture of experts."""
         return any(layer in span for span in self.moe_layers)
+
+    def sections_of(self, layer: int) -> tuple[Section, Section]:
+        """What fills the halves of a layer."""
+        return sections_of(experts=self.has_experts(layer), shared_experts=self.shared_experts)
 
 
 class ParallelFacts(Part):

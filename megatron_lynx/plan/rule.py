@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import DENSE, HALVES, ITEMS, LINEARS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, LINEARS, Half, Section, names_in
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
+from megatron_lynx.anatomy.section import WHY_KEPT
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
 from megatron_lynx.plan.layer_range import LayerRange, Layers
 from megatron_lynx.plan.names import GatherName, ItemName, PlaceName, WaitName
@@ -71,7 +72,11 @@ class Gather(Part):
 
 
 class Rule(Part):
-    """What becomes of the activations of a range of layers."""
+    """What becomes of the activations of a range of layers.
+
+    Every item of a dense layer is kept or replayed. A rule that names an item of another section, such as experts have, need not
+    name those of the half in its place: what it does not name there is kept.
+    """
 
     layers: Layers
     keep: tuple[ItemName, ...] = ()
@@ -88,26 +93,43 @@ class Rule(Part):
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
-        return tuple(item for item in DENSE[half].names if item in self.replay)
+        return tuple(item for item in names_in(half) if item in self.replay)
+
+    def filling(self, half: Half) -> Section:
+        """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
+        named, (dense, *others) = {*self.keep, *self.replay}, FILLING[half]
+        return next((section for section in others if named & set(section.names) - set(dense.names)), dense)
 
     @model_validator(mode="after")
     def _whole(self) -> Rule:
-        listed = self.keep + self.replay
-        problems = [f"{item} is listed twice" for item in ITEMS if listed.count(item) > 1]
-        problems += [f"{item} is neither kept nor replayed" for item in ITEMS if item not in listed]
-        problems += [f"{item} must be kept: its replay would repeat a reduction" for item in ROW_PARALLEL if item in self.replay]
+        problems = [*self._unlisted(), *self._never_replayed()]
         for half in HALVES:
             window, gather = getattr(self.windows, half), getattr(self.gather, half)
             if window is not None and not self.replays(half):
                 problems.append(f"windows.{half} is given, but the {half} half replays nothing")
             elif window is not None:
                 problems += self._stops(half)
-            if gather is not None and DENSE[half].column_parallel not in self.replay:
-                problems.append(f"gather.{half} is given, but {DENSE[half].column_parallel} is kept")
+            gathered = self.filling(half).gathered
+            if gather is not None and gathered not in self.replay:
+                problems.append(f"gather.{half} is given, but {gathered} is kept")
         problems += self._deferred()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _unlisted(self) -> Iterator[str]:
+        """Items that the rule lists twice, or should list and does not."""
+        listed = self.keep + self.replay
+        yield from (f"{item} is listed twice" for item in ALL_ITEMS if listed.count(item) > 1)
+        for half, dense in DENSE.items():
+            if self.filling(half) is dense:
+                yield from (f"{item} is neither kept nor replayed" for item in dense.names if item not in listed)
+
+    def _never_replayed(self) -> Iterator[str]:
+        roles = {item.name: item.role for sections in FILLING.values() for section in sections for item in section.items}
+        for item in ALL_ITEMS:
+            if item in self.replay and (why := WHY_KEPT.get(roles[item])):
+                yield f"{item} must be kept: {why}"
 
     def _deferred(self) -> Iterator[str]:
         """What is wrong with the names of linears whose weight gradients are deferred, and with their lists of waits."""
@@ -121,7 +143,7 @@ class Rule(Part):
 
     def _stops(self, half: Half) -> Iterator[str]:
         """What is wrong with the items before which a replay is to stop."""
-        section = DENSE[half]
+        section = self.filling(half)
         for text in dict.fromkeys(self.windows.of(half, phase) for phase in BACKWARD_PHASES):
             begin = 0
             for stretch in stretches_in(text):
@@ -129,9 +151,10 @@ class Rule(Part):
                 if stretch.until in section.stops:
                     end = section.index(str(stretch.until))
                 if end < 0:
-                    yield f"windows.{half} is {text}: a replay stops before {' or '.join(section.stops)}, not {stretch.until}"
+                    stops = " or ".join(section.stops) or "nothing"
+                    yield f"windows.{half} is {text}: a replay stops before {stops}, not {stretch.until}"
                     break
-                if stretch.until == section.column_parallel and getattr(self.gather, half) is not None:
+                if stretch.until == section.gathered and getattr(self.gather, half) is not None:
                     yield f"windows.{half} is {text}: what comes before {stretch.until} runs where its input is gathered"
                     break
                 if not set(section.names[begin:end]) & set(self.replay):

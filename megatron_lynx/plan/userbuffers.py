@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.anatomy import DENSE, HALVES
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import Rule
@@ -42,7 +42,7 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
     for half in HALVES:
-        linear = DENSE[half].column_parallel
+        linear = rule.filling(half).gathered
         if linear in rule.replay:
             yield f"{linear} is replayed, but {WITHOUT} it owns a userbuffer, which a replay would fill again: keep it"
         for key, at in (("windows", _windows(rule)[half]), ("gather", _gathers(rule)[half])):

@@ -7,36 +7,44 @@ from typing import get_args
 import pytest
 
 from megatron_lynx.anatomy import (
+    ALL_ITEMS,
     ATTENTION,
     COLUMN_PARALLEL,
     DENSE,
     EXPERTS,
+    EXPERTS_WITH_SHARED,
     HALVES,
     ITEMS,
     MLP,
     REPLAYABLE,
     ROW_PARALLEL,
+    SHARED_EXPERTS,
+    names_in,
     sections_of,
 )
 from megatron_lynx.anatomy.dense import CODE_ITEMS, ItemName
 from megatron_lynx.anatomy.section import Section
 
-ALL = [ATTENTION, MLP, EXPERTS]
+ALL = [ATTENTION, MLP, EXPERTS, EXPERTS_WITH_SHARED]
 
 
 @pytest.mark.parametrize("section", ALL, ids=lambda section: section.name)
 def test_items_are_named_once_and_roles_that_are_asked_for_are_unique(section: Section) -> None:
     assert len(set(section.names)) == len(section.items)
     roles = [item.role for item in section.items]
-    unique = ("norm", "residual") if section.opaque else ("norm", "column_parallel", "core", "row_parallel", "residual")
+    unique = ("norm", "column_parallel", "core", "row_parallel", "router", "dispatch", "experts_in", "experts_out", "residual")
     assert [role for role in unique if roles.count(role) > 1] == []
     assert (section.item("norm").name, section.item("residual").name) == (section.norm, section.residual)
     assert roles[0] == "norm"
     assert roles[-1] == "residual"
 
 
-def test_a_plan_knows_every_item_of_dense_layers() -> None:
-    assert get_args(ItemName) == ITEMS
+def test_a_plan_knows_every_item() -> None:
+    assert get_args(ItemName) == ALL_ITEMS
+    assert set(ITEMS) < set(ALL_ITEMS)
+    assert len(set(ALL_ITEMS)) == len(ALL_ITEMS)
+    for section in ALL:
+        assert [name for name in names_in(section.half) if name in section.names] == list(section.names)
     assert tuple(DENSE) == HALVES
     assert [section.half for section in DENSE.values()] == list(HALVES)
 
@@ -94,10 +102,22 @@ def test_collectives_come_behind_items_in_the_order_of_their_pass(section: Secti
             assert places == sorted(places)
 
 
-def test_experts_are_opaque_and_fill_the_half_of_the_mlp() -> None:
+def test_experts_fill_the_half_of_the_mlp() -> None:
     assert sections_of() == (ATTENTION, MLP)
     assert sections_of(experts=True) == (ATTENTION, EXPERTS)
-    assert [section.opaque for section in ALL] == [False, False, True]
+    assert sections_of(experts=True, shared_experts=True) == (ATTENTION, EXPERTS_WITH_SHARED)
     assert (EXPERTS.half, EXPERTS.method, EXPERTS.norm, EXPERTS.residual) == (MLP.half, MLP.method, MLP.norm, MLP.residual)
     assert [EXPERTS.collectives(passing, True) for passing in ("fwd", "bwd")] == [(), ()]  # type: ignore[arg-type]
-    assert "experts" not in EXPERTS.replayable
+    assert (EXPERTS.gathered, EXPERTS_WITH_SHARED.gathered) == (None, "shared_fc1")
+    assert set(EXPERTS_WITH_SHARED.names) - set(EXPERTS.names) == set(SHARED_EXPERTS)
+
+
+def test_experts_route_and_exchange_once() -> None:
+    assert EXPERTS.replayable == ("pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda")
+    kept = set(EXPERTS_WITH_SHARED.names) - set(EXPERTS_WITH_SHARED.replayable)
+    assert kept == {"shared_fc2", "router", "dispatch", "experts_fc2", "combine"}
+    assert EXPERTS_WITH_SHARED.code_behind == {
+        "shared_fc1": "shared_activation",
+        "experts_fc1": "experts_activation",
+        "combine": "mlp_bda",
+    }

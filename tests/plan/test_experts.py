@@ -1,4 +1,4 @@
-"""Layers of experts: their MLP half is kept whole, and a plan that says otherwise is refused with the layers and what to do."""
+"""Layers of experts: what a rule may say of their MLP half; what it may not is refused with the layers and what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from megatron_lynx.plan.plan import ModelFacts, ParallelFacts
 from tests.plan.strategies import plans
 from tests.plan.test_plan_file import KEPT, REPLAYED, small_plan
 
+INSIDE = {
+    "keep": [*DENSE["attention"].names],
+    "replay": ["pre_mlp_layernorm", "experts_fc1", "experts_activation", "mlp_bda"],
+}
+SHARED = {"keep": INSIDE["keep"], "replay": ["pre_mlp_layernorm", "shared_fc1", "shared_activation"]}
 ATTENTION = {
     "keep": ["core_attention", "linear_proj", *DENSE["mlp"].names],
     "replay": ["input_layernorm", "linear_qkv", "rotary", "attention_bda"],
@@ -20,9 +25,9 @@ ATTENTION = {
 
 
 def plan_of(moe_layers: list[int | str], **rule: Any) -> dict[str, Any]:
-    """Layers 3 and 4, those of stage 1, follow `rule`."""
+    """Layers 3 and 4, those of stage 1, follow `rule`. `shared_experts` is a fact of the model."""
     data = small_plan()
-    data["model"]["moe_layers"] = moe_layers
+    data["model"] |= {"moe_layers": moe_layers, "shared_experts": rule.pop("shared_experts", False)}
     data["stages"][1]["ahead_depth"] = 1
     data["stages"][1]["rules"] = [{"layers": "3-4", **rule}]
     return data
@@ -40,9 +45,28 @@ def test_attention_halves_of_experts_are_replayed() -> None:
     assert [plan.model.has_experts(layer) for layer in range(1, 5)] == [False, False, True, True]
 
 
+def test_items_of_experts_are_replayed() -> None:
+    plan = Plan.model_validate(plan_of(["3-4"], **INSIDE))
+    assert plan.stages[1].rules[0].replays("mlp") == tuple(INSIDE["replay"])
+    assert Plan.model_validate(plan.model_dump()) == plan
+    shared = Plan.model_validate(plan_of(["3-4"], **SHARED, shared_experts=True))
+    assert "shared_experts: true" in dump_plan(shared)
+
+
 @pytest.mark.parametrize(
     ("moe_layers", "rule", "found"),
     [
+        ([4], INSIDE, "layers 3-4: found experts_fc1, .* in layer 3, whose MLP is no mixture of experts"),
+        (
+            [],
+            {**INSIDE, "replay": ["mlp_bda"], "keep": [*INSIDE["keep"], "router"]},
+            "found router in layers 3-4",
+        ),
+        (["3-4"], SHARED, "found shared_fc1, shared_activation in a model without shared experts"),
+        (["3-4"], {**INSIDE, "replay": ["router"]}, "router must be kept: its replay would route, count and draw again"),
+        (["3-4"], {**INSIDE, "replay": ["dispatch"]}, "dispatch must be kept: its replay would exchange tokens again"),
+        (["3-4"], {**INSIDE, "windows": {"mlp": "bwd.attention.0 until experts_fc1 then on_demand"}}, "stops before nothing"),
+        (["3-4"], {**INSIDE, "gather": {"mlp": "on_demand"}}, "gather.mlp is given, but shared_fc1 is kept"),
         ([4], {"keep": KEPT, "replay": REPLAYED}, "layers 3-4: found .*linear_fc1.* replayed in layer 4, whose MLP is a mixture"),
         (["3-4"], {**ATTENTION, "windows": {"attention": "bwd.mlp.0"}}, "found bwd.mlp.0 of layers 3-4, which lies in a mixture"),
         ([3, 5], ATTENTION, "model.moe_layers has 5, but the model has layers 1-4"),
