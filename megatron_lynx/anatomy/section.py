@@ -92,6 +92,21 @@ class Item:
         """Whether nothing that is replayed reads the values of what it returns: a replay that passes it needs their shapes."""
         return self.role in ("row_parallel", "router", "experts_out", "combine")
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether it brings tokens to other ranks, or back."""
+        return self.role in ("dispatch", "combine")
+
+    @property
+    def any_rows(self) -> bool:
+        """Whether it works on other numbers of rows in each call."""
+        return self.role in ("dispatch", "experts_in", "experts_out", "combine")
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it must not run in a replay in any case: it decides, or exchanges tokens."""
+        return self.role in ("router", "dispatch", "combine")
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -133,8 +148,13 @@ class Section:
         return tuple(item.name for item in self.items)
 
     @cached_property
+    def of_name(self) -> Mapping[str, Item]:
+        """Its items by name."""
+        return {item.name: item for item in self.items}
+
+    @cached_property
     def has_windows(self) -> bool:
-        """Whether its collectives are windows, or the plan's addresses do not know them."""
+        """Whether its collectives are windows. Those of others have no addresses."""
         return bool(self.collectives_of)
 
     @cached_property

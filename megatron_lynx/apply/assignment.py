@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import DENSE, Half, Section, sections_of
+from megatron_lynx.anatomy import DENSE, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
 from megatron_lynx.apply.dropout import may_draw_in
+from megatron_lynx.apply.site import sections_in
 from megatron_lynx.plan.order import frames_of, gather_of, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.pending import Linear
@@ -29,7 +30,7 @@ def policies(
     return {
         layer: {
             section.half: _policy(plan, stage, layer, section, gather, may_draw_in(section, modules[layer]))
-            for section in sections_of(experts=plan.model.has_experts(layer))
+            for section in sections_in(modules[layer])
         }
         for layer in stage.layers
     }
@@ -39,15 +40,17 @@ def _policy(
     plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any], may_draw: Callable[[], bool]
 ) -> HalfPolicy:
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
-    gathers = plan.parallel.sequence_parallel and not section.opaque and section.column_parallel in replayed
+    gathers = plan.parallel.sequence_parallel and section.gathered in replayed
+    offloads = stage.offload is not None and (section in DENSE.values() or stage.offload.experts)
     return HalfPolicy(
         layer=layer,
         section=section,
         replay=replayed,
-        gather_site=section.column_parallel if gathers else None,
+        gather_site=section.gathered if gathers else None,
         gather=gather if gathers else None,
         chunk=stage.chunk,
         may_draw=may_draw,
+        stays=not offloads,
     )
 
 
@@ -63,7 +66,7 @@ def passing_over(
     for layer, halves in of_layer.items():
         marked[layer] = {}
         for half, policy in halves.items():
-            goes_out = policy.chunk in offloading and not policy.section.opaque
+            goes_out = policy.chunk in offloading and not policy.stays
             own = windows[policy.chunk]
             defers = any((layer, linear) in own.deferral.linears for linear in policy.section.linears)
             busy = goes_out or defers or bool(policy.replay) or any(each.serves((layer, half), own) for each in windows)

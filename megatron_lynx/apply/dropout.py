@@ -1,7 +1,8 @@
 """Whether a half may draw random numbers: whether anything in it drops out, now.
 
 Norms, linears and activations draw nothing. The core attention does where its dropout is not 0, and so does the addition at the
-end of a half. Both are read when a half is called, because training code may change them.
+end of a half. Both are read when a half is called, because training code may change them. A router may draw, too, but no replay
+runs it: where nothing drops out behind it, nobody needs to know.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from typing import Any
 from torch.nn import Dropout, Module
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.apply.site import modules_of
+from megatron_lynx.apply.site import places_of
 
 
 def may_draw_in(section: Section, layer: Module) -> Callable[[], bool]:
     """For calls of this half of this layer."""
-    if section.opaque:
-        return lambda: True
-    inside = [module for site in modules_of(section, layer).values() for module in site.modules()]
+    modules = [place.module for place in places_of(section, layer) if place.item.role == "core" and place.module is not None]
+    inside = [module for site in modules for module in site.modules()]
     dropping = [module for module in inside if isinstance(module, Dropout)]
     attending = [module for module in inside if hasattr(module, "attention_dropout")]
 

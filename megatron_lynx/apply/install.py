@@ -21,6 +21,7 @@ from megatron_lynx.apply.assignment import order_of, passing_over, policies, win
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
+    expert_load,
     fused_weight_gradients,
     gathered_input,
     halves,
@@ -47,6 +48,7 @@ from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
+from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -175,9 +177,11 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
-        recorded = [half for half, policy in of_layer[number].items() if policy.replay or policy.chunk in engine.offloader.chunks]
+        recorded = [half for half, policy in of_layer[number].items() if policy.replay or _goes_out(engine, policy)]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
+    if having := [(number, run.layers[number]) for number in run.expert_layers]:
+        yield from expert_load.claims(engine, having, shape_SB[0] * shape_SB[1], run.config.moe_router_topk)
     linears = deferring_linears(plan, run)
     if run.pipeline > 1:
         apart = run.overlaps_exchanges and any(receives_in(entry, "steady") for entry in plan.stages)
@@ -191,6 +195,11 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
             yield from gathered_input.claims(engine, linears)
     if linears:
         yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
+
+
+def _goes_out(engine: Engine, policy: HalfPolicy) -> bool:
+    """Whether what a half keeps may go to the host."""
+    return policy.chunk in engine.offloader.chunks and not policy.stays
 
 
 def _changed(claims: list[Claim]) -> list[Hook]:

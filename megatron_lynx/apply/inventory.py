@@ -16,7 +16,14 @@ from megatron_lynx.errors import HookRefused
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
     "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    EXPERTS.name: ("transformer.moe.moe_layer", "transformer.moe.moe_utils", "transformer.moe.router"),
+    EXPERTS.name: (
+        "transformer.moe.moe_layer",
+        "transformer.moe.moe_utils",
+        "transformer.moe.router",
+        "transformer.moe.experts",
+        "transformer.moe.shared_experts",
+        "transformer.moe.token_dispatcher",
+    ),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
@@ -25,7 +32,7 @@ RELIES_ON = {
 }
 """By hook (`apply/hooks/<name>`, `apply/transformer_engine`), the modules of `megatron.core` whose functions it counts on.
 
-`experts` is no hook: a half of experts is kept whole, which counts on its functions all the same."""
+`experts` is no hook: those on halves and sites hold mixtures of experts as well, whose functions are listed apart."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Which layers the hooks know: Megatron's transformer layer with its own sites, or with those of Transformer Engine; in place of
-its MLP there may be a mixture of experts, of which nothing is asked but that it is Megatron's."""
+its MLP there may be a mixture of experts, of which nothing is asked here but that it is Megatron's (`expert_refusals`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import Item, Role
 from megatron_lynx.apply.live_run import TE_MODULE, LiveRun, name_of
-from megatron_lynx.apply.site import modules_of, sited_sections_of
+from megatron_lynx.apply.site import dense_sections_in, modules_of
 from megatron_lynx.errors import Problem
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
@@ -49,7 +49,7 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
         try:
-            sites = {item: module for section in sited_sections_of(layer) for item, module in modules_of(section, layer).items()}
+            sites = {item: module for section in dense_sections_in(layer) for item, module in modules_of(section, layer).items()}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue

@@ -73,6 +73,9 @@ def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         if numbers:
             place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
             yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
+    if live and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
+        place = "plan: model.shared_experts"
+        yield Problem(place, "True", "False, as this run has none", "make a plan for this model")
 
 
 def _layers(plan: Plan, run: LiveRun) -> Iterator[Problem]:

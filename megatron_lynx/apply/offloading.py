@@ -28,6 +28,7 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -
             smallest_tensor_bytes=entry.offload.smallest_tensor_bytes,
             prefetch=entry.offload.prefetch,
             sets=sets,
+            ragged=entry.offload.experts,
             avoids_messages=entry.offload.beside_messages == "avoid",
         )
     if not policies:

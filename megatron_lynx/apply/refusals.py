@@ -4,15 +4,17 @@ its settings       a feature that they cannot hold on to, or that works against 
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
+its experts        those that cannot be looked into, where the plan asks for it (`expert_refusals`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS
+from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
 from megatron_lynx.anatomy.dense import CORE_ATTENTION
+from megatron_lynx.apply.expert_refusals import refused_experts
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
@@ -27,7 +29,6 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
     """Every reason why this run cannot carry a plan, or not this plan."""
     return [
         *_stock_recomputation(run),
-        *_inside_experts(plan, run),
         *refused_features(run.config, te=run.uses_te),
         *refused_in_fp8(run),
         *_early_gradients(plan, run),
@@ -36,16 +37,8 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *refused_layers(run),
         *_random_numbers(run),
         *refused_deferrals(plan, run),
+        *refused_experts(plan, run),
     ]
-
-
-def _inside_experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    for entry in plan.chunks_of(run.stage):
-        for rule in entry.rules:
-            replayed = rule.replays(EXPERTS.half)
-            if replayed and any(plan.model.has_experts(layer) for layer in rule.layers):
-                where = f"plan: {plan.place_of(entry)} layers {rule.layers}"
-                yield Problem(where, f"{', '.join(replayed)} replayed", "kept in layers of experts", "keep them")
 
 
 def _stock_recomputation(run: LiveRun) -> Iterator[Problem]:

@@ -2,28 +2,77 @@
 
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
+       with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
 
-The names have been stable from megatron-core 0.12 to 0.20. An opaque section, a mixture of experts, has no sites.
+The names have been stable from megatron-core 0.12 to 0.20. A site of experts is called once for each expert where they run one
+by one, and the dispatcher's are methods of an object that is no module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Item, Section, sections_of
-from megatron_lynx.apply.live_run import has_experts
+from megatron_lynx.anatomy import DENSE, Item, Section, sections_of
+from megatron_lynx.anatomy.experts import MIXTURE
+from megatron_lynx.apply.live_run import has_experts, module_at
+
+EACH = "*"
+ONE_BY_ONE = "local_experts"
+"""Where Megatron's SequentialMLP has its experts."""
 
 
-def sited_sections_of(layer: Module) -> tuple[Section, ...]:
-    """The sections of a layer that have sites."""
-    return tuple(section for section in sections_of(experts=has_experts(layer)) if not section.opaque)
+class Place(NamedTuple):
+    """One method that is a site, or a part of one."""
+
+    item: Item
+    owner: Any
+    method: str
+
+    @property
+    def module(self) -> Module | None:
+        return self.owner if isinstance(self.owner, Module) else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another method of the same item is called behind it."""
+        return self.method != self.item.methods[-1]
 
 
-def modules_of(section: Section, layer: Module, *, te: bool = False) -> dict[Item, Module]:
-    """The submodules of a layer by item. `te`: the layer is Transformer Engine's, which has norms inside its linears.
+def sections_in(layer: Module) -> tuple[Section, ...]:
+    """What fills the halves of a live layer."""
+    shared = getattr(module_at(layer, MIXTURE), "shared_experts", None) is not None
+    return sections_of(experts=has_experts(layer), shared_experts=shared)
+
+
+def dense_sections_in(layer: Module) -> list[Section]:
+    """Those that a layer without experts has as well."""
+    return [section for section in sections_in(layer) if section in DENSE.values()]
+
+
+def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
+    """The sites of a section in the order of a forward. `te`: the layer is Transformer Engine's, with norms inside linears.
 
     Raises `AttributeError` where the layer has none of that name.
     """
-    return {item: attrgetter(item.path)(layer) for item in section.sites if not te or item.role != "norm"}
+    inside = te and section.fuses_norm
+    items = [item for item in section.sites if not (inside and item.role == "norm")]
+    return [Place(item, owner, method) for item in items for owner in _owners(item, layer) for method in item.methods]
+
+
+def modules_of(section: Section, layer: Module, *, te: bool = False) -> dict[Item, Module]:
+    """The submodules of a layer by item, for a section whose items are one submodule each."""
+    return {place.item: place.owner for place in places_of(section, layer, te=te)}
+
+
+def _owners(item: Item, layer: Module) -> Iterator[Any]:
+    before, each, behind = item.path.partition(f".{EACH}.")
+    found = attrgetter(before)(layer)
+    if not each:
+        yield found
+        return
+    for expert in getattr(found, ONE_BY_ONE, (found,)):
+        yield attrgetter(behind)(expert)

@@ -58,6 +58,8 @@ class StageMeasured(Part):
     """How many replays that were."""
     exposed_copy_s: float = 0.0
     host_bytes: int = 0
+    expert_load: float = 0.0
+    """The most rows that experts of one layer got, over what they would get if all were asked as often. 0: there are none."""
 
 
 class StageRow(Part):
@@ -75,6 +77,8 @@ class Report(Part):
     step: int = Field(ge=1)
     """The latest step, counted from 1 in this run."""
     stages: tuple[StageRow, ...] = Field(min_length=1)
+    planned_load: float | None = None
+    """The load of experts that the plan was made for, on the same scale as `expert_load`. None: the model has none."""
 
 
 class RunOutcome(Part):

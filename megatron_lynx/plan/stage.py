@@ -68,6 +68,8 @@ class Offload(Part):
     """Whether copies may run beside messages between stages, or take turns with them: where both go over one link, they disturb
     each other, and an exchange that ends in a synchronisation (Megatron's without chunks) waits for every copy before it. Stages
     that overlap messages with passes cannot avoid them."""
+    experts: bool = False
+    """Whether what mixtures of experts keep goes as well; otherwise it stays."""
 
 
 class WeightGradients(Part):

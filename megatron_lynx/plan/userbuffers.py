@@ -42,9 +42,9 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     for linear in rule.weight_gradients:
         yield f"weight_gradients.{linear} is deferred, but {WITHOUT} it needs a buffer that others fill: leave it out"
     for half in HALVES:
-        linear = rule.filling(half).gathered
-        if linear in rule.replay:
-            yield f"{linear} is replayed, but {WITHOUT} it owns a userbuffer, which a replay would fill again: keep it"
+        gathered = rule.filling(half).gathered
+        if gathered in rule.replay:
+            yield f"{gathered} is replayed, but {WITHOUT} it owns a userbuffer, which a replay would fill again: keep it"
         for key, at in (("windows", _windows(rule)[half]), ("gather", _gathers(rule)[half])):
             for name in dict.fromkeys(at):
                 if name not in (ON_DEMAND, RECV_BACKWARD):

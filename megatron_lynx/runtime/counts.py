@@ -37,6 +37,9 @@ class Counts:
     """Host memory held for offloaded activations."""
     exposed_copy_s: float = 0.0
     """Seconds for which compute waited for copies, either way."""
+    expert_load: float = 0.0
+    """The most rows that experts of one layer got of one micro-batch, over what they would get if all were asked as often. 0:
+    there are no experts."""
 
     @property
     def replayed(self) -> int:
@@ -44,6 +47,6 @@ class Counts:
 
     def __add__(self, later: Counts) -> Counts:
         """The counts of both stretches: sums, and the larger of what is held at once."""
-        most = ("live_ahead", "deferred_bytes", "host_bytes")
+        most = ("live_ahead", "deferred_bytes", "host_bytes", "expert_load")
         both = {one.name: (getattr(self, one.name), getattr(later, one.name)) for one in fields(Counts)}
         return Counts(**{name: max(values) if name in most else sum(values) for name, values in both.items()})

@@ -38,6 +38,7 @@ from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
+from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
@@ -92,7 +93,7 @@ class Engine:
 
     @property
     def in_half(self) -> bool:
-        """Whether a half runs, or its backward does, and may be looked into."""
+        """Whether a half runs, or its backward does."""
         return self._progress.in_half
 
     @property
@@ -164,8 +165,7 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
         whole = micro_batch.index in self._windows[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        stays = whole or policy.section.opaque
-        shipment = None if stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
+        shipment = None if whole or policy.stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
         frame = Frame(policy, micro_batch, code)
         self._ledger.keep(frame)
         begin = self.trace.now()
@@ -244,6 +244,11 @@ class Engine:
     def receive(self, works: list[Any]) -> list[Any]:
         """Works of a pipeline exchange that receives a gradient: whichever is waited for first runs the window."""
         return self._waits.receive(works)
+
+    def experts_got(self, load: float) -> None:
+        """Experts run on so many rows, over what they would get if all were asked as often."""
+        if not isinstance(self._progress.scope, Replayer):
+            self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
 
     def gathered(self, whole: Tensor) -> None:
         """A half has gathered the input of its present site."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.runtime.recipe import Pick, SiteRecipe, View
+from megatron_lynx.runtime.recipe import Pick, SiteRecipe
 from megatron_lynx.runtime.saved import saved_in, steps_between, storage_of
 from megatron_lynx.runtime.site_call import SiteCall
 
@@ -58,7 +58,7 @@ class Lesson:
                     yield Pick(place, slot, (self.segment - 1, first[storage]))
                 elif storage in regenerated:
                     views += 1
-                    yield Pick(place, slot, (self.segment, -views), View.of(tensor, argument_at[storage]))
+                    yield Pick(place, slot, (self.segment, -views), argument_at[storage])
                 elif self.replayed and storage not in argument_at:
                     yield Pick(place, slot, (self.segment, own))
                     own += 1

@@ -40,6 +40,8 @@ class HalfPolicy:
     """Which of the stage's chunks the layer is in."""
     may_draw: Callable[[], bool] = lambda: True
     """Whether the half may draw random numbers in the call that begins now."""
+    stays: bool = False
+    """Whether nothing of what it keeps goes to the host, although what others of its chunk keep does."""
     passed_over: bool = False
     """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
     below_passed_over: bool = False

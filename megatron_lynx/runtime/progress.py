@@ -42,9 +42,8 @@ class Progress:
 
     @property
     def in_half(self) -> bool:
-        """Whether a half runs, or its backward does, and may be looked into."""
-        frame = self.scope.frame if self.scope is not None else self.ledger.entered
-        return frame is not None and not frame.policy.section.opaque
+        """Whether a half runs, or its backward does."""
+        return self.scope is not None or self.ledger.entered is not None
 
     @property
     def busy(self) -> bool:

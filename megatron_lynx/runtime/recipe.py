@@ -25,7 +25,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument."""
+    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument. Made in each
+    record, because arguments of experts have other numbers of rows in each."""
 
     argument: int
     size: tuple[int, ...]
@@ -41,14 +42,6 @@ class View:
             return argument.detach()
         return argument.detach().as_strided(self.size, self.stride, self.offset)
 
-    def address(self, argument: Tensor) -> int:
-        """Where it begins in memory."""
-        return argument.untyped_storage().data_ptr() + self.offset * argument.element_size()
-
-    def shows(self, saved: Tensor, address: int) -> bool:
-        """Whether that is what was saved, where the view begins at this address."""
-        return saved.data_ptr() == address and saved.size() == self.size and saved.stride() == self.stride
-
     def _is_whole(self, argument: Tensor) -> bool:
         same = argument.size() == self.size and argument.stride() == self.stride
         return same and argument.storage_offset() == self.offset
@@ -62,7 +55,8 @@ class Pick(NamedTuple):
     slot: Slot
     key: Key | None
     """Of what is let go. None: it is kept, on the device or on the host."""
-    view: View | None = None
+    argument: int | None = None
+    """Of what is let go as a view of an argument of its site: of which one."""
 
 
 @dataclass(frozen=True)

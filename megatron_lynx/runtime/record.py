@@ -19,13 +19,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
 from megatron_lynx.runtime.lesson import Lesson
 from megatron_lynx.runtime.offload import Hosted, Shipment
-from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick
+from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site_call import SiteCall
@@ -51,13 +52,16 @@ class Recorder:
         self._item: str | None = None
         self._segment = 0
         self._ordinal = 0
-        self._row_segment = -1
+        self._ends_at = -1
+        """The last segment behind which no replay reads values."""
         self._packing: Packing | None = None
         self._maybe_inert: list[int] = []
         self._teaches = recipe is None
         self._recipe = HalfRecipe() if recipe is None else recipe
         self._fits = True
         self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
+        self._normed: dict[int, Tensor] = {}
+        """What a replayed norm returned, by storage, while the call teaches."""
 
     @property
     def recipe(self) -> HalfRecipe | None:
@@ -72,6 +76,7 @@ class Recorder:
         finally:
             self._packing.turn(False)
             self._packing = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
+            self._normed = {}  # its graph refers back to here, too
         if self._teaches:
             self._settle_memos()
         if self._shipment is not None and self.frame.lets_go:
@@ -86,15 +91,15 @@ class Recorder:
         segment = self._segment + (1 if site.first is None else 2)
         if segment in self._recipe.inert:
             return self._pass_over(call, segment)
-        if self._teaches and self._item not in self._replay:
-            self._resident.update(map(storage_of, call.arguments))  # [5]
+        if self._teaches and self._item not in self._replay and not self.frame.policy.section.of_name[site.name].exchanges:
+            self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
         outputs = self._called(call)
         if site.state is not None and self._replay:
             self.frame.site_states[segment] = site.state.capture()  # [8]
-        code = self.frame.policy.section.code_behind.get(site.name, site.name)
+        code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
         self._packs(code in self._replay or self._shipment is not None)  # [1]
         if site.state is None and code not in self._replay and self._shipment is None:
@@ -111,7 +116,7 @@ class Recorder:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
             self._packs(True)
-            return call()  # [2]
+            return self._normed_by(call, call())  # [2]
         self._packs(False)
         draws = kept and site.may_draw and self.frame.random is not None
         before = self._random.capture() if draws else None
@@ -120,6 +125,12 @@ class Recorder:
         self._let_go(call, outputs)  # [3]
         if kept and self._replay:
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
+        return outputs if kept else self._normed_by(call, outputs)
+
+    def _normed_by(self, call: SiteCall, outputs: Any) -> Any:
+        """What a call that teaches returned, remembered where a replay makes it again and everything behind may read it."""
+        if self._teaches and call.name == self.frame.policy.section.norm:
+            self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
         return outputs
 
     def _packs(self, needed: bool) -> None:
@@ -140,13 +151,14 @@ class Recorder:
             pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, arguments))
 
     def _lesson(self, call: SiteCall) -> Lesson:
+        item = self.frame.policy.section.of_name[call.name]
         return Lesson(
             call,
             self._segment,
             replayed=call.name in self._replay,
             first_replayed=call.first is not None and call.first.item in self._replay,
-            resident=self._resident if self._replay else None,
-            may_go=None if self._shipment is None else self._shipment.may_go,
+            resident=self._resident if self._replay and not item.exchanges else None,
+            may_go=None if self._shipment is None else partial(self._shipment.may_go, any_size=item.any_rows),
             views=len(self.frame.views),
         )
 
@@ -154,17 +166,17 @@ class Recorder:
         if pick.key is None:
             assert self._shipment is not None, "a recipe for a half that is offloaded"
             return self._shipment.stow, _on_device  # [7]
-        if pick.view is not None:
-            return partial(self._pack_view, pick, pick.view.address(arguments[pick.view.argument])), self._unpack
+        if pick.argument is not None:
+            return partial(self._pack_view, pick, storage_of(arguments[pick.argument])), self._unpack
         return partial(self.frame.want, pick.key), self._take
 
-    def _pack_view(self, pick: Pick, address: int, tensor: Tensor) -> Any:
+    def _pack_view(self, pick: Pick, storage: int, tensor: Tensor) -> Any:
         assert pick.key is not None
-        assert pick.view is not None
-        if not pick.view.shows(tensor, address):
+        assert pick.argument is not None
+        if storage_of(tensor) != storage:
             self._fits = False
             return tensor.detach()
-        self.frame.views[pick.key] = pick.view
+        self.frame.views[pick.key] = View.of(tensor, pick.argument)
         return self.frame.want(pick.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -188,22 +200,23 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        row_parallel = call.name == self.frame.policy.section.row_parallel
+        ends = call.site.goes_on or self.frame.policy.section.of_name[call.name].ends_values
         if self._teaches:
-            if row_parallel:
-                self._row_segment = self._segment
+            if ends:
+                self._ends_at = self._segment
             else:
                 self._resident.update(map(storage_of, tensors_in(outputs)))
         elif self._segment not in self._recipe.memos:
             return
-        with_values = not row_parallel if self._teaches else self._recipe.memos[self._segment]
+        with_values = not ends if self._teaches else self._recipe.memos[self._segment]
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _settle_memos(self) -> None:
-        """Drop what no replay will pass, and the values of what it passes only to reach the code behind the row-parallel site."""
+        """Drop what no replay will pass, and the values of what it passes only to reach the code behind the last site that ends
+        them."""
         memos, lets_go = self.frame.memos, frozenset(segment for segment, _ in self.frame.wanted)
         last = max(lets_go, default=-1)
-        last_with_values = max((segment for segment in lets_go if segment <= self._row_segment), default=-1)
+        last_with_values = max((segment for segment in lets_go if segment <= self._ends_at), default=-1)
         for segment in list(memos):
             if segment >= last:
                 del memos[segment]
@@ -227,7 +240,7 @@ class Recorder:
 
 
 class Passage:
-    """One call of a half that lets nothing go. Only its collectives are counted, and not even those where the half is opaque."""
+    """One call of a half that lets nothing go. Only its collectives are counted, where they are windows."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -241,7 +254,14 @@ class Passage:
 
 
 def absent(tensor: Tensor) -> Any:
-    return tensor if is_parameter(tensor) else Absent.of(tensor)
+    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
+    if is_parameter(tensor):
+        return tensor
+    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
+
+
+WHOLE_NUMBERS = (torch.int32, torch.int64)
+"""Types of numbers that count."""
 
 
 def _on_device(packed: Any) -> Tensor:

@@ -90,6 +90,8 @@ class Replayer:
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
+        once = self.frame.policy.section.of_name[call.name].runs_once
+        assert memo is not None or not once, f"a replay of {self.frame.policy.name} came to {call.name}"
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
         self._stop_if_done()

@@ -39,8 +39,10 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that is equal for tensors that share memory, while one of them is alive."""
-    return tensor.untyped_storage().data_ptr()
+    """A number that is equal for tensors that share memory, while one of them is alive. Empty ones have no address: of them it is
+    equal for views of one another."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -43,20 +43,23 @@ class FirstPart:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One submodule that is a site of the plan; the same for all its calls."""
+    """One submodule that is a site of the plan, or one method of several that make it up; the same for all its calls."""
 
     name: str
-    module: torch.nn.Module
+    module: torch.nn.Module | None
+    """None where it is no module of torch, and so owns no parameters."""
     forward: Callable[..., Any]
-    """The module's own forward, without hooks."""
+    """Its own code, without hooks."""
     first: FirstPart | None = None
     state: SiteState | None = None
     may_draw: bool = True
     """Whether it may draw random numbers at all. Norms and linears never do."""
+    goes_on: bool = False
+    """Whether another method of the same item comes behind it: then only that one reads what it returns."""
 
     @cached_property
     def owns_parameters(self) -> bool:
-        return next(self.module.parameters(), None) is not None
+        return self.module is not None and next(self.module.parameters(), None) is not None
 
 
 class SiteCall:
@@ -95,7 +98,8 @@ class SiteCall:
     @property
     def lasting(self) -> Iterator[Tensor]:
         """Tensors that its nodes may save and that are nobody's activations."""
-        yield from self.site.module.parameters()
+        if self.site.module is not None:
+            yield from self.site.module.parameters()
         if self.site.state is not None:
             yield from self.site.state.lasting()
 

@@ -55,12 +55,15 @@ class Waits:
     def window(self) -> Callable[[Any], WindowedWork] | None:
         """A collective of the tensor-parallel group is about to be issued: what makes a window of its `Work`.
 
-        None where it is issued outside of a half, or where nothing happens in its window: then it may be issued as it comes. A
-        replay must not communicate (rule R2).
+        None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
+        window: then it may be issued as it comes. A replay must not communicate (rule R2).
         """
         scope = self._progress.scope
         if isinstance(scope, Replayer):
             raise collective_in_replay(scope.frame.policy.name)
+        frame = scope.frame if scope is not None else self._ledger.entered
+        if frame is None or not frame.policy.section.has_windows:
+            return None
         address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
         if address is None:
             return None

@@ -79,9 +79,10 @@ def plans(
 
 def plans_for(job: Job, *, whole: bool = False, defers: bool = False) -> st.SearchStrategy[Plan]:
     """Plans that a run of this job takes."""
-    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}
+    facts = {name: getattr(job.model, name) for name in ModelFacts.model_fields if hasattr(job.model, name)}
+    shared = job.model.experts is not None and job.model.experts.shared_ffn > 0
     return plans(
-        model=ModelFacts(**facts, fp8=job.model.fp8_recipe),
+        model=ModelFacts(**{**facts, "fp8": job.model.fp8_recipe, "shared_experts": shared}),
         parallel=ParallelFacts(chunks=job.chunks, **job.parallel.model_dump(include=ParallelFacts.model_fields.keys())),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         partition=job.partition,
@@ -163,7 +164,7 @@ def stages_of(
         st.just(Predicted())
         | st.builds(Predicted, step_s=SECONDS, hidden_replay_s=SECONDS, ahead_bytes=st.integers(0), memory=st.just(HELD))
     )
-    kept = [_experts_kept(draw(kept_items(span, te, parallel.context)), experts) for span in ranges]
+    kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
@@ -281,12 +282,19 @@ def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
 HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}
 
 
-def _experts_kept(rule: Rule, experts: Sequence[LayerRange]) -> Rule:
-    """Of layers with experts the MLP half is kept whole, and no more is drawn for them."""
-    if not any(layer in span for layer in rule.layers for span in experts):
+@st.composite
+def _with_experts(draw: st.DrawFn, rule: Rule, model: ModelFacts | None) -> Rule:
+    """Where all of the rule's layers have experts, some of their items are replayed; else their MLP half is kept."""
+    having = [layer for layer in rule.layers if model is not None and model.has_experts(layer)]
+    if not having or model is None:
         return rule
     replay = tuple(item for item in rule.replay if item in DENSE["attention"].names)
-    return Rule(layers=rule.layers, keep=tuple(item for item in ITEMS if item not in replay), replay=replay)
+    if len(having) < len(rule.layers) or draw(st.booleans()):
+        return Rule(layers=rule.layers, keep=tuple(item for item in ITEMS if item not in replay), replay=replay)
+    sections = model.sections_of(having[0])
+    replay += tuple(draw(st.lists(st.sampled_from(sections[1].replayable), unique=True)))
+    names = [name for section in sections for name in section.names]
+    return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in replay), replay=replay)
 
 
 def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange]) -> bool:
@@ -301,7 +309,7 @@ def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange]) ->
 
 def _on_demand(rule: Rule, parallel: ParallelFacts) -> Rule:
     """Gather on demand whatever must be gathered."""
-    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and DENSE[half].column_parallel in rule.replay}
+    needed = {half: ON_DEMAND for half in HALVES if parallel.sequence_parallel and rule.filling(half).gathered in rule.replay}
     return rule.model_copy(update={"gather": Gather(**needed)})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.order import frames_of, window_of
@@ -54,5 +53,6 @@ def expected(job: Job, plan: Plan, stage: int) -> Expected:
             missed = phase == "warmup" and isinstance(window, WindowAddress) and window.passing == "fwd"
             result.replayed += 1
             result.hidden += window != ON_DEMAND and not missed
-            result.gathered += plan.parallel.sequence_parallel and DENSE[half].column_parallel in entry.rule_for(layer).replay
+            rule = entry.rule_for(layer)
+            result.gathered += plan.parallel.sequence_parallel and rule.filling(half).gathered in rule.replay
     return result

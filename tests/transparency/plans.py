@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ITEMS, ROW_PARALLEL, Half
+from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, Half, Section, sections_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 
-REPLAYABLE = tuple(item for item in ITEMS if item not in ROW_PARALLEL)
+SECTIONS = tuple(section for sections in FILLING.values() for section in sections)
+REPLAYABLE = tuple(item for item in ALL_ITEMS if any(item in section.replayable for section in SECTIONS))
 
 
 def replayable(job: Job, *, gather: bool = False) -> tuple[str, ...]:
-    """Everything that can be replayed; under sequence parallelism without the GEMMs that gather, unless `gather`."""
-    kept = () if gather or not job.parallel.sequence_parallel else tuple(COLUMN_PARALLEL)
+    """Everything that can be replayed, of whichever section; under sequence parallelism without the GEMMs that gather, unless
+    `gather`."""
+    kept = () if gather or not job.parallel.sequence_parallel else tuple(section.gathered for section in SECTIONS)
     kept += DENSE["attention"].exchanging if job.parallel.context > 1 else ()
     return tuple(item for item in REPLAYABLE if item not in kept)
 
@@ -27,8 +29,7 @@ def plan_for(
     ahead_depth: int = 1,
     whole: dict[str, int] | None = None,
 ) -> Plan:
-    """One rule per layer: `replays(layer)` are its replayed items, of a layer with experts as far as they are in its attention
-    half."""
+    """One rule per layer: `replays(layer)` are its replayed items, as far as it has them."""
     places = [(stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline)]
     stages = [_stage(job, place, replays, windows, ahead_depth) | {"whole": whole} for place in places]
     model, parallel = job.model, job.parallel
@@ -39,13 +40,24 @@ def plan_for(
     return Plan.model_validate(
         {
             "version": 1,
-            "model": {name: getattr(model, name) for name in facts} | {"fp8": model.fp8_recipe},
+            "model": {name: getattr(model, name) for name in facts}
+            | {"fp8": model.fp8_recipe, "shared_experts": has_shared_experts(job)},
             "parallel": {**layout, "chunks": job.chunks},
             "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
             "stages": stages,
             "provenance": {"made_by": "a test"},
         }
     )
+
+
+def has_shared_experts(job: Job) -> bool:
+    return job.model.experts is not None and job.model.experts.shared_ffn > 0
+
+
+def sections_in(job: Job, layer: int) -> dict[Half, Section]:
+    """What fills the halves of a layer."""
+    sections = sections_of(experts=layer in job.model.expert_layers, shared_experts=has_shared_experts(job))
+    return {section.half: section for section in sections}
 
 
 def _stage(
@@ -55,14 +67,16 @@ def _stage(
     layers = job.layers_of(*place)
     rules = []
     for layer in layers:
-        replayed = set(replays(layer)) - set(DENSE["mlp"].names if layer in job.model.expert_layers else ())
-        rule: dict[str, Any] = {"layers": layer, "keep": [i for i in ITEMS if i not in replayed]}
-        rule["replay"] = [item for item in ITEMS if item in replayed]
-        halves = [half for half in HALVES if replayed & set(DENSE[half].names)]
+        sections = sections_in(job, layer)
+        names = [name for half in HALVES for name in sections[half].names]
+        replayed = set(replays(layer)) & set(names)
+        rule: dict[str, Any] = {"layers": layer, "keep": [i for i in names if i not in replayed]}
+        rule["replay"] = [item for item in names if item in replayed]
+        halves = [half for half in HALVES if replayed & set(sections[half].names)]
         if windows:
             rule["windows"] = {half: _window(job, place, layer, half, replayed) for half in halves}
         if job.parallel.sequence_parallel:
-            gathers = [half for half in halves if DENSE[half].column_parallel in replayed]
+            gathers = [half for half in halves if sections[half].gathered in replayed]
             rule["gather"] = {half: _gather(job, place, layer, half) if windows else "on_demand" for half in gathers}
         rules.append(rule)
     depth = ahead_depth if windows else 0
@@ -71,10 +85,13 @@ def _stage(
 
 
 def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
+    has_experts = layer in job.model.expert_layers
+    if half == "attention" and has_experts and replayed & set(sections_in(job, layer)["mlp"].names):
+        return "on_demand"  # experts have no windows, and the one before them is taken
     if job.parallel.tensor == 1:
         return _first_window(job, place, layer, half, replayed)
     last = "2" if job.parallel.sequence_parallel else "0"
-    if half == "attention" and layer not in job.model.expert_layers:
+    if half == "attention" and not has_experts:
         return f"bwd.mlp.{last}"
     if layer < job.layers_of(*place)[-1]:
         return f"bwd.attention.{last}+1"
@@ -83,15 +100,18 @@ def _window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: 
 
 def _first_window(job: Job, place: tuple[int, int], layer: int, half: Half, replayed: set[str]) -> Any:
     """Of the frame that backward needs first: nothing precedes it in this backward."""
-    needs_gather = job.parallel.sequence_parallel and DENSE[half].column_parallel in replayed
+    needs_gather = job.parallel.sequence_parallel and sections_in(job, layer)[half].gathered in replayed
     behind_mlp = half == "attention" and layer not in job.model.expert_layers
+    in_experts = half == "mlp" and layer in job.model.expert_layers
     if needs_gather or layer < job.layers_of(*place)[-1] or behind_mlp:
         return "on_demand"
     if place == (job.parallel.pipeline - 1, job.chunks - 1):
-        in_time = half == "mlp" and job.parallel.sequence_parallel and "mlp_bda" not in replayed and not job.model.uses_te
+        gathers_first = half == "mlp" and job.parallel.sequence_parallel and not in_experts
+        in_time = gathers_first and "mlp_bda" not in replayed and not job.model.uses_te
         return "bwd.mlp.0" if in_time else "on_demand"
     in_every_chunk = len(job.layers_of(*place)) == min(job.chunk_layers(place[0]))
-    steady = f"fwd.{half}.0" if job.parallel.tensor > 1 and in_every_chunk else "pipe.recv_backward"
+    windowed = job.parallel.tensor > 1 and in_every_chunk and not in_experts
+    steady = f"fwd.{half}.0" if windowed else "pipe.recv_backward"
     return {"steady": steady, "cooldown": "pipe.recv_backward"}
 
 

@@ -1,4 +1,4 @@
-"""Layers with a mixture of experts: the attention half is recorded, replayed and hidden as any other, the MLP half kept whole.
+"""Layers with a mixture of experts: both halves are recorded and replayed; routers decide once, and tokens travel once.
 
 Megatron's own layers, routers and dispatchers, local ones with an MLP for each expert.
 """
@@ -74,12 +74,11 @@ def checked_too(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial) 
 
 
 def check_backwards(job: Job, stage: int, outcome: Outcome) -> None:
-    """Half by half from the last layer of the chunk up; no window lies in experts, no replay is of their half."""
+    """Half by half from the last layer of the chunk up; no window lies in experts."""
     backwards: dict[int, list[tuple[int, str]]] = {}
     for event in outcome.planned.events:
         place = f"{event['window']}"
         assert not any(f".mlp.{n}@{layer}" in place for n in range(3) for layer in job.model.expert_layers), place
-        assert event["kind"] != "replay" or (event["half"], event["layer"] in job.model.expert_layers) != ("mlp", True)
         if event["kind"] == "backward":
             backwards.setdefault(event["micro_batch"], []).append((event["layer"], event["half"]))
     layers = [layer for chunk in reversed(range(job.chunks)) for layer in reversed(job.layers_of(stage, chunk))]

@@ -41,6 +41,8 @@ class Trial:
     """Whether backward runs in a second thread, as it does on CUDA."""
     tampered: bool = False
     """Whether every copy is late by a random time, and everything that nobody may read any more is overwritten."""
+    starved: bool = False
+    """Whether the first two experts get all tokens (routers with an expert bias only)."""
     recompile_limit: int | None = None
     """How many times one function is compiled until the compiler gives up and runs it as plain code; none: torch's own number."""
     compared: str = "everything"
@@ -104,6 +106,8 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         reset_fp8()
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
+        if trial.starved:
+            _starve(training.chunks)
         seed_random_numbers(7)
         installation = stack.enter_context(install(training.chunks, plan)) if plan is not None else None
         if trial.backward_thread:
@@ -119,8 +123,17 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
             seen.tensors.clear()
         for name, parameter in training.parameters().items():
             seen.tensors[f"weight {name}"] = parameter.detach().clone()
+        for number, chunk in enumerate(training.chunks):
+            buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if buffer is not None)
+            seen.tensors.update({f"buffer {number}.{name}": buffer.detach().clone() for name, buffer in buffers})
     seen.frames_left = sum(type(thing).__name__ in ("Frame", "Parcel", "Block") for thing in gc.get_objects())
     return seen
+
+
+def _starve(chunks: list[torch.nn.Module]) -> None:
+    biases = (buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
+    for bias in biases:
+        bias[:2] += 100
 
 
 def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, seen: Seen, last: bool) -> None:

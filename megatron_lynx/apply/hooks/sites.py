@@ -1,6 +1,7 @@
 """The submodule calls of a layer.
 
-Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...).
+Replaces              `forward` on the submodule *instances* that are sites (`self_attention.linear_qkv`, `mlp.linear_fc1`, ...);
+                      with experts also those methods of the token dispatcher that bring tokens to experts, and back.
 Why                   the recorder lets go of what a replayed site saves, and a replay returns a kept site's memo without
                       running it.
 Calls the original    once per call, unless a replay has its result.
@@ -17,9 +18,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.apply.hook import Claim
-from megatron_lynx.apply.site import modules_of, sited_sections_of
+from megatron_lynx.apply.site import Place, places_of, sections_in
 from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
@@ -38,14 +39,29 @@ def claims(
 ) -> Iterator[Claim]:
     """`recorded`: halves of which anything is replayed or offloaded. `release`: that of Transformer Engine, where the layer is
     one of its own. `fp8`: its linears may run in FP8."""
-    for section in sited_sections_of(layer):
+    for section in sections_in(layer):
         if section.half not in recorded:
             continue
-        for item, module in modules_of(section, layer, te=release is not None).items():
-            first = norm_inside(module, section.norm, release) if release and item.role == "column_parallel" else None
-            state = Fp8Linear(module) if fp8 and item.is_linear else None
-            hooked = _as_site(engine, partial(Site, item.name, module, first=first, state=state, may_draw=item.may_draw))
-            yield Claim(module, "forward", hooked, "is a site of the plan", f"layer {number}.{item.name}")
+        for place in places_of(section, layer, te=release is not None):
+            site = _site_at(place, section, release, fp8=fp8)
+            yield Claim(
+                place.owner, place.method, _as_site(engine, site), "is a site of the plan", f"layer {number}.{place.item.name}"
+            )
+
+
+def _site_at(place: Place, section: Section, release: TeRelease | None, *, fp8: bool) -> Callable[..., Site]:
+    """What makes the site at a place of its own code."""
+    item, module = place.item, place.module
+    fused = release is not None and section.fuses_norm and item.role == "column_parallel"
+    return partial(
+        Site,
+        item.name,
+        module,
+        first=norm_inside(place.owner, section.norm, release) if fused and release is not None else None,
+        state=Fp8Linear(place.owner) if fp8 and item.is_linear else None,
+        may_draw=item.may_draw,
+        goes_on=place.goes_on,
+    )
 
 
 def _as_site(engine: Engine, site_of: Callable[..., Site]) -> Callable[[Any], Any]:

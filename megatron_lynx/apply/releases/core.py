@@ -43,6 +43,26 @@ CORE_0_15 = Release(  # recorded from 0.15.3
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "0ce911f8680b0b10",
         "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "6d2a2d84672f1ac8",
         "megatron.core.transformer.moe.router:TopKRouter.forward": "b1b0027d1432cbee",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.router_and_preprocess": "4814068632511ffa",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "07791dd57f94ff8b",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "a13e64cb77068b2f",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "9e06fab9ede53d9f",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.combine": "0357ff0bb33c4648",
+        "megatron.core.transformer.moe.experts:SequentialMLP.forward": "44328dbfacf5d094",
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "6993247cf2ba598c",
+        "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward": "97edaf315b20acba",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_preprocess": "c8bb8d2f56e35ed9",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_dispatch": "30f06d726b4b4704",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess": "78b473d56be996ec",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_preprocess": "9b41813d5892c648",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_combine": "7121227189005485",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_postprocess": "df74ed308a58d4e7",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "924dad9fa63c99f1",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "a0738e802d89b516",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess": "49eba6d1535526cb",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_preprocess": "b9052592ac4aa8d4",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "465c54982e8e295b",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "ce1c79ce3769810b",
     },
 )
 
@@ -74,6 +94,18 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "3544478a67584d91",
         "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "2eedb2e604cedee5",
         "megatron.core.transformer.moe.router:TopKRouter.forward": "c4642459d3496ff7",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.router_and_preprocess": "4738715d4e73c51b",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "5afd894368db0d25",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "1a9bfef80fa4157a",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "a2209c9540242193",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.combine": "f0f883a99bac785b",
+        "megatron.core.transformer.moe.experts:SequentialMLP.forward": "2f6a645f4f9ce7d7",
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "e39fee54088389d6",
+        "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward": "0a65756c6b04dec2",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "9602d5874baf145b",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.route": "15b4e6cc0bc63937",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "825cfd022c67dd30",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "77d706ef87314f97",
     },
 )
 
@@ -98,6 +130,12 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
     beside_experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "e337479cc4f53280",
         "megatron.core.transformer.moe.router:TopKRouter.forward": "506f0c26dedb8d88",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "a08172a0c5fd747d",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "0b04ee398ab6801b",
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "7daae5b4bf71a5e3",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess": "234d7f1092187f32",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "3b11d1747084a908",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "1828d60c95208ce5",
     },
 )
 
@@ -120,6 +158,16 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
     },
     beside_experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "6a2a1313d9e22c44",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "607c247175bdeb2e",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "b7f4f42a3ba0e365",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "d5f474eadfb6f465",
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "5c1b49e9f7efbcc2",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "c8cb3412b4f4fb00",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess": "3db3d062acb809ce",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "c2cee5994d363b3a",
+        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "3af5e8ad53258f98",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "c96b986108352679",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "af955e3082552662",
     },
 )
 
@@ -142,6 +190,10 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     },
     beside_te={
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "83470b9732d24e90",
+    },
+    beside_experts={
+        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "2cc410c1d5786e62",
+        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "a56ec1eb78c10de2",
     },
 )
 

@@ -36,7 +36,7 @@ class Release:
     beside_te: Mapping[str, str] = field(default_factory=dict)
     """The functions that matter only with Transformer Engine's layers. They can be imported only where it is installed."""
     beside_experts: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter only with mixtures of experts. No hook replaces them, because a half of experts is kept whole."""
+    """The functions that matter only with mixtures of experts."""
 
     def then(self: Table, version: str, **changed: Mapping[str, str]) -> Table:
         """The next release, which is like this one but for what is said here.

@@ -69,6 +69,7 @@ def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
         on_demand=max(each.counts.on_demand for each in ranks),
         exposed_copy_s=max(each.counts.exposed_copy_s for each in ranks),
         host_bytes=max(each.counts.host_bytes for each in ranks),
+        expert_load=max(each.counts.expert_load for each in ranks),
     )
 
 

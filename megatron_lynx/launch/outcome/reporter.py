@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +57,8 @@ class Reporter:
         """Of the latest step that was told of."""
         self._replays: ReplaySeconds | None = None
         self._counts = Counts()
+        self._load = 0.0
+        """The most that experts got in any step."""
         self._reports: list[Report] = []
 
     @contextmanager
@@ -75,6 +78,7 @@ class Reporter:
 
     def step_ends(self, counts: Counts, *, usual: bool) -> None:
         """Tell of the step that has ended, where it is one of the first. `counts`: what was done in it."""
+        self._load = max(self._load, counts.expert_load)
         if usual:
             self._counts = counts
         if usual and self._measured <= FIRST:
@@ -106,10 +110,12 @@ class Reporter:
 
     def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
         self._seconds = seconds or self._seconds
-        mine = RankFigures(self._stage, self._seconds, self._peak.most(), self._replays, self._counts)
+        counts = replace(self._counts, expert_load=self._load)
+        mine = RankFigures(self._stage, self._seconds, self._peak.most(), self._replays, counts)
         if not (ranks := gathered_on_rank_0(mine)):
             return
-        report = Report(when=when, step=self._step, stages=rows(self._plan, ranks))
+        load = self._plan.model.moe_load if self._plan.model.moe_layers else None
+        report = Report(when=when, step=self._step, stages=rows(self._plan, ranks), planned_load=load)
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))
         if self._path is not None:

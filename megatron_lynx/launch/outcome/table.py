@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_lynx.measure.run_outcome import Report, StagePredicted, StageRow
 from megatron_lynx.units import format_bytes, format_seconds
@@ -82,7 +82,18 @@ def _notes(report: Report) -> list[str]:
     notes += [f"{_stages(forgetful)}: the plan does not say what a device holds"] if forgetful else []
     notes += ["seconds: not measured, as this step ran more than once, to be checked, or was traced"] if untimed else []
     notes += ["bytes: not measured, as something else profiles, or PyTorch does not tell"] if uncounted else []
-    return notes
+    return [*notes, *_load(report)]
+
+
+def _load(report: Report) -> Iterator[str]:
+    """How many rows experts got, where there are experts."""
+    most = max(report.stages, key=lambda row: row.measured.expert_load)
+    if report.planned_load is None or not most.measured.expert_load:
+        return
+    found = f"experts: stage {most.stage} had a rank with {most.measured.expert_load:.2f} of a balanced share of tokens"
+    planned = f"its plan was made for {report.planned_load:.2f}"
+    more = ": expect more bytes and seconds than predicted" if most.measured.expert_load > report.planned_load else ""
+    yield f"{found}, {planned}{more}"
 
 
 def _stages(stages: Sequence[int]) -> str:

@@ -7,7 +7,7 @@
     every micro-batch     lend: for each size the smallest free block that holds it;         └────┴──┴───┘└────┴──┴───┘
                           where none is, and room is left, one more slab, page-locked on CUDA: one micro-batch's
     a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
-    other sizes           a new slab; the old one goes with the last of its blocks, and the log says so
+    other sizes           a new slab; the old one goes with the last of its blocks, and the log says so. Of experts they only grow
 
 Page-locking takes the host seconds for tens of GB. So a slab holds one micro-batch: warm-up's forwards lock what they need, one
 behind the other, and not the first of them all of it.
@@ -26,6 +26,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,9 +95,13 @@ class Block:
 
 
 class HostPool:
-    """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before."""
+    """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before.
 
-    def __init__(self, where: str, device: Device, limit: HostLimit, sets: int) -> None:
+    `ragged`: their sizes differ from one micro-batch to the next, as what experts keep does. Then blocks are a little larger than
+    asked for, and never become smaller, so that soon no micro-batch asks for others.
+    """
+
+    def __init__(self, where: str, device: Device, limit: HostLimit, sets: int, *, ragged: bool = False) -> None:
         self.where = where
         self.bytes = 0
         """Set aside: of all slabs in use, and of those still to be made. Not of one that was replaced and whose last block is
@@ -104,6 +109,7 @@ class HostPool:
         self._device = device
         self._limit = limit
         self._sets = max(1, sets)
+        self._ragged = ragged
         self._made = 0
         """Sets whose slab is there."""
         self._sizes: list[int] = []
@@ -152,13 +158,21 @@ class HostPool:
             self._sets += 1
             log.warning("%s: one more micro-batch on the host than before; %s", self.where, self._change(before))
             return
+        wanted = self._roomier(sizes) if self._ragged else sorted(sizes, reverse=True)
         self.clear()
-        self._sizes = sorted(sizes, reverse=True)
+        self._sizes = wanted
         self._set_aside(self._sets)
-        if before:
+        if before and not self._ragged:
             log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
         else:
             log.info("%s: %s", self.where, self._change(before))
+
+    def _roomier(self, sizes: Sequence[int]) -> list[int]:
+        """By place in the order of sizes the most that was asked for, and an eighth more; as asked where that is too much."""
+        ordered = sorted(sizes, reverse=True)
+        most = [max(one, other) for one, other in zip_longest(self._sizes, (size + size // 8 for size in ordered), fillvalue=0)]
+        free_bytes = self._limit.most_bytes - self._limit.held_bytes + self.bytes
+        return most if self._sets * sum(map(_aligned, most)) <= free_bytes else ordered
 
     def _change(self, before: int) -> str:
         return f"host memory for offloaded activations: {format_bytes(before)} before, {format_bytes(self.bytes)} now"
@@ -166,7 +180,7 @@ class HostPool:
     @property
     def _rooms(self) -> list[int]:
         """Bytes of one micro-batch's blocks in a slab."""
-        return [-(-size // ALIGNMENT) * ALIGNMENT for size in self._sizes]
+        return [_aligned(size) for size in self._sizes]
 
     def _set_aside(self, sets: int) -> None:
         size_bytes = sets * sum(self._rooms)
@@ -187,6 +201,10 @@ class HostPool:
         for size, room in zip(self._sizes, self._rooms, strict=True):
             self._shelf.append(_Shelved(slab.tensor[start : start + size], slab, None))
             start += room
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def available_bytes(ranks_on_host: int = 1, root: Path = Path("/")) -> int:

@@ -68,7 +68,10 @@ class Offloader:
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         limit = HostLimit(limit_bytes)
-        self._pools = {chunk: HostPool(self._where[chunk], device, limit, policy.sets) for chunk, policy in policies.items()}
+        self._pools = {
+            chunk: HostPool(self._where[chunk], device, limit, policy.sets, ragged=policy.ragged)
+            for chunk, policy in policies.items()
+        }
         self._device = device
         self._lasting = lasting
         self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()

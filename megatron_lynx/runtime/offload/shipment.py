@@ -33,6 +33,8 @@ class OffloadPolicy:
     """How many backwards before its own a micro-batch's parcels are fetched."""
     sets: int = 1
     """Micro-batches that are on the host at once."""
+    ragged: bool = False
+    """Whether sizes differ from one micro-batch to the next."""
     avoids_messages: bool = False
     """Whether copies are asked for between the exchanges with other stages only, and exchanges come behind them."""
 
@@ -99,14 +101,14 @@ class Shipment:
         self._staying.clear()
         return chosen
 
-    def may_go(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one that can go: its own, large enough, plain, and held by nobody else."""
+    def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
+        """Whether a tensor is one that can go: its own, large enough (or of `any_size`), plain, and held by nobody else."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < max(1, self.policy.smallest_tensor_bytes):
+        if storage.nbytes() < max(1, self.policy.smallest_tensor_bytes) and not any_size:
             return False
         address = storage.data_ptr()
         return address not in self.lasting and address not in self._staying

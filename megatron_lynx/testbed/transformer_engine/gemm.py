@@ -9,6 +9,7 @@ Operands come in cuBLAS's order, columns first, so for torch's rows the product 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron_lynx.testbed.transformer_engine.enums import CommOverlapType, DTyp
 from megatron_lynx.testbed.transformer_engine.float8 import operand
 from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
 
-__all__ = ["generic_gemm"]
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 def generic_gemm(
@@ -68,6 +69,40 @@ def generic_gemm(
         comm_overlap.scatter(product, extra_output)
         return extra_output, bias_gradient, pre_gelu, extra_output
     return delivered(product, D, quantizer, dtype), bias_gradient, pre_gelu, extra_output
+
+
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transA: bool,
+    B: Sequence[Any],
+    transB: bool,
+    D: Sequence[torch.Tensor],
+    output_dtype: Any,
+    m_splits: Sequence[int] | None,
+    bias: Sequence[torch.Tensor],
+    bias_type: Any,
+    single_output: bool,
+    pre_gelu_out: Sequence[torch.Tensor],
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    sm_count: int,
+) -> Sequence[torch.Tensor]:
+    """One product for each pair of operands, into its own output, or into its rows of the only one. Biases are added, and with
+    `grad` their gradients filled in where they lie; an empty tensor stands for none."""
+    outputs = D[0].split(list(m_splits or ())) if single_output else D
+    for right, left, output, one in zip(A, B, outputs, bias, strict=True):
+        product = product_of(numbers(left, by_columns=transB), transB, numbers(right, by_columns=not transA), transA)
+        if grad and one.numel():
+            one.copy_(in_fp32(left).flatten(0, -2).sum(0))
+        elif one.numel():
+            product += in_fp32(one)
+        if accumulate:
+            product += in_fp32(output)
+        delivered(product, output, None, output.dtype)
+    return bias
 
 
 def numbers(tensor: Any, by_columns: bool) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""A half of experts is recorded and replayed under any load: rows that change from call to call, experts without any.
+
+hidden ─> [norm] ─> [router] ─> [dispatch x 3] ─> ([experts_fc1] ─> gelu ─> [experts_fc2]) x 2 ─> [combine x 3] ─> dropout, +
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, gelu
+
+from megatron_lynx.anatomy import EXPERTS
+from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.policy import HalfPolicy
+from megatron_lynx.runtime.site_call import Site, SiteCall
+from tests.runtime.tiny_half import Linear
+
+NORM, ROUTER, DISPATCH, FC1, ACTIVATION, FC2, COMBINE, RESIDUAL = EXPERTS.names
+ROWS, WIDTH = 6, 4
+FLOAT_BYTES = 4
+LOADS = [(3, 3), (0, 6), (6, 0), (5, 1), (1, 5)]
+
+
+class TinyExperts(torch.nn.Module):
+    """Two experts. `rows`: how many of the first rows go to the first one; the others go to the second."""
+
+    def __init__(self, report: Callable[[SiteCall], Any] = lambda call: call()) -> None:
+        super().__init__()
+        self.norm, self.gate = torch.nn.LayerNorm(WIDTH), Linear(WIDTH, 1)
+        self.first = torch.nn.ModuleList([Linear(WIDTH, 2 * WIDTH) for _ in range(2)])
+        self.second = torch.nn.ModuleList([Linear(2 * WIDTH, WIDTH) for _ in range(2)])
+        self.report = report
+        self.rows: Sequence[int] = ()
+        self.ran: Counter[str] = Counter()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self._site(NORM, self.norm, self.norm, hidden)
+        gate = self._site(ROUTER, self.gate, lambda given: torch.sigmoid(self.gate(given)), normed)
+        order = torch.arange(ROWS).flip(0)
+        tokens, weights = self._site(
+            DISPATCH, None, lambda *given: tuple(one[order] for one in given), normed, gate, goes_on=True
+        )
+        tokens, weights = self._site(
+            DISPATCH, None, lambda *given: tuple(one.clone() for one in given), tokens, weights, goes_on=True
+        )
+        tokens, weights, counts = self._site(DISPATCH, None, lambda *given: (*given, torch.tensor(self.rows)), tokens, weights)
+        made = []
+        for number, (rows, share) in enumerate(zip(tokens.split(counts.tolist()), weights.split(counts.tolist()), strict=True)):
+            wide = self._site(FC1, self.first[number], self.first[number], rows)
+            made.append(self._site(FC2, self.second[number], self.second[number], gelu(wide) * share))
+        back = self._site(COMBINE, None, lambda given: given + 0, torch.cat(made), goes_on=True)
+        back = self._site(COMBINE, None, lambda given: given * 1, back, goes_on=True)
+        back = self._site(COMBINE, None, lambda given: given[order], back)
+        return dropout(back, 0.5) + hidden
+
+    def _site(
+        self, name: str, module: torch.nn.Module | None, code: Callable[..., Any], *given: Tensor, goes_on: bool = False
+    ) -> Any:
+        def run(*given: Tensor) -> Any:
+            self.ran[name] += 1
+            return code(*given)
+
+        return self.report(SiteCall(Site(name, module, run, goes_on=goes_on), given, {}))
+
+
+class Run:
+    """One half under an engine, or by itself. Each call draws the same numbers."""
+
+    def __init__(self, engine: Engine | None, replay: frozenset[str] = frozenset()) -> None:
+        torch.manual_seed(1)
+        self.engine = engine
+        self.half = TinyExperts() if engine is None else TinyExperts(engine.site)
+        self._policy = HalfPolicy(layer=1, section=EXPERTS, replay=replay)
+
+    def __call__(self, rows: Sequence[int]) -> list[Tensor]:
+        """What a call returns, and all its gradients."""
+        torch.manual_seed(rows[0])
+        self.half.rows = rows
+        self.half.ran.clear()
+        hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+        if self.engine is None:
+            output = self.half(hidden)
+        else:
+            output = self.engine.half(self._policy, self.half.forward, (hidden,), {})
+        output.sum().backward()
+        found = [output.detach(), *(one.grad.clone() for one in (hidden, *self.half.parameters()) if one.grad is not None)]
+        self.half.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [{NORM}, {ACTIVATION}, {FC1}, {RESIDUAL}, {NORM, FC1, ACTIVATION}, {*EXPERTS.replayable}],
+    ids=lambda replay: "+".join(sorted(replay)),
+)
+@pytest.mark.parametrize("loads", [LOADS, LOADS[1:] + LOADS[:1]], ids=["even first", "an expert without rows first"])
+def test_any_load_equals_stock(replay: set[str], loads: list[tuple[int, int]]) -> None:
+    """And each call lets something go, though the first one taught what, with other rows."""
+    engine = Engine()
+    ours, stock = Run(engine, frozenset(replay)), Run(None)
+    for rows in loads:
+        assert all(torch.equal(one, other) for one, other in zip(ours(rows), stock(rows), strict=True)), rows
+        assert engine.take_counts().let_go_bytes > 0, rows
+
+
+def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
+    """An expert without rows has empty tensors, which have no address by which they could be told apart."""
+    found = []
+    for first in LOADS:
+        engine = Engine()
+        run = Run(engine, frozenset({NORM, FC1, ACTIVATION}))
+        run(first)
+        engine.take_counts()
+        run((2, 4))
+        found.append(engine.take_counts().let_go_bytes)
+    assert len(set(found)) == 1
+    # behind the norm: its input is the half's own; router reads the norm's output. Behind the experts: GELU's input, its output
+    # and the weights (both factors), and the product that the second linear reads
+    assert found[0] >= ROWS * (WIDTH + 3 * 2 * WIDTH) * FLOAT_BYTES
+
+
+def test_router_and_exchanges_run_once() -> None:
+    run = Run(Engine(), frozenset(EXPERTS.replayable))
+    run((3, 3))
+    run((0, 6))
+    assert run.half.ran == {NORM: 2, ROUTER: 1, DISPATCH: 3, FC1: 4, FC2: 2, COMBINE: 3}
