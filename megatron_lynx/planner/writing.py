@@ -121,7 +121,8 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
     return Plan(
         version=1,
         model=ModelFacts(
-            **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8"}, fp8=job.model.fp8_recipe
+            **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name)},
+            fp8=job.model.fp8_recipe,
         ),
         parallel=ParallelFacts(
             tensor=job.parallel.tensor,

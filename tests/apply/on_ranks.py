@@ -193,6 +193,16 @@ def other_experts(training: Any, undo: ExitStack) -> None:
     undo.enter_context(patch.object(training.chunks[0].config, "moe_token_dispatcher_type", "flex"))
 
 
+def experts_of_my_own(training: Any, undo: ExitStack) -> None:
+    """In all layers that have some: they run, but nobody has looked into them."""
+    for layer in training.chunks[0].decoder.layers:
+        if hasattr(layer.mlp, "experts"):
+            second = layer.mlp.experts.local_experts[0].linear_fc2
+            for part in (layer.mlp.experts, layer.mlp.token_dispatcher, second):
+                part.__class__ = type("Mine", (type(part),), {"__module__": "mine"})
+    undo.enter_context(patch.object(training.chunks[0].config, "moe_shared_expert_overlap", True))
+
+
 def rename_release(training: Any, undo: ExitStack, version: str) -> None:
     import megatron.core
 

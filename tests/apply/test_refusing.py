@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lynx.anatomy import DENSE
 from megatron_lynx.apply.features import OFF
 from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
@@ -81,6 +82,24 @@ def test_experts_of_another_make(pool_of):
     assert refusal.places == ["config.moe_token_dispatcher_type", "layer 1", "layer 3"]
     [refusal] = refused(pool_of, job, on_ranks.rewrite_router)
     assert refusal.places == ["megatron.core.transformer.moe.router:TopKRouter.forward"]
+
+
+def test_experts_that_cannot_be_looked_into(pool_of):
+    """Where a plan replays nothing of them, and sends nothing of them to the host, they may be of any make."""
+    job = tiny_job(experts=EXPERTS)
+    kept = plan_for(job, lambda _: DENSE["attention"].replayable)
+    for plan in (plan_of(job), offloading(kept, 1000, experts=True)):
+        [refusal] = refused(pool_of, job, on_ranks.experts_of_my_own, plan)
+        places = [
+            "config.moe_shared_expert_overlap",
+            "layer 2.mlp.experts",
+            "layer 2.mlp.token_dispatcher",
+            "layer 2.experts_fc2",
+        ]
+        assert refusal.places == places
+        assert all("keep the experts' items in the plan" in problem.todo for problem in refusal.error.problems)
+    for plan in (kept, offloading(kept, 1000)):
+        assert pool_of(1).run(on_ranks.refused, job, plan, on_ranks.experts_of_my_own)[0].error is None
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lynx.anatomy import sections_of
 from megatron_lynx.plan import save_plan
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
@@ -124,6 +125,20 @@ def plan_of(
     also = WITH_EXPERTS if experts else {}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
+
+
+def inside_experts(plan: Plan) -> Plan:
+    """The same plan, with everything of experts replayed on demand, too."""
+    attention, experts = sections_of(experts=True)
+    facts = plan.model_dump(mode="json")
+    for stage, entry in zip(facts["stages"], plan.stages, strict=True):
+        stage["rules"] = [entry.rule_for(layer).model_dump(mode="json") | {"layers": layer} for layer in entry.layers]
+        for rule in stage["rules"]:
+            if plan.model.has_experts(rule["layers"]):
+                replay = [*(item for item in rule["replay"] if item in attention.names), *experts.replayable]
+                kept = (item for item in attention.names + experts.names if item not in replay)
+                rule |= {"replay": replay, "keep": list(kept)}
+    return Plan.model_validate(facts)
 
 
 def offloading(plan: Plan, size_bytes: int) -> Plan:

@@ -19,7 +19,19 @@ import pytest
 from megatron_lynx.plan.plan import Plan
 
 from ..te_releases import folder_of
-from .launched import EXPERTS, LAYOUTS, MODEL, TE, Launched, flags_of, launch, offloading, plan_of, saved
+from .launched import (
+    EXPERTS,
+    LAYOUTS,
+    MODEL,
+    TE,
+    Launched,
+    flags_of,
+    inside_experts,
+    launch,
+    offloading,
+    plan_of,
+    saved,
+)
 from .test_patches import apply
 
 VERSION, MINOR = "megatron/core/package_info.py", re.compile(r"^MINOR = (\d+)", re.MULTILINE)
@@ -230,6 +242,6 @@ def te_of(script: Path) -> str:
 
 def plans_of(layout: str, **model: Any) -> Iterator[Plan]:
     """Everything replayed; where enough micro-batches are in flight for it, also some of what is kept on the host."""
-    yield plan_of(layout, gather="keep" if layout == "1" else "once", **model)
+    yield inside_experts(plan_of(layout, gather="keep" if layout == "1" else "once", **model))
     if layout == INTERLEAVED:
         yield offloading(plan_of(layout, **model), 200_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):
     assert known is not None
     assert known.memory_bytes == predicting.stages[1].predicted.memory_bytes
     assert "predicts nothing" not in "\n".join(lines(report(predicting, figures(0), figures(1))))
+
+
+def test_the_load_of_experts_is_told_beside_the_one_planned_for(predicting):
+    """The largest of a stage's ranks, as it decides what has to fit."""
+
+    def told(planned_load, *loads):
+        ranks = [replace(figures(0), counts=Counts(expert_load=load)) for load in loads]
+        found = Report(when="end", step=9, stages=rows(predicting, ranks), planned_load=planned_load)
+        return [line.strip() for line in lines(found) if "experts" in line]
+
+    said = "experts: stage 0 had a rank with 1.37 of a balanced share of tokens, its plan was made for"
+    assert told(1.0, 0.63, 1.37) == [f"{said} 1.00: expect more bytes and seconds than predicted"]
+    assert told(1.5, 1.37, 0.63) == [f"{said} 1.50"]
+    assert told(None, 0.0) == []
 
 
 def test_columns_stand_below_their_names(predicting):

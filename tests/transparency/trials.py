@@ -104,6 +104,8 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
         if trial.recompile_limit is not None:
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=trial.recompile_limit))
         reset_fp8()
+        routing = _routers_figures()
+        routing.clear()
         seed_random_numbers(7)  # Transformer Engine asks at its building whether there are random states to fork
         training = Training(job, build_model(job, **trial.model), **trial.training)
         if trial.starved:
@@ -123,11 +125,21 @@ def train(job: Job, plan: Plan | None, trial: Trial) -> Seen:
             seen.tensors.clear()
         for name, parameter in training.parameters().items():
             seen.tensors[f"weight {name}"] = parameter.detach().clone()
+        for name, figures in routing.items():
+            seen.tensors[f"router statistics {name}"] = figures["values"].detach().clone()
         for number, chunk in enumerate(training.chunks):
             buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if buffer is not None)
             seen.tensors.update({f"buffer {number}.{name}": buffer.detach().clone() for name, buffer in buffers})
     seen.frames_left = sum(type(thing).__name__ in ("Frame", "Parcel", "Block") for thing in gc.get_objects())
     return seen
+
+
+def _routers_figures() -> dict[str, dict[str, Any]]:
+    """What routers add up over all steps for the log: auxiliary losses by layer. (Releases from 0.18 on have it elsewhere.)"""
+    from megatron.core.transformer.moe import moe_utils
+
+    figures = moe_utils.get_moe_layer_wise_logging_tracker()
+    return figures if isinstance(figures, dict) else {}
 
 
 def _starve(chunks: list[torch.nn.Module]) -> None:
