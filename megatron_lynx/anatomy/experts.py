@@ -11,7 +11,11 @@ linears exchange nothing themselves. `experts_fc1`, `experts_activation` and `ex
 has a call of its own where they run one by one, and a half has as many of these calls in every micro-batch, whatever the load.
 Items of shared experts exist where the model has shared experts.
 
-None of its exchanges is a window for now.
+Its windows are the all-to-alls in which tokens travel, where experts are shared out over ranks and Megatron's dispatcher is
+`alltoall`. Collectives of the tensor-parallel group inside it are none.
+
+    fwd.0  tokens to their experts   fwd.1  their probabilities           fwd.2  rows back
+    bwd.0  gradients of fwd.2        bwd.1, bwd.2  gradients of fwd.1 and fwd.0
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_lynx.anatomy.dense import ATTENTION, MLP
-from megatron_lynx.anatomy.section import HALVES, Half, Item, Section
+from megatron_lynx.anatomy.section import HALVES, Exchange, Half, Item, Pass, Section
 
 MIXTURE = "mlp"
 """Where Megatron's layer has its mixture of experts, as an attribute path."""
@@ -49,6 +53,11 @@ _ROUTED = (
 )
 
 
+_TO_EXPERTS = (Exchange("tokens", "dispatch"), Exchange("probabilities", "dispatch"))
+_BACK = (Exchange("tokens", "combine"),)
+EXCHANGES: Mapping[Pass, tuple[Exchange, ...]] = {"fwd": _TO_EXPERTS + _BACK, "bwd": _BACK + _TO_EXPERTS[::-1]}
+
+
 def _section(inside: tuple[Item, ...]) -> Section:
     norm, residual = Item(MLP.norm, "norm", path=MLP.norm), Item(MLP.residual, "residual")
     return Section(
@@ -56,6 +65,7 @@ def _section(inside: tuple[Item, ...]) -> Section:
         half=MLP.half,
         method=MLP.method,
         items=(norm, *inside, residual),
+        exchanges_of=EXCHANGES,
         opaque=True,
         fuses_norm=False,
     )

@@ -9,6 +9,8 @@ the half's own window 0           with sequence parallelism it gathers the gradi
                                     it regenerates the row-parallel linear's input, and the layers are Transformer Engine's:
                                     its linears read what they saved before they gather
 the half's later windows          too late
+
+The own window 0 of experts that are shared out over ranks is in time, too, but for the dropout mask.
 """
 
 from __future__ import annotations
@@ -31,6 +33,12 @@ def own_windows_in_time(section: Section, replay: Collection[str], *, sequence_p
     """
     row_parallel_input = te and section.before_row_parallel in replay
     return int(sequence_parallel and not (row_parallel_input or section.residual in replay))
+
+
+def own_exchanges_in_time(section: Section, replay: Collection[str]) -> int:
+    """The same for a section whose windows are exchanges of tokens: the first one brings back the gradient of what experts
+    returned. Before it backward reads of all that may be replayed only the dropout mask of the residual addition."""
+    return int(section.residual not in replay)
 
 
 def own_window(half: Half) -> str:

@@ -121,6 +121,16 @@ class Collective:
     """The GEMM of the column-parallel linear's backward behind which stock Megatron hides it; None: it is exposed."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all between the ranks over which experts are shared out, for which the compute stream waits."""
+
+    carries: Literal["tokens", "probabilities"]
+    """Rows on their way to experts or back, or what they are weighted with; in backward the gradients of these."""
+    behind: Role
+    """As of a collective."""
+
+
 @dataclass(frozen=True, eq=False)
 class Section:
     """One content of a half. Compared by identity: each section exists once."""
@@ -133,6 +143,8 @@ class Section:
     """In the order of a forward."""
     collectives_of: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = field(default_factory=dict)
     """By pass, and by whether sequence parallelism is on: in the order in which they are issued."""
+    exchanges_of: Mapping[Pass, tuple[Exchange, ...]] = field(default_factory=dict)
+    """By pass: the all-to-alls of experts that are shared out over ranks."""
     opaque: bool = False
     """Whether plans are made with all of it kept, and priced in one piece. Plan files may say otherwise."""
     fuses_norm: bool = True
@@ -154,8 +166,13 @@ class Section:
 
     @cached_property
     def has_windows(self) -> bool:
-        """Whether its collectives are windows. Those of others have no addresses."""
+        """Whether its collectives of the tensor-parallel group are windows. Those of others have no addresses."""
         return bool(self.collectives_of)
+
+    @cached_property
+    def exchanges(self) -> bool:
+        """Whether its windows are exchanges of tokens between the ranks that share out experts."""
+        return bool(self.exchanges_of)
 
     @cached_property
     def sites(self) -> tuple[Item, ...]:

@@ -21,6 +21,7 @@ from megatron_lynx.apply.assignment import order_of, passing_over, policies, win
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
+    exchanges,
     expert_load,
     fused_weight_gradients,
     gathered_input,
@@ -193,6 +194,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         gathers = any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values())
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
             yield from gathered_input.claims(engine, linears)
+    if plan.exchanging:
+        yield from exchanges.claims(engine, run.expert_group)
     if linears:
         yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
 

@@ -33,6 +33,9 @@ class LiveRun:
     stage: int
     context: int
     tensor_group: Any
+    expert: int
+    """Ranks over which experts are shared out."""
+    expert_group: Any
 
     @property
     def layers(self) -> dict[int, Module]:
@@ -98,6 +101,8 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         context=parallel_state.get_context_parallel_world_size(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_group=parallel_state.get_expert_model_parallel_group(check_initialized=False),
     )
 
 

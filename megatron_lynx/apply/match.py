@@ -73,6 +73,10 @@ def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         if numbers:
             place = f"plan: model.moe_layers: layers {', '.join(map(str, sorted(numbers)))}"
             yield Problem(place, found, f"{needed}, as this run has it", "make a plan for this model")
+    exchanging = run.expert if run.config.moe_token_dispatcher_type == "alltoall" else 1
+    if live and plan.parallel.expert not in (1, exchanging):
+        place, needed = "plan: parallel.expert", f"{exchanging}, the ranks that exchange tokens by all-to-all, or 1"
+        yield Problem(place, str(plan.parallel.expert), needed, "make a plan for this layout")
     if live and plan.model.shared_experts and not run.config.moe_shared_expert_intermediate_size:
         place = "plan: model.shared_experts"
         yield Problem(place, "True", "False, as this run has none", "make a plan for this model")

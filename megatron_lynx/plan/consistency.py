@@ -32,7 +32,7 @@ def problems(plan: PlanContents) -> list[str]:
         return found
     te = plan.model.implementation == "transformer_engine"
     for at, stage in enumerate(plan.stages):
-        found += [f"stages.{at}: {text}" for text in order.problems(stage, plan.parallel, te=te)]
+        found += [f"stages.{at}: {text}" for text in order.problems(stage, plan.parallel, te=te, exchanging=plan.exchanging)]
         for rule in stage.rules:
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in weight_gradients.problems(plan, stage, rule)]
     return found
@@ -140,7 +140,7 @@ def _no_window(plan: PlanContents, stage: Stage, rule: Rule, name: str) -> Itera
         yield "but on the last stage a micro-batch's own forward runs just before its backward"
     elif is_forward(name) and layout.chunks > 1:
         yield from _no_such_place(plan, stage, rule, name)
-    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1:
+    if name not in (ON_DEMAND, RECV_BACKWARD) and layout.tensor == 1 and not experts.exchange_in(plan, rule, name):
         yield "but tensor 1 has no collectives"
 
 

@@ -27,6 +27,12 @@ class PlanContents(Part):
         """The entries of a pipeline stage: one, or one for each of its chunks."""
         return tuple(entry for entry in self.stages if entry.stage == stage)
 
+    @property
+    def exchanging(self) -> frozenset[int]:
+        """The layers whose windows in the MLP half are exchanges of tokens."""
+        layers = range(1, self.model.layers + 1) if self.parallel.expert > 1 else ()
+        return frozenset(layer for layer in layers if self.model.has_experts(layer))
+
     def place_of(self, entry: Stage) -> str:
         """Where an entry stands in the plan, for messages: `stages.3`."""
         return f"stages.{entry.chunk * self.parallel.pipeline + entry.stage}"

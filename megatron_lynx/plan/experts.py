@@ -1,8 +1,8 @@
 """Checks of layers of experts: a rule names items that its layers have, and none of its windows lies in experts.
 
     layer of experts     attention half   as the rule says            replays, windows, gathers
-                         MLP half         as the rule says; what it   replays; its communication is no window for now
-                                          does not name is kept
+                         MLP half         as the rule says; what it   replays; exchanges of tokens are windows where experts are
+                                          does not name is kept       shared out over ranks (parallel.expert)
 
 A rule may be for layers with and without experts as long as it replays nothing that only some of them have.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, HALVES, MLP, SHARED_EXPERTS
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress, window_at
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, WindowAddress, is_forward, window_at
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import Rule
@@ -23,6 +23,8 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
     for span in plan.model.moe_layers:
         if span.last > plan.model.layers:
             yield f"model.moe_layers has {span}, but the model has layers 1-{plan.model.layers}"
+    if plan.parallel.expert > 1 and not plan.model.moe_layers:
+        yield f"parallel.expert is {plan.parallel.expert}, but no layer has experts (model.moe_layers)"
 
 
 def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
@@ -51,9 +53,18 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
     for name in dict.fromkeys(_places(rule)):
         windows = ((layer, window_at(name, layer)) for layer in rule.layers)
         inside = [layer for layer, window in windows if isinstance(window, WindowAddress) and _lies_in_experts(plan, window)]
-        if inside:
+        if inside and plan.parallel.expert == 1:
             found = f"{name} of {_spans(inside)}, which lies in a mixture of experts (model.moe_layers)"
             yield f"found {found}, needed on_demand or a wait outside experts: give these layers a rule of their own"
+        elif inside and plan.parallel.chunks > 1 and is_forward(name) and len(plan.exchanging) < plan.model.layers:
+            found = f"{name} of {_spans(inside)}, where other layers have no experts (model.moe_layers)"
+            yield f"found {found}, needed a wait of a backward: the forward may be another chunk's"
+
+
+def exchange_in(plan: PlanContents, rule: Rule, name: str) -> bool:
+    """Whether a window of this name is an exchange of tokens, for every layer of a rule."""
+    windows = [window_at(name, layer) for layer in rule.layers]
+    return all(isinstance(one, WindowAddress) and one.half == EXPERTS.half and one.layer in plan.exchanging for one in windows)
 
 
 def _lies_in_experts(plan: PlanContents, window: WindowAddress) -> bool:

@@ -65,6 +65,9 @@ class ParallelFacts(Part):
     microbatch_group: int | None = Field(default=None, ge=1, le=1_000_000)
     """Micro-batches that pass one chunk before the next one has its turn; none: as many as stages."""
     sequence_parallel: bool = False
+    expert: int = Field(default=1, ge=1, le=1_000_000)
+    """Ranks over which experts are shared out, where their tokens travel by all-to-all: with several these are windows, which
+    rules may name in layers of experts."""
     context: int = Field(default=1, ge=1, le=1_000_000)
     """Ranks among which a sequence is cut; among several the core attention exchanges keys and values, and must be kept."""
     userbuffers: bool = False

@@ -232,9 +232,10 @@ class Engine:
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
-    def window(self) -> Callable[[Any], WindowedWork] | None:
-        """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it."""
-        return self._waits.window()
+    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
+        """What makes a window of the `Work` of a collective that is about to be issued; None where nothing happens in it.
+        `exchange`: it brings tokens to experts, or back; else it is one of the tensor-parallel group."""
+        return self._waits.window(exchange=exchange)
 
     def exchange_begins(self) -> None:
         """Messages between stages are about to be issued."""

@@ -52,8 +52,9 @@ class Waits:
         self._weight_gradients = weight_gradients
         self._fillers = _fillers(windows)
 
-    def window(self) -> Callable[[Any], WindowedWork] | None:
-        """A collective of the tensor-parallel group is about to be issued: what makes a window of its `Work`.
+    def window(self, *, exchange: bool = False) -> Callable[[Any], WindowedWork] | None:
+        """A collective of the tensor-parallel group, or an `exchange` of tokens, is about to be issued: what makes a window of
+        its `Work`.
 
         None where it is issued outside of a half, or in one whose collectives are no windows, or where nothing happens in its
         window: then it may be issued as it comes. A replay must not communicate (rule R2).
@@ -62,7 +63,7 @@ class Waits:
         if isinstance(scope, Replayer):
             raise collective_in_replay(scope.frame.policy.name)
         frame = scope.frame if scope is not None else self._ledger.entered
-        if frame is None or not frame.policy.section.has_windows:
+        if frame is None or not (frame.policy.section.exchanges if exchange else frame.policy.section.has_windows):
             return None
         address, micro_batch, phase = self._in_forward(scope) if scope is not None else self._in_backward()
         if address is None:
@@ -115,8 +116,9 @@ class Waits:
             return None
         if self._progress.scope is not None:
             return gathering[1]
-        self._ledger.ordinal += 1
         frame = self._ledger.entered
+        if frame is None or frame.policy.section.has_windows:
+            self._ledger.ordinal += 1
         return gathering[1] if frame is None or frame.told is None else _telling(frame.told, *gathering)
 
     @property

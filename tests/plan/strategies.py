@@ -166,13 +166,14 @@ def stages_of(
     )
     kept = [draw(_with_experts(draw(kept_items(span, te, parallel.context)), model)) for span in ranges]
     chunk, at = divmod(number, parallel.pipeline)
+    exchanging = frozenset(layer for span in experts for layer in span if parallel.expert > 1)
     stage = Stage(stage=at, chunk=chunk, layers=layers, ahead_depth=0, rules=tuple(kept), predicted=predicted)
     stage = stage.model_copy(update={"rules": tuple(_on_demand(rule, parallel) for rule in stage.rules)})
     for index in range(len(ranges)):
         for half in HALVES:
             if stage.rules[index].replays(half):
                 stage = draw(with_windows(stage, index, half, 0 if last else least, parallel, te, experts))
-    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te))
+    needed = next(depth for depth in range(2 * len(layers) + 1) if not _problems(stage, parallel, depth, te, exchanging))
     return stage.model_copy(update={"ahead_depth": needed + (needed > 0) * draw(st.integers(0, 2))})
 
 
@@ -206,15 +207,16 @@ def with_windows(
         gathers = (gather.steady, gather.cooldown) if isinstance(gather, GatherByPhase) else (gather or ON_DEMAND,)
         places = (windows.steady, windows.cooldown) if isinstance(windows, ByPhase) else (windows,)
         names = [*gathers, *(stretch.window for place in places for stretch in stretches_in(place))]
-        if any(_in_experts(name, stage.rules[index].layers, experts) for name in names):
+        if any(_in_experts(name, stage.rules[index].layers, experts, parallel) for name in names):
             return False
         changed = _with(stage, index, half, windows, gather)
         try:
             Rule.model_validate(changed.rules[index].model_dump())
         except ValidationError:
             return False
-        return not _problems(changed, parallel, 2 * len(stage.layers), te)
+        return not _problems(changed, parallel, 2 * len(stage.layers), te, exchanging)
 
+    exchanging = frozenset(layer for span in experts for layer in span if parallel.expert > 1)
     reach = stage.rules[index].layers.last - stage.layers.first + 1
     forward = _forward(parallel, above=reach < least) if reach <= least else []
     gather: str | GatherByPhase | None = None
@@ -297,8 +299,10 @@ def _with_experts(draw: st.DrawFn, rule: Rule, model: ModelFacts | None) -> Rule
     return Rule(layers=rule.layers, keep=tuple(item for item in names if item not in replay), replay=replay)
 
 
-def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange]) -> bool:
-    """Whether a window lies in experts, for some of these layers."""
+def _in_experts(name: str, layers: LayerRange, experts: Sequence[LayerRange], parallel: ParallelFacts) -> bool:
+    """Whether a window lies in experts, for some of these layers, and is none there."""
+    if parallel.expert > 1 and not (parallel.chunks > 1 and name.startswith("fwd")):
+        return False
     windows = [window_at(name, layer) for layer in layers]
     return any(
         isinstance(window, WindowAddress) and window.half == "mlp" and window.layer in span
@@ -323,7 +327,7 @@ def _with(stage: Stage, index: int, half: Half, windows: str | ByPhase, gather: 
     return stage.model_copy(update={"rules": tuple(rules)})
 
 
-def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool) -> list[str]:
-    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=te))
+def _problems(stage: Stage, parallel: ParallelFacts, depth: int, te: bool, exchanging: frozenset[int]) -> list[str]:
+    found = list(order.problems(stage.model_copy(update={"ahead_depth": depth}), parallel, te=te, exchanging=exchanging))
     ahead = any(rule.windows.of(half, phase) != ON_DEMAND for rule in stage.rules for half in HALVES for phase in BACKWARD_PHASES)
     return found + (["ahead of time without depth"] if ahead and depth == 0 else [])

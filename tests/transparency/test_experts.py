@@ -5,7 +5,7 @@ Megatron's own layers, routers and dispatchers, local ones with an MLP for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,12 +32,16 @@ PP2 = {"pipeline": 2, "microbatches": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {}),
     "EP2, every second layer": (SPREAD, {"layers": 2}),
+    "EP2": (SPREAD, {"layers": "all"}),
+    "PP2, EP2": ({**PP2, **SPREAD}, {"layers": "all"}),
     "TP2+SP, experts cut": (TP2, {"shared_ffn": 32}),
     "TP2+SP, EP2, every second layer": ({**TP2, "expert": 2, "expert_tensor": 1}, {"layers": 2, "shared_ffn": 32}),
     "PP2, the first layer dense": (PP2, {"layers": ("2-4",)}),
     "PP2xVPP2": ({**PP2, "layers_per_chunk": 1}, {"layers": (1, 4)}),
 }
 """A layout, and the layers with experts."""
+EXCHANGING = ("EP2", "PP2, EP2")
+"""Those of tests in which exchanges of tokens are windows."""
 
 STATEFUL = {
     "moe_router_score_function": "sigmoid",
@@ -87,7 +91,7 @@ def check_backwards(job: Job, stage: int, outcome: Outcome) -> None:
     assert list(backwards.values()) == [expected] * job.microbatches
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in EXCHANGING])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     everything = replayable(job)
@@ -109,6 +113,49 @@ def test_variants(pool_of: Pools, variant: str) -> None:
     if "moe_shared_expert_overlap" in fields:  # what runs inside the dispatcher is kept
         items = tuple(item for item in items if item in DENSE["attention"].names)
     checked_too(pool_of, job, [plan_for(job, lambda layer: items)], trial_of(model=fields, steps=3))
+
+
+def test_exchanges_are_windows(pool_of: Pools) -> None:
+    """Tokens travel while experts' own replays run, those of the attention half below them, and of the layer below. In backward
+    the first exchange brings back the gradient of what experts returned; dropout masks are needed before it."""
+    job = job_of("EP2", layers=2)
+    own = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"], windows=False)
+    candidates = [
+        exchanging(own, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.2"}),
+        exchanging(own, {"mlp": "bwd.mlp.0", "attention": "bwd.mlp.1"}),
+    ]
+    for outcomes in checked(pool_of, job, candidates, trial_of(model=STATEFUL)):
+        for outcome in outcomes:
+            assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
+            assert outcome.planned.counts[-1].on_demand == 0
+            assert window_names(outcome) == {f"bwd.mlp.{n}@{layer}" for layer in (1, 2) for n in range(3)} | {
+                f"fwd.mlp.{n}@{layer}" for layer in (1, 2) for n in range(3)
+            }
+
+
+def test_exchanges_of_a_forward_are_windows_of_the_backward_behind_it(pool_of: Pools) -> None:
+    job = job_of("PP2, EP2", layers=2)
+    steady = {"steady": "fwd.mlp.1", "cooldown": "pipe.recv_backward"}
+    plan = plan_for(job, lambda layer: replayable(job) if layer == 1 else (), windows=False)
+    candidate = exchanging(plan, {"mlp": steady, "attention": "on_demand"}, layers=(1,))
+    for rank, [outcome] in enumerate(checked(pool_of, job, [candidate], trial_of())):
+        assert outcome.planned.collectives == outcome.stock.collectives, "in kind and order"
+        assert (outcome.planned.counts[-1].hidden > 0) == (rank < 2)
+
+
+def exchanging(plan: Plan, windows: dict[str, Any], layers: Sequence[int] = (1, 2)) -> Plan:
+    """The same plan for ranks whose tokens travel by all-to-all, with these windows in some layers."""
+    raw = plan.model_dump(mode="json")
+    raw["parallel"]["expert"] = 2
+    for stage in raw["stages"]:
+        stage["ahead_depth"] = 2
+        for rule in stage["rules"]:
+            rule["windows"] = windows if rule["layers"] in layers else rule["windows"]
+    return Plan.model_validate(raw)
+
+
+def window_names(outcome: Outcome) -> set[str]:
+    return {event["window"] for event in outcome.planned.events if event["kind"] == "window"}
 
 
 def test_a_rank_without_tokens(pool_of: Pools) -> None:
