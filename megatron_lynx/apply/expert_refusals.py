@@ -62,7 +62,6 @@ def refused_experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         yield from _other_linears(run, touched[0], layer, section)
     except AttributeError as missing:
         yield Problem(f"layer {touched[0]}", str(missing), "the sites of a mixture of experts", TODO)
-    yield from _unserved_gather(plan, run)
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
@@ -87,17 +86,3 @@ def _other_linears(run: LiveRun, number: int, layer: Module, section: Section) -
         if known is not None and name_of(place.owner) not in known:
             yield Problem(f"layer {number}.{place.item.name}", name_of(place.owner), " or ".join(known), TODO)
             return  # one stands for all
-
-
-def _unserved_gather(plan: Plan, run: LiveRun) -> Iterator[Problem]:
-    """Transformer Engine's plain linears gather their input where no hook can hand them what was gathered before."""
-    if not (run.uses_te and plan.parallel.sequence_parallel):
-        return
-    for entry in plan.chunks_of(run.stage):
-        for rule in entry.rules:
-            linear = rule.filling(EXPERTS.half).gathered
-            if rule.filling(EXPERTS.half).name == EXPERTS.name and linear in rule.replay:
-                where = f"plan: {plan.place_of(entry)} layers {rule.layers}"
-                yield Problem(
-                    where, f"{linear} replayed", "kept with Transformer Engine and sequence parallelism", f"keep {linear}"
-                )

@@ -86,12 +86,14 @@ def test_weight_gradients_are_fused_and_reduced_in_backward(pool_of):
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=True))], FUSED)
 
 
-def test_experts_are_kept_whole(pool_of):
-    """Their linears are its own, shared experts' windows look like those of an MLP, and neither is looked at."""
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+def test_experts(pool_of, grouped):
+    """Each with linears of its own, or one grouped GEMM for all of a rank; shared experts' input is gathered once."""
     experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
     job = te_job(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1, experts=experts, bias=False)
     candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: replayable(job, gather=True))]
-    checked(pool_of, job, candidates, Trial(training={"ddp": True, "optimizer": "megatron"}))
+    training = {"ddp": True, "optimizer": "megatron"}
+    checked(pool_of, job, candidates, Trial(training=training, model={"moe_grouped_gemm": grouped}))
 
 
 def test_sharded_by_its_own_adam(pool_of):

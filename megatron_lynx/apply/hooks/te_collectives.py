@@ -10,8 +10,8 @@ Why                   each of them is a stretch in which compute waits for the t
 Calls the original    once per call; in a window asynchronously, and waited for here where the caller wanted to wait.
 Holds                 the tensor-parallel group.
 Passes through when   nothing runs in the window, the group is another one, or the call is made outside a half and its
-                      backward. A gather of a norm's output that a frame has started already is not started again, only waited
-                      for; the caller gets an alias, which it empties when it has used it.
+                      backward. A gather of a linear's input that a frame has started already is not started again, only
+                      waited for; the caller gets an alias, which it empties when it has used it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
 
     for module in (linear, layernorm_linear):
         yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
-    for module in (base, linear):
-        yield Claim(module, "gather_along_first_dim", in_window, "gathers a gradient")
+    yield Claim(base, "gather_along_first_dim", in_window, "gathers a gradient")
+    yield Claim(linear, "gather_along_first_dim", served_or_in_window, "gathers the input of shared experts")
     yield Claim(layernorm_linear, "gather_along_first_dim", served_or_in_window, "gathers a norm's output")
 
 
