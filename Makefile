@@ -1,5 +1,6 @@
 # make demo    install into .venv and see it work on this machine: measure, plan, train and compare (a few minutes)
-# make test    every test but those of `make streams`
+# make test    every property once, as continuous integration runs it (20 minutes)
+# make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
 # make check   style and types
@@ -23,7 +24,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # file's tests share is made once.
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test streams releases quick check clean
+.PHONY: demo test long streams releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -32,7 +33,10 @@ demo: $(VENV)/installed
 	@echo "Look at $(DEMO)/timeline.png, or open $(DEMO)/trace.json at https://ui.perfetto.dev"
 
 test: releases
-	$(FOLDERS) $(BIN)/python -m pytest -m "not streams" $(TWO)
+	$(FOLDERS) $(BIN)/python -m pytest -m "not streams and not long" $(TWO)
+
+long: releases
+	$(FOLDERS) $(BIN)/python -m pytest -m "long and not streams" $(TWO)
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams

@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "streams: what only a GPU would show, on CPU ranks (`make streams`); not in `make test`",
     )
+    config.addinivalue_line("markers", "long: combinations of what other tests hold one by one (`make long`); not in `make test`")
     config.addinivalue_line("markers", "slow: takes long, or starts ranks out of sight; not for `make quick`")
 
 

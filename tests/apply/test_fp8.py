@@ -20,6 +20,7 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..layouts import LAYOUTS
+from ..long import long
 from ..plan.strategies import drawn, plans_for
 from ..te_releases import pools_with
 from ..transparency.offloaded import offloading
@@ -29,14 +30,14 @@ from ..transparency.trials import Trial, compare_with_stock
 from . import fp8_on_ranks, on_ranks
 
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
-CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
+CASES: list[Any] = [
     ("delayed", "gpt", "one rank", {}),
     ("delayed", "llama", "tp", {"tp_only_amax_red": True, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}),
     ("delayed", "llama", "tp+sp", {"qk_layernorm": True}),
-    ("delayed", "gpt", "pp", {"disable_parameter_transpose_cache": True}),
+    *long(("delayed", "gpt", "pp", {"disable_parameter_transpose_cache": True})),
     ("tensorwise", "gpt", "one rank", {"first_last_layers_bf16": True}),
     ("tensorwise", "llama", "tp+sp", {}),
-    ("tensorwise", "llama", "pp", {}),
+    *long(("tensorwise", "llama", "pp", {})),
 ]
 
 

@@ -15,6 +15,7 @@ from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import folder_of, python_path
 from ..transparency.deferring import deferring
 from ..transparency.plans import plan_for, replayable
@@ -56,7 +57,7 @@ def pool_on(release) -> Iterator[Callable[[int], RankPool]]:
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2-4",)}
 LAYOUTS = [
-    {"tensor": 2},
+    *long({"tensor": 2}),
     {"tensor": 2, "sequence_parallel": True},
     {"pipeline": 2, "microbatches": 4},
     {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},

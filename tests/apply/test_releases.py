@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lynx.apply.releases.release import GONE, Release
 
+from ..long import long
 from ..te_releases import folder_of, python_path
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def test_the_next_release_is_this_one_but_for_what_is_said():
     assert first.fingerprints["m:lost"] == "c"
 
 
-@pytest.mark.parametrize(("core", "te"), [("0.17", "2.14"), ("0.18", "2.20"), ("0.19", "2.17")])
+@pytest.mark.parametrize(("core", "te"), [*long(("0.17", "2.14"), ("0.18", "2.20")), ("0.19", "2.17")])
 def test_the_script_drafts_what_is_recorded_of_megatron_core(core, te):
     folders = [folder_of("MEGATRON_CORE", core, "megatron/core"), folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")]
     assert without_source(drafted(folders)) in without_source(CORE.read_text())
@@ -40,13 +41,13 @@ def test_the_script_says_what_it_could_not_read():
     assert fingerprints in CORE.read_text()
 
 
-@pytest.mark.parametrize("core", ["0.17", "0.18", "0.19"])
+@pytest.mark.parametrize("core", [*long("0.17", "0.18"), "0.19"])
 def test_the_script_drafts_what_is_recorded_for_training_without_flushes(core):
     draft = drafted([folder_of("MEGATRON_CORE", core, "megatron/core")], "double_buffered")
     assert without_source(draft) in without_source(WITHOUT_FLUSHES.read_text())
 
 
-@pytest.mark.parametrize("te", ["2.14", "2.17", "2.20"])
+@pytest.mark.parametrize("te", [*long("2.14", "2.17"), "2.20"])
 def test_the_script_drafts_what_is_recorded_of_transformer_engine(te):
     draft = drafted([folder_of("TRANSFORMER_ENGINE", te, "transformer_engine")], "transformer_engine")
     assert without_source(draft) in without_source(TE.read_text())

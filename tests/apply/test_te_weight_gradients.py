@@ -14,6 +14,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import pool_with, pools_with
 from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
@@ -50,8 +51,14 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
     yield from pools_with("2.9")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        *(("TP2+SP", recipe) for recipe in RECIPES),
+        ("PP2xVPP2", "delayed"),
+        *long(("PP2xVPP2", None), ("PP2xVPP2", "tensorwise"), *(("TP2", recipe) for recipe in RECIPES)),
+    ],
+)
 def test_into_waits(pool_of, layout, recipe):
     """Biases of the GPT, whose gradients the same GEMM makes, with gradients reduced in backward; and without either."""
     for like, training in (("gpt", OVERLAPPED), ("llama", {"ddp": True})):
@@ -67,7 +74,7 @@ def test_beside_offloading(pool_of):
     assert first[0].filled > 0
 
 
-@pytest.mark.parametrize(("release", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
+@pytest.mark.parametrize(("release", "core"), [*long(("2.14", "0.17"), ("2.20", "0.18")), ("2.17", "0.19")])
 def test_other_releases(release, core):
     with pool_with(release, 2, core) as pool:
         for recipe in (None, "delayed"):

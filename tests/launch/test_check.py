@@ -35,6 +35,7 @@ def faulty(run, tmp_path_factory):
     return launched
 
 
+@pytest.mark.long
 def test_reduced_while_backward_runs(run, tmp_path):
     """Two replicas of two stages with two chunks, distributed optimizer, weight gradients fused and deferred: steps go
     on from buckets, gathered parameters and flags as they would be without the check."""

@@ -13,6 +13,7 @@ import pytest
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
+from ..long import long
 from ..te_releases import folder_of
 from .launched import MODEL, SIZE, TE, flags_of, launch, plan_of, saved
 
@@ -87,7 +88,7 @@ def at_step_3(checkpoints: Path) -> Path:
     return checkpoints
 
 
-@pytest.mark.parametrize("plan", ["another", "none"])
+@pytest.mark.parametrize("plan", ["another", *long("none")])
 def test_a_run_resumes_under_another_plan(run, folder, layout_flags, stock, planned, stock_resumed, plan):
     """From what was saved under a plan at step 3, against stock that resumes what stock saved."""
     flags = []
@@ -99,6 +100,7 @@ def test_a_run_resumes_under_another_plan(run, folder, layout_flags, stock, plan
     assert resumed.iterations[0] == stock.iterations[3]
 
 
+@pytest.mark.long
 def test_as_the_ready_launches_have_it(folder):
     """The flags of scripts/launches/launch.sh and Transformer Engine's layers, its compiled extension stood in for."""
     wheel = folder_of("MEGATRON_CORE", "0.19", "megatron/training")

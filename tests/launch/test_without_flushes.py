@@ -65,6 +65,7 @@ def test_it_says_what_it_does(going_on):
     assert "training without flushes, on gradients that are one update old" in said
 
 
+@pytest.mark.long
 def test_a_signal_saves_one_batch_later_and_nothing_is_lost(run, folder, going_on):
     """Asked to stop behind the second batch, when forwards of the third have begun: that one drains, and is saved."""
     flags = [*FLAGS, *WITHOUT, "--save", folder / "asked", "--save-interval", "100", "--exit-signal-handler"]

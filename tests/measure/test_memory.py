@@ -203,6 +203,7 @@ for rows, width, depth in ((16 * 1024, 1024, 3), (1024, 256, 40)):
 
 
 @needs_high_water_mark
+@pytest.mark.long
 def test_counter_agrees_with_the_process_peak():
     """Tensors of 64 MiB, then of 1 MiB, which once took twice their size: glibc's heap did not reuse freed aligned blocks."""
     run = subprocess.run(

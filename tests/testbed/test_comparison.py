@@ -173,6 +173,7 @@ def test_what_cut_sequences_cannot_have_here_is_refused() -> None:
     assert places(context_exchange="all_gather") == ["job: parallel.context"], "no layer is measured with its exchange"
 
 
+@pytest.mark.long
 def test_a_profile_of_real_ranks_makes_a_plan() -> None:
     job = tiny_job("llama", tensor=2, sequence_parallel=True)
     with hosts_for(job) as hosts:
@@ -183,6 +184,7 @@ def test_a_profile_of_real_ranks_makes_a_plan() -> None:
     assert make_plan(job, profile).parallel.sequence_parallel
 
 
+@pytest.mark.long
 def test_a_setting_that_stock_cannot_run_does_not_hang_a_pipeline() -> None:
     """A bug's story: the first stage failed in its forward, was passed over, and the second stage waited for it for ever."""
     job = tiny_job("llama", pipeline=2, microbatches=2, micro=1)

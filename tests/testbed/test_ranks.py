@@ -25,7 +25,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -17,6 +17,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -47,7 +48,10 @@ TRAINING = {"ddp": True, "optimizer": "megatron"}
 """With reductions over data and context."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COMBINED = ("CP2xTP2+SP, a ring", "CP2xPP2, a ring")
+
+
+@pytest.mark.parametrize("layout", [*(layout for layout in LAYOUTS if layout not in COMBINED), *long(*COMBINED)])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """Everything but the core attention, on demand and hidden; the exchanges of a step are stock's, and each runs once."""
     job = job_of(layout)
@@ -62,7 +66,7 @@ def test_every_bit(pool_of: Pools, layout: str) -> None:
             assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
 
 
-@pytest.mark.parametrize("layout", ["CP2xPP2, a ring", "CP2xPP2, gathered"])
+@pytest.mark.parametrize("layout", ["CP2xPP2, gathered", *long("CP2xPP2, a ring")])
 def test_offloaded_with_replay(pool_of: Pools, layout: str) -> None:
     """What the core attention saved goes to the host, with all else that is kept, where everything else is replayed."""
     job = job_of(layout)

@@ -14,6 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import MODELS, with_models
 from tests.plan.strategies import drawn, plans_for
 from tests.transparency.expected import expected
 from tests.transparency.plans import plan_for, replayable
@@ -34,8 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2": {"pipeline": 2, "microbatches": 4, "layers_per_chunk": 1},
     "TP2xPP2xVPP2+SP": {"tensor": 2, "sequence_parallel": True, "layers": 6, **TURNS},
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_model = pytest.mark.parametrize("like", ["gpt", "llama"])
+every_model = pytest.mark.parametrize("like", MODELS)
 
 
 def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | None = None) -> list[list[Outcome]]:
@@ -54,8 +54,7 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
     return results
 
 
-@every_layout
-@every_model
+@with_models(LAYOUTS)
 def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = replayable(job)
@@ -75,8 +74,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
     checked(pool_of, job, candidates)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "3+1" not in layout])
-@every_model
+@with_models(layout for layout in reversed(LAYOUTS) if "3+1" not in layout)
 def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)
@@ -124,10 +122,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], Trial]] = {
 }
 
 
-@every_model
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(pool_of: Pools, variant: str, like: Any) -> None:
-    fields, trial = VARIANTS[variant]
+@with_models(VARIANTS)
+def test_variants(pool_of: Pools, layout: str, like: Any) -> None:
+    fields, trial = VARIANTS[layout]
     job = tiny_job(like, **fields)
     gather = job.parallel.sequence_parallel
     checked(pool_of, job, [plan_for(job, lambda layer: replayable(job, gather=gather))], trial)

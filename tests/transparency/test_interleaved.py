@@ -12,6 +12,7 @@ from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.cost.on_ranks import count
+from tests.long import long
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import checked
 from tests.transparency.test_order import replays_seen
@@ -84,7 +85,7 @@ def test_windows_of_another_chunks_forward(pool_of: Pools) -> None:
     assert timelines[2] == timelines[3]
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
 def test_a_whole_micro_batch_keeps_all(pool_of: Pools, like: Any) -> None:
     """Of the two micro-batches that stage 0 holds one is whole. Stage 1 holds one: when that is whole, as much as stock. Random
     states are no activations."""

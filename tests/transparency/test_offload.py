@@ -26,6 +26,7 @@ from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
@@ -87,7 +88,7 @@ def assert_adds_up(plan: Plan, counts: Counts) -> None:
         assert counts.host_bytes <= sets * (most + BLOCKS * ALIGNMENT), "as many micro-batches as the schedule has there at once"
 
 
-@every_model
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
 def test_random_plans(pool_of: Pools, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS["TP2xPP2xVPP2+SP"])
     of_this_job = plans_for(job, whole=True)
@@ -203,7 +204,7 @@ def test_memory_does_not_grow(pool_of: Pools) -> None:
     assert max(first_stage.live_bytes[25:]) <= max(first_stage.live_bytes[:25])
 
 
-@pytest.mark.parametrize("policy", ["none", "balanced"])
+@pytest.mark.parametrize("policy", [*long("none"), "balanced"])
 def test_device_bytes_are_what_the_planner_says(pool_of: Pools, policy: Any) -> None:
     """At the end of every forward, on both stages, up to everything that can leave: small tensors and what Megatron received
     stay, and the planner does not promise otherwise."""

@@ -16,6 +16,7 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
+from tests.long import long
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.test_every_bit import checked
 from tests.transparency.trials import Trial
@@ -32,7 +33,7 @@ def decided(offload_ratio: float = 0.0, policy: str = "planned", **layout: Any) 
     return decide(job, profile.model_copy(update={"head": BlockProfile(forward_s=layer_s, backward_s=2 * layer_s)}))
 
 
-@pytest.mark.parametrize("policy", ["planned", "none", "balanced"])
+@pytest.mark.parametrize("policy", ["planned", *long("none"), "balanced"])
 def test_chunks_that_offload(pool_of: Pools, policy: str) -> None:
     decision = decided(offload_ratio=0.63, policy=policy, layers_per_chunk=1)
     assert all(entry.offload is not None for entry in decision.plan.chunks_of(0))

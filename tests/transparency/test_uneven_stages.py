@@ -13,6 +13,7 @@ from megatron_lynx.plan.plan_file import dump_plan
 from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import with_models
 from tests.profiler.made_up import made_up_profile
 from tests.transparency.offloaded import offloading
 from tests.transparency.test_every_bit import checked
@@ -60,11 +61,10 @@ EMPTY: dict[str, tuple[str, dict[str, Any]]] = {
 """Chunks without layers: the layout of a launch, and what a job says."""
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
-@pytest.mark.parametrize("chunk", EMPTY)
-def test_chunks_without_layers(pool_of: Callable[[int], RankPool], chunk: str, like: Any) -> None:
-    layout, fields = EMPTY[chunk]
-    words = f"--num-layers {sum(fields['partition'])} --pipeline-model-parallel-layout {shlex.quote(layout)}"
+@with_models(EMPTY)
+def test_chunks_without_layers(pool_of: Callable[[int], RankPool], layout: str, like: Any) -> None:
+    text, fields = EMPTY[layout]
+    words = f"--num-layers {sum(fields['partition'])} --pipeline-model-parallel-layout {shlex.quote(text)}"
     assert read_launch(shlex.split(f"{LAUNCH} {words}"), gpus=2).job_data["parallel"]["partition"] == list(fields["partition"])
     job = tiny_job(like, layers=sum(fields["partition"]), pipeline=2, microbatches=4, **fields)
     plans = [make_plan(job, made_up_profile(job)), uniform_plan(job), offloading(uniform_plan(job, "none"), 8_000)]

@@ -16,6 +16,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long, with_models
 from tests.plan.strategies import drawn, plans_for
 from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
@@ -54,8 +55,7 @@ def per_step(job: Job, rank: int) -> int:
     return len(LINEARS) * layers * job.microbatches
 
 
-@pytest.mark.parametrize("layout", ["TP2", "TP2+SP", "TP2xPP2xVPP2+SP"])
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@with_models(["TP2", "TP2+SP", "TP2xPP2xVPP2+SP"])
 def test_into_waits(pool_of: Pools, layout: str, like: Any) -> None:
     """Kept and replayed (with sequence parallelism gathered once), into forwards alone, into everything; with few bytes. Tied
     embeddings with the GPT."""
@@ -87,7 +87,7 @@ def test_while_a_gradient_is_received(pool_of: Pools, layout: str) -> None:
 OVERLAPPED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 
 
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
 def test_reduced_while_backward_runs(pool_of: Pools, like: Any) -> None:
     """Nothing is deferred in the last micro-batch, whose hooks reduce what they find. Both overlaps of the distributed optimizer,
     gradients clipped."""

@@ -14,8 +14,9 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import with_models
 from tests.transparency.plans import plan_for, replayable
-from tests.transparency.trials import Trial, compare_with_stock
+from tests.transparency.trials import Seen, Trial, compare_with_stock
 
 Pools = Callable[[int], RankPool]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,8 +34,7 @@ def replayed_by(job: Job, plan: Plan, stage: int) -> int:
     return job.microbatches * sum(replayed_flops(shape, rule.replay) for rule in rules)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("like", ["gpt", "llama"])
+@with_models(LAYOUTS)
 def test_flops_and_collectives(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     candidates = [plan_for(job, lambda layer: replayable(job)), plan_for(job, lambda layer: ["core_attention", "activation"])]
@@ -43,7 +43,14 @@ def test_flops_and_collectives(pool_of: Pools, layout: str, like: Any) -> None:
             extra = outcome.planned.flops - outcome.stock.flops
             assert extra == replayed_by(job, plan, rank // job.parallel.tensor)
             assert extra > 0
-            assert outcome.planned.collectives == outcome.stock.collectives
+            assert without_messages(outcome.planned) == without_messages(outcome.stock)
+            assert Counter(outcome.planned.collectives) == Counter(outcome.stock.collectives)
+
+
+def without_messages(seen: Seen) -> list[str]:
+    """The collectives that were issued, in order. Messages are not among them: where gradients have groups of their own
+    (`apply.hooks.receives`), those of one exchange are posted in another order than stock's."""
+    return [name for name in seen.collectives if name not in ("c10d::send", "c10d::recv_")]
 
 
 @pytest.mark.parametrize("windows", [False, True])
