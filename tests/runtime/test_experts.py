@@ -146,8 +146,8 @@ def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
     ids=["activation", "first linears", "norm and first linears", "norm", "residual"],
 )
 def test_memos_hold_what_experts_get_and_no_more(replay: set[str], held: int) -> None:
-    """In each call: the dispatched rows and their weights, and what norm and first linears returned that are kept; all of that is
-    held by the graph as well. What a replay only passes has no values. Later calls once held what second linears returned, but for the last expert's."""
+    """In each call: the dispatched rows and their weights, and what norm and first linears returned that are kept; the graph
+    holds that as well. What a replay only passes has no values; what second linears returned once had some in later calls."""
     run = Run(Engine(), frozenset(replay))
     for rows in LOADS:
         gc.collect()  # what other tests left in cycles
