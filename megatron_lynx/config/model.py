@@ -56,7 +56,7 @@ class Model(Part):
     has on if nothing is said, on GPUs; on CPU ranks none."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
-    Transformer Engine's (`--cross-entropy-fusion-impl te`). Seconds know the difference, bytes do not yet."""
+    Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
     deterministic: bool = False
     """Whether kernels are asked for that add up in one order (`--deterministic-mode`): fused attention's backward is slower, and
     holds more, by `cluster.ordered_attention`. A measured profile has what was measured."""
