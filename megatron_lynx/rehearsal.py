@@ -55,7 +55,8 @@ def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
             updates="deferred" if plan.defer_updates else "at once",
             update_s=update_s,
         )
-    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference)
+    between = profile.messages_between_passes
+    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
 
 
 def schedule_of(plan: Plan) -> Schedule:

@@ -56,7 +56,10 @@ class Model(Part):
     has on if nothing is said, on GPUs; on CPU ranks none."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
-    Transformer Engine's (`--cross-entropy-fusion-impl te`). Seconds know the difference, bytes do not yet."""
+    Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
+    deterministic: bool = False
+    """Whether kernels are asked for that add up in one order (`--deterministic-mode`): fused attention's backward is slower, and
+    holds more, by `cluster.ordered_attention`. A measured profile has what was measured."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -83,6 +86,8 @@ class Model(Part):
         for name, found, needed in (("implementation", self.implementation, "transformer_engine"), ("dtype", self.dtype, "bf16")):
             if self.fp8 is not None and found != needed:
                 problems.append(f"fp8 needs {name} {needed}, found {found}")
+        if self.deterministic and self.cross_entropy != "unfused":
+            problems.append(f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it")
         if problems:
             raise ValueError("; ".join(problems))
         return self

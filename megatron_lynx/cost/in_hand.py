@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.cost.ends import added_gradient_bytes
+from megatron_lynx.profiler.ordered_attention import ordered_bytes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, half_tensors
 
@@ -125,7 +126,7 @@ def _core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
     if shape.model.attention == "flash":
         added_up = query * FP32_BYTES // shape.model.element_bytes if shape.model.element_bytes < FP32_BYTES else 0
         each_head = 2 * query if grouped else 0
-        beside = added_up + each_head + _exchanged(shape, query, key)
+        beside = added_up + each_head + _exchanged(shape, query, key) + ordered_bytes(shape)
         yield Step(CORE_ATTENTION, query + 2 * key + beside, query + beside)
         return
     scores = shape.scores * shape.model.element_bytes

@@ -60,7 +60,7 @@ READ = names_in(
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
-    cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap
+    cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap deterministic_mode
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `context_facts`, `batch_facts`,
@@ -205,7 +205,6 @@ PRICED_AS = {
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
-    "deterministic_mode": "kernels that are as fast as any: leave room for attention's backward, which is slower",
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
     "bias_dropout_fusion": _FUSED,

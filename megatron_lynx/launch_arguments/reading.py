@@ -35,7 +35,7 @@ from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
-from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts, unlike_the_simulator
+from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 
@@ -89,7 +89,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *(unlike_the_simulator(given) if planning else ())]
+    priced += [*_positions(given), *_dispatch(given)]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
     return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import Item
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.profiler.context_exchange import exchanging_s
+from megatron_lynx.profiler.ordered_attention import ordered_s
 from megatron_lynx.profiler.profile import ItemProfile
 from megatron_lynx.profiler.quantized import FP8_BYTES
 from megatron_lynx.profiler.roofline import Passes, Roofline
@@ -113,7 +114,8 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
     if shape.model.attention == "flash":
         causal = flops / 2
         kernel = shape.model.attention_kernel
-        return Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+        free = Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+        return ordered_s(free, shape, roof)
     scores, heads = element * shape.scores, shape.micro * shape.model.heads // shape.parallel.tensor
     gemms_s = 2 * roof.batched_s(heads, flops / 2, read / 2 + scores)
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0

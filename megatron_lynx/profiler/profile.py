@@ -198,6 +198,8 @@ class Profile(Part):
     """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
     hiding: Hiding = "stock"
     """Nobody measures it: the job says it (`config.overlap`)."""
+    messages_between_passes: bool = False
+    """Whether stages with several chunks exchange messages between passes, not behind them. The job says that, too."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
@@ -244,8 +246,9 @@ class Profile(Part):
         off["host_time"] = True
         if self.experts is None:
             off["experts"] = True
-        if self.hiding == "stock":
-            off["hiding"] = True
+        for name in ("hiding", "messages_between_passes"):
+            if getattr(self, name) == type(self).model_fields[name].default:
+                off[name] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 

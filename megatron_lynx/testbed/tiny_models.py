@@ -77,6 +77,8 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
+    if model.cross_entropy != "unfused":
+        fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
         fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe}
     if job.chunks > 1:

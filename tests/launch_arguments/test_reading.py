@@ -527,6 +527,14 @@ def test_heads_activation_and_loss_are_read() -> None:
     assert "model.kv_channels" not in facts(f"{SMALL} --kv-channels 64"), "hidden / heads"
 
 
+def test_deterministic_kernels_are_read_and_have_no_fused_loss() -> None:
+    assert facts(f"{SMALL} --deterministic-mode")["model.deterministic"] is True
+    assert "model.deterministic" not in facts(SMALL)
+    assert problems(f"{SMALL} --deterministic-mode") == ""
+    both = problems(f"{SMALL} --deterministic-mode --cross-entropy-loss-fusion")
+    assert "--deterministic-mode: found also --cross-entropy-loss-fusion, needed one of them" in both
+
+
 def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> None:
     found = facts(f"{SMALL} --attention-backend flash")
     assert (found["model.attention"], found["model.attention_kernel"]) == ("flash", "flash_attention_2")
