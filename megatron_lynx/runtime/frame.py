@@ -49,7 +49,7 @@ class Absent:
     def made(self) -> Tensor:
         if not self.requires_grad:
             return self._empty()
-        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)
+        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)  # type: ignore[no-untyped-call]
         return made
 
     def _empty(self) -> Tensor:
