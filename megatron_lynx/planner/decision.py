@@ -150,7 +150,7 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
         plan = filler.filled(budgets)
         if plan == decision.plan:
             break
-        simulation = rehearse(plan, profile)
+        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients)
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
             if simulation.step_s >= decision.simulation.step_s - 10**-SECOND_DIGITS:
