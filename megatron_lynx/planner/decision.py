@@ -79,8 +79,8 @@ def decide(job: Job, profile: Profile) -> Decision:
         decisions = [_fitting(job, parted, profile) for parted in partitioned(job, profile)]
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
-    refined = _refined(min(decisions, key=lambda decision: decision.simulation.step_s), job, profile)
-    return _filled(refined, profile)
+    decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
+    return _filled(_refined(decision, stages, job, profile), profile)
 
 
 def _plannable(job: Job, profile: Profile) -> bool:
@@ -98,8 +98,8 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
-def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
-    """The decision for a job whose partition is known.
+def _fitting(job: Job, parted: Job, profile: Profile) -> tuple[Decision, Stages]:
+    """The decision for a job whose partition is known, and what has solved its stages.
 
     Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
     and all stages are solved again.
@@ -116,15 +116,14 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
         }
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
-            return Decision(parted, answers, rehearsed, simulation, host)
+            return Decision(parted, answers, rehearsed, simulation, host), stages
         stages = Stages(parted, profile, stages.excluded | over)
 
 
-def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
+def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
     """The decision with the exact solver's answers, if they shorten the step by `WORTH_READING`."""
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
-    stages = Stages(decision.job, profile)
     passes = job.microbatches + job.parallel.pipeline - 1
     enough_s = WORTH_READING * decision.simulation.step_s / passes
     answers = tuple(stages.refined(answer, enough_s) for answer in decision.stages)

@@ -100,14 +100,27 @@ def stage_passes(
     def queue(pending: Pending) -> Queue:
         return Queue(*deferral, due, pending)
 
+    first_alike = {phase: next(each for each in PHASES if own[each] == own[phase]) for phase in PHASES}
+    hides = any(isinstance(window, WindowAddress) and window.passing == "fwd" for each in own["steady"] for window in each)
+
+    def plain(key: PassKey) -> PassKey:
+        """The first of all keys whose passes are alike, so that none is walked twice."""
+        kind, which, last = key
+        if isinstance(which, int):
+            return key
+        return (
+            (kind, which if which == "steady" and hides else "warmup", last) if kind == "F" else (kind, first_alike[which], last)
+        )
+
     due = _due(treated, others)
+    filled = Filled(walked, queue, plain, frozenset(others))
     if due:
-        return ChunkPasses(filled=Filled(walked, queue, frozenset(others)))
+        return ChunkPasses(filled=filled)
     return ChunkPasses(
-        forward={phase: walked(("F", phase, False), queue(())) for phase in PHASES},
-        backward={phase: walked(("B", phase, False), queue(())) for phase in PHASES},
-        received={phase: walked(("R", phase, False), queue(())) for phase in PHASES},
-        hiding={chunk: walked(("F", chunk, False), queue(())) for chunk in others},
+        forward={phase: filled.of(("F", phase, False), ())[0] for phase in PHASES},
+        backward={phase: filled.of(("B", phase, False), ())[0] for phase in PHASES},
+        received={phase: filled.of(("R", phase, False), ())[0] for phase in PHASES},
+        hiding={chunk: filled.of(("F", chunk, False), ())[0] for chunk in others},
     )
 
 
@@ -201,9 +214,7 @@ def _backward(
     return walk.over()
 
 
-def _back_through(
-    walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, defers: bool
-) -> None:
+def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, defers: bool) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
