@@ -85,10 +85,12 @@ def decide(job: Job, profile: Profile) -> Decision:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     filled, refused = _filled(_refined(decision, stages, job, profile), profile)
-    if refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
+    offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
+    if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
         return filled
     sparing = _sparing(job, decision.job, profile, refused.bytes)
-    return filled if sparing is None or sparing.simulation.step_s >= filled.simulation.step_s else sparing
+    enough_s = (1 - WORTH_READING) * filled.simulation.step_s
+    return filled if sparing is None or sparing.simulation.step_s > enough_s else sparing
 
 
 def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int) -> Decision | None:
