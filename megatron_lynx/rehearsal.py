@@ -36,15 +36,19 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Deferral, Seating, Treated
 
 
-def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
+def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
+    `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
     Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
     stages = range(plan.parallel.pipeline)
-    chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
+    chunks = [
+        [stage_passes_of(plan, entry, profile, reduced_in_backward=reduced_in_backward) for entry in plan.chunks_of(stage)]
+        for stage in stages
+    ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
         return simulate_without_flushes(
@@ -69,15 +73,16 @@ def schedule_of(plan: Plan) -> Schedule:
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
-def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
-    """What one micro-batch costs on one stage, or on one chunk of it."""
+def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_backward: bool = False) -> ChunkPasses:
+    """What one micro-batch costs on one stage, or on one chunk of it. `reduced_in_backward`: as in `rehearse`."""
     own = tuple(treated_halves(plan, stage, profile))
     chunks = {
         each.chunk: tuple(treated_halves(plan, each, profile))
         for each in plan.chunks_of(stage.stage)
         if each.chunk != stage.chunk
     }
-    passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(plan, stage, profile))
+    passes = _passes(plan, stage, profile, own, chunks, reduced_in_backward=reduced_in_backward)
+    passes = replace(passes, copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
     kept = tuple(treated_halves(plan, _keeping(stage), profile))
@@ -85,7 +90,13 @@ def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
 
 
 def _passes(
-    plan: Plan, stage: Stage, profile: Profile, own: tuple[Treated, ...], others: Mapping[int, tuple[Treated, ...]]
+    plan: Plan,
+    stage: Stage,
+    profile: Profile,
+    own: tuple[Treated, ...],
+    others: Mapping[int, tuple[Treated, ...]],
+    *,
+    reduced_in_backward: bool = False,
 ) -> ChunkPasses:
     place, message_bytes = (stage.stage, stage.chunk), message_bytes_of(profile)
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
@@ -97,6 +108,7 @@ def _passes(
         head=head_of(profile, message_bytes) if last else None,
         others=others,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
+        reduced_in_backward=reduced_in_backward,
     )
 
 
