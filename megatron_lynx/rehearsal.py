@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
+from megatron_lynx.anatomy import DENSE, ITEMS, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
@@ -101,7 +101,7 @@ def _passes(
 
 def _keeping(stage: Stage) -> Stage:
     """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
-    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})
+    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})  # of other sections what it does not name is kept
     return stage.model_copy(update={"rules": (rule,)})
 
 
@@ -115,12 +115,11 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, nor what experts save."""
-    halves = [(section, profile.half(section.half), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
+    """How much of one micro-batch can go to the host: not what Megatron received and holds itself."""
+    halves = [(section, profile.of(section), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
         for section, costs, rule in halves
-        if not section.opaque
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
@@ -131,6 +130,8 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
+    if (experts := profile.shape.experts) is not None:
+        found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()
@@ -148,7 +149,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 
 def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
     """What fills the halves of a stage, with their layers, in forward order."""
-    return ((layer, section) for layer in stage.layers for section in sections_of(experts=plan.model.has_experts(layer)))
+    return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
@@ -177,8 +178,6 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
 
 def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
     """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
-    if section.opaque:
-        return {}
     return {
         linear: Deferral(
             weight_gradient(profile, section, linear),

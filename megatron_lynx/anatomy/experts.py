@@ -76,6 +76,10 @@ EXPERTS_WITH_SHARED = _section(_SHARED + _ROUTED)
 SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 """The items that exist with shared experts only."""
 
+SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
+ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
+"""Names for formulas that hold for one item alone: seconds, saved tensors."""
+
 FILLING: Mapping[Half, tuple[Section, ...]] = {ATTENTION.half: (ATTENTION,), MLP.half: (MLP, EXPERTS_WITH_SHARED)}
 """What may fill a half, the most of each kind: plan files know the items of all of them."""
 

@@ -213,6 +213,21 @@ class Section:
         return self.names[1 : code + 1] if self.has_windows else ()
 
     @cached_property
+    def code(self) -> frozenset[str]:
+        """The items that are no submodule."""
+        return frozenset(item.name for item in self.items if not item.is_site)
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The items of which a replay needs no values, in order."""
+        return tuple(item.name for item in self.items if item.ends_values)
+
+    def before(self, name: str) -> str:
+        """The item whose output another one reads: the one before it, but for a router, which reads the norm's."""
+        index = self.index(name)
+        return self.norm if self.items[index].role == "router" else self.names[index - 1]
+
+    @cached_property
     def norm(self) -> str:
         return self.item("norm").name
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.anatomy import Section, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
-from megatron_lynx.config.experts import Experts, as_spans
+from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.fp8_recipes import Recipe
@@ -105,6 +106,24 @@ class Model(Part):
     def expert_layers(self) -> frozenset[int]:
         """Numbers (from 1) of the layers whose MLP half is a mixture of experts."""
         return frozenset() if self.experts is None else self.experts.numbers(self.layers)
+
+    @property
+    def shared_experts(self) -> bool:
+        """Whether layers of experts have shared ones, which every token passes."""
+        return self.experts is not None and self.experts.shared_ffn > 0
+
+    @property
+    def moe_load(self) -> float:
+        """The load of the fullest rank's experts."""
+        return BALANCED if self.experts is None else self.experts.load
+
+    def sections(self, layer: int) -> tuple[Section, ...]:
+        """What fills the halves of a layer (its number from 1), in the order of a forward."""
+        return self.kind_sections(experts=layer in self.expert_layers)
+
+    def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
+        """The same of one of its kinds of layers."""
+        return sections_of(experts=experts, shared_experts=self.shared_experts)
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:

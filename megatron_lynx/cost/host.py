@@ -58,7 +58,7 @@ class HostLoad:
 
 def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False) -> HostSeconds:
     """One half under a plan that replays these items of it."""
-    if profile.host_time is None or section.opaque:
+    if profile.host_time is None or section not in DENSE.values():
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
     treated = _of(profile.host_time, section, setting)
@@ -67,7 +67,7 @@ def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
-    if profile.host_time is None or section.opaque:
+    if profile.host_time is None or section not in DENSE.values():
         return NO_HOST_TIME
     return _of(profile.host_time, section, "offloaded") + _of(profile.host_time, section, "kept") * -1
 

@@ -12,11 +12,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, ITEMS, MLP, Section, sections_of
+from megatron_lynx.anatomy import ATTENTION, DENSE, ITEMS, MLP, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.profiler.expert_tensors import saved_bytes
+from megatron_lynx.profiler.expert_shape import expert_flops
+from megatron_lynx.profiler.expert_tensors import expert_tensors, saved_bytes
 from megatron_lynx.profiler.shape import LayerShape, item_flops
 from megatron_lynx.profiler.tensors import half_tensors
 
@@ -39,9 +40,10 @@ def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
     """
     if policy == "full":
         return shape.input_bytes
-    sections = sections_of(experts=experts)
+    sections = shape.model.kind_sections(experts=experts)
     return sum(
-        saved_bytes(shape) if section.opaque else shape.input_bytes + _kept_by(section, shape, policy) for section in sections
+        shape.input_bytes + _kept_by(section, shape, policy) if section in DENSE.values() else saved_bytes(shape)
+        for section in sections
     )
 
 
@@ -77,8 +79,10 @@ def _checkpointed(shape: LayerShape) -> LayerShape:
     return replace(shape, parallel=shape.parallel.model_copy(update={"context_exchange": "all_gather", "context_levels": None}))
 
 
-def replayed_flops(shape: LayerShape, replay: Collection[str]) -> int:
-    """FLOPs that the replays of one layer repeat, one micro-batch, one rank."""
-    flops = item_flops(shape)
-    runs = [replay_of(section, half_tensors(shape, half), replay).runs for half, section in DENSE.items()]
-    return sum(flops[item] for run in runs for item in run if item in replay)
+def replayed_flops(shape: LayerShape, replay: Collection[str], *, experts: bool = False) -> int:
+    """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `experts`: of a layer that has them."""
+    flops = item_flops(shape) | (expert_flops(shape) if experts else {})
+    sections = shape.model.kind_sections(experts=experts)
+    tensors = [half_tensors(shape, each.half) if each in DENSE.values() else expert_tensors(shape) for each in sections]
+    runs = [replay_of(section, blocks, replay).runs for section, blocks in zip(sections, tensors, strict=True)]
+    return sum(flops.get(item, 0) for run in runs for item in run if item in replay)

@@ -8,7 +8,7 @@
  [1] a replayed item lets go of what its backward reads; it, and the code on the way, runs again
  [2] a kept site lets go of its argument, where the replay makes that anyway; the replay must only *reach* it
  [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
- [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads the row-parallel one's
+ [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads those of `Section.ends`
  [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
  [6] where a replay stops, what the sites that it ran returned is remembered, and so held, until it goes on
 These are the rules of `runtime.record`, for sizes instead of tensors.
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron_lynx.anatomy import CODE_ITEMS, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.profiler.profile import SavedTensor
 
 
@@ -44,25 +44,23 @@ class Replay:
 
 def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
     """What follows from replaying exactly these items of a section."""
-    order, row_parallel = section.names, section.row_parallel
-    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(order, tensor, item, replay)]) for tensor in tensors]
+    order, code, ends = section.names, section.code, section.ends
+    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
-    last = max((_last_run(order, tensor, item) for tensor, items in let_go for item in items), default=-1)
-    passed = max((index for index in reached if index <= order.index(row_parallel)), default=-1)
+    last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
+    passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
-    runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
+    runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
     there = dict.fromkeys(section.stops, 0)
     for tensor, items in let_go:
-        remembered = (
-            tensor.output and tensor.made_by not in (*replay, row_parallel) and order.index(tensor.made_by) < passed
-        )  # [4]
+        remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed  # [4]
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
             continue
         if items:
             regenerated += tensor.bytes
-        first = min((_last_run(order, tensor, item) for item in items), default=len(order))
+        first = min((_last_run(section, tensor, item) for item in items), default=len(order))
         if tensor.output and tensor.made_by in runs:  # [6]
             first = min(first, order.index(tensor.made_by))
         for stop in there:
@@ -85,23 +83,22 @@ def sensible_choices(section: Section, tensors: Sequence[SavedTensor], context: 
                 yield chosen
 
 
-def _lets_go(order: Sequence[str], tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
+def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
     """Whether `item`'s hold on the tensor becomes a handle."""
     if item in replay:
         return True  # [1]
-    if item in CODE_ITEMS or not _is_argument(order, tensor, item) or tensor.made_by == "input":
+    if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
         return False
     from_kept_site = tensor.output and tensor.made_by not in replay
-    before = order[order.index(item) - 1]
-    return before in replay and not from_kept_site  # [2] [3]
+    return section.before(item) in replay and not from_kept_site  # [2] [3]
 
 
-def _is_argument(order: Sequence[str], tensor: SavedTensor, item: str) -> bool:
-    return tensor.made_by == "input" or order.index(tensor.made_by) < order.index(item)
+def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:
+    return tensor.made_by == "input" or section.index(tensor.made_by) < section.index(item)
 
 
-def _last_run(order: Sequence[str], tensor: SavedTensor, item: str) -> int:
+def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
     """The last item that must run before this handle can be filled: a linear's argument exists when the linear is reached."""
-    index = order.index(item)
-    own = item in CODE_ITEMS or not _is_argument(order, tensor, item)
+    index = section.index(item)
+    own = item in section.code or not _is_argument(section, tensor, item)
     return index if own else index - 1

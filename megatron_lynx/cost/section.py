@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
-from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
+from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.profile import Profile
 
@@ -44,11 +44,8 @@ class PricedSection:
 
 
 def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
-    """What it costs to replay these items of the section. An opaque section is kept whole, whatever they are."""
-    if section.opaque:
-        assert profile.experts is not None, "a profile with such a section has its figures"
-        return PricedSection(expert_memory(profile.experts))
-    costs = profile.half(section.half)
+    """What it costs to replay these items of the section."""
+    costs = profile.of(section)
     replayed = replay_of(section, costs.tensors, replay)
     gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
     stops = {
@@ -69,4 +66,4 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
 
 def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
     """Whether a replay of these items runs the GEMM whose input is gathered once."""
-    return profile.shape.sequence_parallel and section.column_parallel in replay
+    return profile.shape.sequence_parallel and section.gathered in replay

@@ -64,6 +64,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
         load = f", of the largest rank {model.moe_load:g} of that" if model.moe_load > 1 else ""
         tokens = f"as many tokens for every expert{load}"
         yield Text(f"experts in layers {layers}, {tokens}: of their MLP halves what the table does not name is kept")
+        yield from _load(plan)
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
@@ -71,6 +72,15 @@ def _heading(plan: Plan) -> Iterator[Text]:
     if not any(stage.predicted.host_s for stage in plan.stages):
         yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
+
+
+def _load(plan: Plan) -> Iterator[Text]:
+    """Where a load that is twice as large would not fit: which one would."""
+    fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load is not None]
+    if fitting:
+        load, stage = min(fitting)
+        made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
+        yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
 
 
 def _table(alike: Sequence[Stage], chunked: bool) -> Table:

@@ -19,6 +19,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler
+from megatron_lynx.planner.load import loads_that_fit
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
@@ -80,7 +81,17 @@ def decide(job: Job, profile: Profile) -> Decision:
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     refined = _refined(min(decisions, key=lambda decision: decision.simulation.step_s), job, profile)
-    return _filled(refined, profile)
+    return _with_loads(_filled(refined, profile), profile)
+
+
+def _with_loads(decision: Decision, profile: Profile) -> Decision:
+    """The decision whose plan says with which load of experts each stage still fits, where there are any."""
+    loads = loads_that_fit(decision.job, decision.stages, decision.plan, profile, decision.simulation)
+    stages = (
+        entry.model_copy(update={"predicted": entry.predicted.model_copy(update={"moe_load": loads[entry.stage]})})
+        for entry in decision.plan.stages
+    )
+    return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
 
 
 def _plannable(job: Job, profile: Profile) -> bool:

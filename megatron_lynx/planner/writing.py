@@ -5,12 +5,12 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Literal
 
-from megatron_lynx.anatomy import HALVES, ITEMS, Half
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
@@ -160,13 +160,18 @@ def stage_of(
 
 
 def rule_of(
-    layer: int, replay: Collection[str], windows: Mapping[Half, str | ByPhase | None], gathers: Mapping[Half, str | None]
+    layer: int,
+    sections: Iterable[Section],
+    replay: Collection[str],
+    windows: Mapping[Half, str | ByPhase | None],
+    gathers: Mapping[Half, str | None],
 ) -> Rule:
-    """The rule for one layer."""
+    """The rule for one layer. `sections`: what fills its halves."""
+    items = [item for section in sections for item in section.names]
     content = {
         "layers": layer,
-        "keep": tuple(item for item in ITEMS if item not in replay),
-        "replay": tuple(item for item in ITEMS if item in replay),
+        "keep": tuple(item for item in items if item not in replay),
+        "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
         "gather": dict(gathers),
     }
@@ -183,7 +188,7 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
-    rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
+    rules = [_rule(job, layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
     predicted = _predicted(job, answer, solved)
     return stage_of(job, where, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
 
@@ -207,9 +212,9 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
     )
 
 
-def _rule(layer: int, choice: LayerChoice) -> Rule:
+def _rule(job: Job, layer: int, choice: LayerChoice) -> Rule:
     replay = {item for option in choice.halves for item in option.replay}
     options = list(zip(HALVES, choice.halves, strict=True))
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
-    return rule_of(layer, replay, windows, gathers)
+    return rule_of(layer, job.model.sections(layer), replay, windows, gathers)

@@ -77,10 +77,7 @@ def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:
 
 
 def _experts(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf | None:
-    if job.model.experts is None:
-        return None
-    norm, residual = (unmultiplied_s(shape, MLP.item(role), roof) for role in ("norm", "residual"))
-    return expert_half(job, shape, roof, norm + residual)
+    return None if job.model.experts is None else expert_half(job, shape, roof)
 
 
 def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import DENSE, Half
-from megatron_lynx.config.experts import Experts
+from megatron_lynx.anatomy import DENSE, Half, Section
+from megatron_lynx.config.experts import BALANCED, Experts
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
@@ -92,16 +92,31 @@ class BlockProfile(Part):
     """What it holds from forward to backward, what the last layer hands it included."""
 
 
-class ExpertHalf(Part):
-    """The MLP half of a layer of experts, whole: it is never replayed, and has no windows."""
+class ExpertHalf(HalfProfile):
+    """The MLP half of a layer of experts. Its items are counted without exchanges and collectives."""
 
-    input_bytes: int = Field(ge=0)
-    saved_bytes: int = Field(ge=0)
-    """What it holds from forward to backward, its input included."""
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    communication_s: float = Field(default=0.0, ge=0)
-    """Seconds of both passes in which it waits for other ranks."""
+    exchange_s: float = Field(default=0.0, ge=0)
+    """Seconds of one exchange of rows among ranks that share experts; there are two in each pass."""
+    collective_s: float = Field(default=0.0, ge=0)
+    """Seconds of one collective of shared experts; there are two in each pass."""
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of one pass in which it waits for other ranks."""
+        return 2 * (self.exchange_s + self.collective_s)
+
+    @property
+    def forward_s(self) -> float:
+        return super().forward_s + self.waits_s
+
+    @property
+    def backward_s(self) -> float:
+        return super().backward_s + self.waits_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of both passes in which it waits for other ranks."""
+        return 2 * self.waits_s
 
 
 class LinkPoint(Part):
@@ -202,11 +217,10 @@ class Profile(Part):
     @model_validator(mode="after")
     def _whole(self) -> Profile:
         problems = []
-        for half, items in ((half, section.names) for half, section in DENSE.items()):
-            if set(self.half(half).items) != set(items):
-                problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
-            for index, tensor in enumerate(self.half(half).tensors):
-                problems += _misplaced(tensor, f"{half}.tensors.{index}", items)
+        for half, section in DENSE.items():
+            problems += _misnamed(self.half(half), half, section.names)
+        if self.shape.experts is not None and self.experts is not None:
+            problems += _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
         if (self.shape.experts is None) != (self.experts is None):
             problems.append("shape.experts and experts belong together: give both, or none")
         given = Counter((point.kind, point.bytes) for point in self.links)
@@ -219,6 +233,13 @@ class Profile(Part):
     def half(self, half: Half) -> HalfProfile:
         costs: HalfProfile = getattr(self, half)
         return costs
+
+    def of(self, section: Section) -> HalfProfile:
+        """The figures of what fills a half."""
+        if section is DENSE[section.half]:
+            return self.half(section.half)
+        assert self.experts is not None, "a profile with such a section has its figures"
+        return self.experts
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.
@@ -242,12 +263,24 @@ class Profile(Part):
         records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
         off["host_time"] = True
-        if self.experts is None:
+        if self.experts is None or self.shape.experts is None:
             off["experts"] = True
+        elif self.shape.experts.load == BALANCED and "experts" not in off["shape"]:
+            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": {"load"}}
         if self.hiding == "stock":
             off["hiding"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
+
+
+def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str]:
+    """Items that the half does not have, or lacks."""
+    problems = []
+    if set(half.items) != set(items):
+        problems.append(f"{where}.items are {sorted(half.items)}, needed {sorted(items)}")
+    for index, tensor in enumerate(half.tensors):
+        problems += _misplaced(tensor, f"{where}.tensors.{index}", items)
+    return problems
 
 
 def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:

@@ -110,9 +110,9 @@ def stage_passes(
 def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()) -> Segments:
     """How a section's seconds lie around its windows: where each one is, the section's collectives say. `deferred`: linears whose
     weight gradients are put off, so that they are not among these seconds."""
-    if section.opaque:
-        assert profile.experts is not None, "a profile with such a section has its figures"
-        return Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
+    if not section.has_windows:
+        whole = profile.of(section)
+        return Segments((whole.forward_s if passing == "fwd" else whole.backward_s,), ())
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
     waited = section.collectives(passing, profile.shape.sequence_parallel) if windows_s else ()
     items = profile.half(section.half).items

@@ -55,8 +55,8 @@ class HalfKind:
 
     @property
     def windows_before(self) -> bool:
-        """Whether the half before has windows. An opaque section has none."""
-        return self.before is not None and not self.before.opaque
+        """Whether the half before has windows. One of experts has none."""
+        return self.before is not None and self.before.has_windows
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Seats:
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
-        return self.job.parallel.sequence_parallel and kind.section.column_parallel in replay
+        return self.job.parallel.sequence_parallel and kind.section.gathered in replay
 
     def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay makes a norm anew that reduces its amax."""
@@ -98,7 +98,7 @@ class Seats:
     def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
         """Where the replay is worth stopping. What runs before a gather runs with it; and a norm of Transformer Engine's would
         run again with its linear."""
-        column = kind.section.column_parallel
+        column = kind.section.gathered
         before_linear = column in replay and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
         return {
             name: stop
@@ -112,6 +112,8 @@ class Seats:
         before = self._windows[("bwd", *half_before(kind.half))] if kind.windows_before else []
         if not sequence_parallel or (te and self._reaches_back):
             return [wait for wait in before if wait[1] > 0]
+        if not kind.section.has_windows:
+            return [wait for wait in before[-1:] if wait[1] > 0]
         in_time = own_windows_in_time(kind.section, replay, sequence_parallel=sequence_parallel, te=te)
         return [wait for wait in before[-1:] + self._windows["bwd", kind.half, 0][:in_time] if wait[1] > 0]
 

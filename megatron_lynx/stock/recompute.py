@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy import ATTENTION, MLP, Role, Section
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, MLP, SHARED_EXPERTS, Role, Section
+from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
 """What a model must have for a module to do something, or to be legal at all."""
@@ -28,8 +29,8 @@ class RecomputeModule:
     roles: tuple[Role, ...] = ()
     """Which items of these."""
     discards_output: bool = False
-    expert_parts: tuple[str, ...] = ()
-    """What it lets go in the half of a layer with experts (`profiler.expert_tensors.saved_parts`)."""
+    experts: tuple[str, ...] = ()
+    """What it runs again in the half of a layer with experts."""
     needs: Fact | None = None
     """Without it, Megatron refuses the word."""
     since: str = "0.15"
@@ -37,17 +38,14 @@ class RecomputeModule:
 
 RECOMPUTED = (
     RecomputeModule("core_attn", (ATTENTION,), ("core",)),
-    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, expert_parts=("norm",)),
+    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, experts=(EXPERTS.norm,)),
     RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
-    RecomputeModule("moe", expert_parts=("router", "experts", "shared")),
-    RecomputeModule("moe_act", discards_output=True, expert_parts=("behind fc1",), needs="grouped_gemm"),
-    RecomputeModule("shared_experts", expert_parts=("shared",)),
+    RecomputeModule("moe", experts=EXPERTS_WITH_SHARED.names[1:-1]),
+    RecomputeModule("moe_act", discards_output=True, experts=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
+    RecomputeModule("shared_experts", experts=SHARED_EXPERTS),
     RecomputeModule("mla_up_proj", discards_output=True, needs="latent"),
     RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
 )
-
-INSIDE_EXPERTS = ("moe_act", "shared_experts")
-"""Modules that `moe` runs again anyway."""
 
 
 def recompute_module(name: str) -> RecomputeModule:
