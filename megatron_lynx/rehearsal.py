@@ -115,11 +115,13 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """How much of one micro-batch can go to the host: not what Megatron received and holds itself."""
+    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, and what experts keep only
+    where the plan says so."""
     halves = [(section, profile.of(section), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
         for section, costs, rule in halves
+        if section in DENSE.values() or (stage.offload is not None and stage.offload.experts)
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes

@@ -66,7 +66,6 @@ def _section(inside: tuple[Item, ...]) -> Section:
         method=MLP.method,
         items=(norm, *inside, residual),
         exchanges_of=EXCHANGES,
-        opaque=True,
         fuses_norm=False,
     )
 

@@ -145,8 +145,6 @@ class Section:
     """By pass, and by whether sequence parallelism is on: in the order in which they are issued."""
     exchanges_of: Mapping[Pass, tuple[Exchange, ...]] = field(default_factory=dict)
     """By pass: the all-to-alls of experts that are shared out over ranks."""
-    opaque: bool = False
-    """Whether plans are made with all of it kept, and priced in one piece. Plan files may say otherwise."""
     fuses_norm: bool = True
     """Whether Transformer Engine makes its norm inside the linear behind it."""
 

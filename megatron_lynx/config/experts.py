@@ -48,6 +48,9 @@ class Experts(Part):
     load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)
     """How many times as many rows the fullest rank's experts get as they would if all ranks got as many; 1: a balanced load. What
     they keep, and how long they take, grows with it."""
+    whole: bool = False
+    """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
+    again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:

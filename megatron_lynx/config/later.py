@@ -34,6 +34,10 @@ LATER: dict[str, dict[str, Any]] = {
 """Fields by their part."""
 
 
+IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
+"""The same of `model.experts`."""
+
+
 def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
     """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
     off: dict[str, Any] = {
@@ -41,8 +45,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
         for part, names in LATER.items()
     }
     off["model"]["fusions"] = True  # what a measured profile knows better
-    if getattr(getattr(parts["model"], "experts", None), "load", None) == BALANCED:
-        off["model"]["experts"] = {"load"}
+    if (experts := getattr(parts["model"], "experts", None)) is not None:
+        off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
     if overlap == Overlap():
         off["overlap"] = True
     elif overlap.weight_gradients == Overlap().weight_gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy import ALL_ITEMS, FILLING, Half, Section
+from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -54,10 +54,16 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        some = [item for item in items if any(item in section.names for section, _ in own)]
+        replayed = [section for section, _ in own if section in DENSE.values() or not _whole(job)]
+        some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
         flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
+
+
+def _whole(job: Job) -> bool:
+    """Whether experts are kept whole."""
+    return job.model.experts is not None and job.model.experts.whole
 
 
 def _uniform_rule(

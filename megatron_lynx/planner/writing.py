@@ -190,15 +190,16 @@ def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
     rules = [_rule(job, layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
     predicted = _predicted(job, answer, solved)
-    return stage_of(job, where, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
+    return stage_of(job, where, rules, predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
 
 
-def _offload(job: Job, size_bytes: int) -> Offload | None:
+def _offload(job: Job, where: tuple[int, int], size_bytes: int) -> Offload | None:
     if not size_bytes:
         return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
     beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
-    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside)
+    experts = job.experts_of(*where) > 0 and job.model.experts is not None and not job.model.experts.whole
+    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside, experts=experts)
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:

@@ -17,10 +17,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import DENSE, Half, Section
-from megatron_lynx.config.experts import BALANCED, Experts
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
@@ -265,8 +266,9 @@ class Profile(Part):
         off["host_time"] = True
         if self.experts is None or self.shape.experts is None:
             off["experts"] = True
-        elif self.shape.experts.load == BALANCED and "experts" not in off["shape"]:
-            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": {"load"}}
+        else:
+            known = {name for name, value in IN_EXPERTS.items() if getattr(self.shape.experts, name) == value}
+            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": known}
         if self.hiding == "stock":
             off["hiding"] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, MLP
+from megatron_lynx.anatomy import ATTENTION, DENSE, MLP, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -65,6 +65,11 @@ class Subset:
         sequence_parallel = profile.shape.sequence_parallel
         price = self.price
         return held_in(price.memory, self.kind.half, placement, gather, price.stops, sequence_parallel=sequence_parallel)
+
+
+def experts_stay(job: Job, section: Section) -> bool:
+    """Whether a section is one of experts that are kept whole, on the device."""
+    return section not in DENSE.values() and job.model.experts is not None and job.model.experts.whole
 
 
 @dataclass(frozen=True)
@@ -211,9 +216,13 @@ class StageProblems:
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         whole_inputs = self.job.userbuffers or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
+        stays = experts_stay(self.job, kind.section)
         for items in sensible_choices(kind.section, self.profile.of(kind.section).tensors, self.profile.shape.context):
+            if stays and items:
+                continue
             if whole_inputs and kind.section.gathered in items:
                 continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
             price = priced(self.profile, kind.section, items)
+            price = replace(price, memory=replace(price.memory, movable=0)) if stays else price
             host = half_host_s(self.profile, kind.section, items)
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)
