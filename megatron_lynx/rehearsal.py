@@ -137,7 +137,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()
-        if value != facts[name]
+        if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges that are windows it says nothing
     ]
     layers = range(1, plan.model.layers + 1)
     needed = {layer for layer in layers if plan.model.has_experts(layer)}

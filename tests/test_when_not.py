@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import when_not_experts
 from benchmarks.when_not import Row, rows, table
 
 PAGE = Path(__file__).parents[1] / "docs/when_not.md"
@@ -34,3 +35,9 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert by_name["H800, t=8, p=1"].hidden_best_s < by_name["H800, t=8, p=1"].ours_s
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
     assert reference.hidden_best_s < reference.ours_s < reference.best_stock_s
+
+
+def test_rows_of_experts_are_current() -> None:
+    """Two of them: the others take as long again."""
+    for what, change in when_not_experts.CASES[1::4]:
+        assert when_not_experts.line(when_not_experts.row(what, when_not_experts.job_of(change))) in PAGE.read_text(), what

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
+from megatron_lynx.anatomy.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
 
@@ -25,12 +26,25 @@ def window_lengths_s(
 ) -> tuple[float, ...]:
     """Seconds of a section's windows in one pass, by ordinal. `message_bytes`: the gathered tensor (see `LayerShape`).
 
-    `deferred`: linears whose weight gradient is put off, so that it hides nothing here. Empty without tensor parallelism.
+    `deferred`: linears whose weight gradient is put off, so that it hides nothing here.
     """
-    if profile.shape.tensor == 1:
-        return ()
-    collectives = section.collectives(passing, profile.shape.sequence_parallel)
-    return tuple(_exposed_s(profile, section, collective, message_bytes, deferred) for collective in collectives)
+    return tuple(
+        _exchanged_s(profile, each) if isinstance(each, Exchange) else _exposed_s(profile, section, each, message_bytes, deferred)
+        for each in windows_of(profile, section, passing)
+    )
+
+
+def windows_of(profile: Profile, section: Section, passing: Pass) -> tuple[Collective | Exchange, ...]:
+    """What a section waits for in one pass as far as it is a window, in order. Nothing where no other ranks take part."""
+    if section.exchanges:
+        return section.exchanges_of[passing] if profile.shape.expert > 1 else ()
+    return section.collectives(passing, profile.shape.sequence_parallel) if profile.shape.tensor > 1 else ()
+
+
+def _exchanged_s(profile: Profile, exchange: Exchange) -> float:
+    """An all-to-all of rows; that of their probabilities is not counted."""
+    assert profile.experts is not None, "a profile with such a section has its figures"
+    return profile.experts.exchange_s if exchange.carries == "tokens" else 0.0
 
 
 def _exposed_s(

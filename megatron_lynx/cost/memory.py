@@ -70,20 +70,24 @@ AHEAD = ("ahead", "ahead2", "ahead3", "ahead4")
 """By how many moments before its own backward begins."""
 
 
-def half_memory(section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
-    """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once."""
+def half_memory(
+    section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, exchanging: bool = False
+) -> HalfMemory:
+    """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once. `exchanging`: whether
+    its windows are exchanges of tokens."""
     resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
     return HalfMemory(
         resident=resident,
         regenerated=regenerated,
-        tail=_argument_bytes(section, profile) + gathered_bytes if section.has_windows else resident + regenerated,
+        tail=_argument_bytes(section, profile) + gathered_bytes if section.has_windows or exchanging else resident + regenerated,
         movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
     )
 
 
 def _argument_bytes(section: Section, profile: HalfProfile) -> int:
-    """A half's input, and its column-parallel linear's."""
-    return profile.input_bytes + sum(tensor.bytes for tensor in profile.tensors if section.column_parallel in tensor.saved_by)
+    """A half's input, and its column-parallel linear's; of experts everything that is read behind their dispatch's backward."""
+    read = {section.column_parallel} if section.has_windows else {*section.names[: section.index(section.item("dispatch").name)]}
+    return profile.input_bytes + sum(tensor.bytes for tensor in profile.tensors if not read.isdisjoint(tensor.saved_by))
 
 
 def smallest_offloaded_bytes(input_bytes: int) -> int:

@@ -55,8 +55,9 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
         )
         for stop in section.stops
     }
+    exchanging = section.exchanges and profile.shape.expert > 1
     return PricedSection(
-        half_memory(section, costs, replayed, gathered_bytes=gathered_bytes),
+        half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging),
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
         gathered_bytes,

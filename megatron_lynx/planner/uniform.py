@@ -7,12 +7,12 @@ from typing import Literal
 
 from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
-from megatron_lynx.anatomy.in_time import own_window, own_windows_in_time
+from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
+from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of, window_of
 from megatron_lynx.profiler.shape import LayerShape
 
 Before = tuple[int, Section] | None
@@ -95,6 +95,9 @@ def _usual_window(
     (layer, section), parallel = frame, job.parallel
     gathers_once = parallel.sequence_parallel and section.gathered in items
     own = section.has_windows
+    exchanges = section.exchanges and layer in exchanging_layers(job) and not job.userbuffers
+    if exchanges and own_exchanges_in_time(section, items):
+        return own_window(section.half)
     in_time = own and own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
     if in_time and not gathers_once and not job.userbuffers:
         return own_window(section.half)

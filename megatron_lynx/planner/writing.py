@@ -130,6 +130,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             chunks=job.chunks,
             microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
             sequence_parallel=job.parallel.sequence_parallel,
+            expert=job.parallel.expert if exchanging_layers(job) else 1,
             context=job.parallel.context,
             userbuffers=job.userbuffers,
         ),
@@ -156,7 +157,14 @@ def stage_of(
         offload=offload,
         predicted=predicted,
     )
-    return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, order.depth(entry, job.parallel.sequence_parallel))})
+    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job))
+    return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
+
+
+def exchanging_layers(job: Job) -> frozenset[int]:
+    """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
+    experts = job.model.experts
+    return job.model.expert_layers if experts is not None and not experts.whole and job.parallel.expert > 1 else frozenset()
 
 
 def rule_of(

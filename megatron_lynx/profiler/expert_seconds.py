@@ -60,6 +60,7 @@ def expert_half(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf:
         items={name: item.model_copy(update={"saved_bytes": parts[name]}) for name, item in _items(shape, roof)},
         tensors=expert_tensors(shape),
         exchange_s=_exchange_s(job, shape),
+        cut_s=_cut_s(job, shape),
         collective_s=_shared_collective_s(job, shape),
     )
 
@@ -81,12 +82,16 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
 
 
 def _exchange_s(job: Job, shape: LayerShape) -> float:
-    """One exchange, of which there are two in each pass: rows out, rows back; cut experts gather rows, and scatter their sums."""
+    """One all-to-all, of which there are two in each pass: rows out, rows back."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
-    rows = routed_rows(shape)
-    sent_s = all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, rows // tensor * row_bytes)
-    gathered = rows * row_bytes * (tensor - 1) / tensor
-    return sent_s + (link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0)
+    return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
+
+
+def _cut_s(job: Job, shape: LayerShape) -> float:
+    """Cut experts gather rows, and scatter their sums."""
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
+    return link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
 
 
 def _shared_collective_s(job: Job, shape: LayerShape) -> float:

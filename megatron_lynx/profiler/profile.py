@@ -97,14 +97,17 @@ class ExpertHalf(HalfProfile):
     """The MLP half of a layer of experts. Its items are counted without exchanges and collectives."""
 
     exchange_s: float = Field(default=0.0, ge=0)
-    """Seconds of one exchange of rows among ranks that share experts; there are two in each pass."""
+    """Seconds of one all-to-all of rows among ranks that share experts; there are two in each pass. Those of probabilities are a
+    few bytes a row, and not counted."""
+    cut_s: float = Field(default=0.0, ge=0)
+    """Seconds in which experts that are cut gather their rows, or scatter their sums; once each in each pass."""
     collective_s: float = Field(default=0.0, ge=0)
     """Seconds of one collective of shared experts; there are two in each pass."""
 
     @property
     def waits_s(self) -> float:
         """Seconds of one pass in which it waits for other ranks."""
-        return 2 * (self.exchange_s + self.collective_s)
+        return 2 * (self.exchange_s + self.cut_s + self.collective_s)
 
     @property
     def forward_s(self) -> float:

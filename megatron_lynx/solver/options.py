@@ -64,7 +64,16 @@ class Subset:
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
         sequence_parallel = profile.shape.sequence_parallel
         price = self.price
-        return held_in(price.memory, self.kind.half, placement, gather, price.stops, sequence_parallel=sequence_parallel)
+        exchanging = self.kind.before is not None and self.kind.before.exchanges and profile.shape.expert > 1
+        return held_in(
+            price.memory,
+            self.kind.half,
+            placement,
+            gather,
+            price.stops,
+            sequence_parallel=sequence_parallel,
+            exchanging=exchanging,
+        )
 
 
 def experts_stay(job: Job, section: Section) -> bool:

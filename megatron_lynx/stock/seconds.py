@@ -67,5 +67,5 @@ def _expert_half(shape: LayerShape, profile: Profile, setting: StockSetting) -> 
     assert profile.experts is not None, "a profile of such a layer has its figures"
     own, half = expert_treatment(shape, setting), profile.experts
     again_s = sum(half.items[name].forward_s for name in own.runs)
-    again_s += 2 * half.exchange_s * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
+    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
     return HalfSeconds(half.forward_s, half.backward_s, again_s)

@@ -232,6 +232,20 @@ def test_what_experts_may_have_beside_them() -> None:
     assert "--moe-mlp-glu-interleave-size" in without.no_matter["a feature that is not switched on"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "whole"),
+    [
+        ("--moe-grouped-gemm", False),
+        ("--moe-shared-expert-overlap", True),
+        ("--moe-use-legacy-grouped-gemm", True),
+        ("--moe-grouped-gemm --transformer-impl local", True),
+    ],
+)
+def test_experts_that_cannot_be_looked_into_are_kept_whole(flags: str, whole: bool) -> None:
+    reading = read(f"{SMALL} --num-experts 8 {flags}")
+    assert [fact.value for fact in reading.facts if fact.place == "model.experts.whole"] == [True] * whole
+
+
 def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
     """As the next release may have one: of what it does to experts nothing is known."""
     known = next(flag for flag in flag_table().flags if flag.sets == "moe_router_topk")
