@@ -38,6 +38,6 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
 
 
 def test_rows_of_experts_are_current() -> None:
-    """Two of them: the others take as long again."""
-    for what, change in when_not_experts.CASES[1::4]:
+    """One of them: each takes seconds."""
+    for what, change in when_not_experts.CASES[1:2]:
         assert when_not_experts.line(when_not_experts.row(what, when_not_experts.job_of(change))) in PAGE.read_text(), what
