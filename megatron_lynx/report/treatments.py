@@ -72,7 +72,7 @@ def _treatment(rule: Rule, half: Half) -> Treatment:
     return Treatment(
         layers=str(rule.layers),
         half=half,
-        items=[(item, "replay" if item in replayed else "keep") for item in DENSE[half].names],
+        items=[(item, "replay" if item in replayed else "keep") for item in rule.filling(half).names],
         window=" / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown"))) if replayed else "",
         deferred=[
             f"{linear}: {', '.join(rule.weight_gradients[linear])}"

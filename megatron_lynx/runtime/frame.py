@@ -47,8 +47,26 @@ class Absent:
         return cls(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def made(self) -> Tensor:
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return made.requires_grad_(self.requires_grad)
+        if not self.requires_grad:
+            return self._empty()
+        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)
+        return made
+
+    def _empty(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class _Made(torch.autograd.Function):
+    """A tensor that asks for a gradient as one does that a site returned. A leaf would not: code may add to what it is given in
+    place, as Megatron's experts add their second linear's bias."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        raise AssertionError("a replay's own graph is never run backward")
 
 
 @dataclass(frozen=True)

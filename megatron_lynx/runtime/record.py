@@ -208,7 +208,7 @@ class Recorder:
                 self._resident.update(map(storage_of, tensors_in(outputs)))
         elif self._segment not in self._recipe.memos:
             return
-        with_values = not ends if self._teaches else self._recipe.memos[self._segment]
+        with_values = not ends and (self._teaches or self._recipe.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _settle_memos(self) -> None:

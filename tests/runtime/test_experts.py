@@ -5,6 +5,7 @@ hidden ─> [norm] ─> [router] ─> [dispatch x 3] ─> ([experts_fc1] ─> ge
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import dropout, gelu
 
 from megatron_lynx.anatomy import EXPERTS
+from megatron_lynx.nest import all_in
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.site_call import Site, SiteCall
 from tests.runtime.tiny_half import Linear
@@ -34,6 +37,7 @@ class TinyExperts(torch.nn.Module):
         self.norm, self.gate = torch.nn.LayerNorm(WIDTH), Linear(WIDTH, 1)
         self.first = torch.nn.ModuleList([Linear(WIDTH, 2 * WIDTH) for _ in range(2)])
         self.second = torch.nn.ModuleList([Linear(2 * WIDTH, WIDTH) for _ in range(2)])
+        self.bias = torch.nn.Parameter(torch.randn(WIDTH))
         self.report = report
         self.rows: Sequence[int] = ()
         self.ran: Counter[str] = Counter()
@@ -52,7 +56,9 @@ class TinyExperts(torch.nn.Module):
         made = []
         for number, (rows, share) in enumerate(zip(tokens.split(counts.tolist()), weights.split(counts.tolist()), strict=True)):
             wide = self._site(FC1, self.first[number], self.first[number], rows)
-            made.append(self._site(FC2, self.second[number], self.second[number], gelu(wide) * share))
+            narrow = self._site(FC2, self.second[number], self.second[number], gelu(wide) * share)
+            narrow += self.bias * share  # in place, as Megatron's experts do
+            made.append(narrow)
         back = self._site(COMBINE, None, lambda given: given + 0, torch.cat(made), goes_on=True)
         back = self._site(COMBINE, None, lambda given: given * 1, back, goes_on=True)
         back = self._site(COMBINE, None, lambda given: given[order], back)
@@ -79,18 +85,22 @@ class Run:
 
     def __call__(self, rows: Sequence[int]) -> list[Tensor]:
         """What a call returns, and all its gradients."""
+        output = self.forward(rows)
+        output.sum().backward()
+        given = (self.hidden, *self.half.parameters())
+        found = [output.detach(), *(one.grad.clone() for one in given if one.grad is not None)]
+        self.half.zero_grad()
+        return found
+
+    def forward(self, rows: Sequence[int]) -> Tensor:
+        """The call alone."""
         torch.manual_seed(rows[0])
         self.half.rows = rows
         self.half.ran.clear()
-        hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+        self.hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
         if self.engine is None:
-            output = self.half(hidden)
-        else:
-            output = self.engine.half(self._policy, self.half.forward, (hidden,), {})
-        output.sum().backward()
-        found = [output.detach(), *(one.grad.clone() for one in (hidden, *self.half.parameters()) if one.grad is not None)]
-        self.half.zero_grad()
-        return found
+            return self.half(self.hidden)  # type: ignore[no-any-return]
+        return self.engine.half(self._policy, self.half.forward, (self.hidden,), {})  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +132,31 @@ def test_what_is_let_go_does_not_depend_on_the_first_load() -> None:
     # behind the norm: its input is the half's own; router reads the norm's output. Behind the experts: GELU's input, its output
     # and the weights (both factors), and the product that the second linear reads
     assert found[0] >= ROWS * (WIDTH + 3 * 2 * WIDTH) * FLOAT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("replay", "held"),
+    [
+        ({ACTIVATION}, ROWS * (2 * WIDTH + 1 + 2 * WIDTH)),
+        ({FC1, ACTIVATION}, ROWS * (2 * WIDTH + 1)),
+        ({NORM, FC1, ACTIVATION}, ROWS * (WIDTH + 1)),
+        ({NORM}, 0),
+        ({RESIDUAL}, 0),
+    ],
+    ids=["activation", "first linears", "norm and first linears", "norm", "residual"],
+)
+def test_memos_hold_what_experts_get_and_no_more(replay: set[str], held: int) -> None:
+    """In each call: the dispatched rows and their weights, and what norm and first linears returned that are kept; the graph
+    holds that as well. What a replay only passes has no values; what second linears returned once had some in later calls."""
+    run = Run(Engine(), frozenset(replay))
+    for rows in LOADS:
+        gc.collect()  # what other tests left in cycles
+        output = run.forward(rows)
+        [frame] = [thing for thing in gc.get_objects() if type(thing) is Frame]
+        memos = [tensor for memo in frame.memos.values() for tensor in all_in(Tensor, memo.outputs)]
+        assert sum(tensor.numel() for tensor in memos if tensor.is_floating_point()) == held
+        output.sum().backward()
+        del output, frame, memos
 
 
 def test_router_and_exchanges_run_once() -> None:

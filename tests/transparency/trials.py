@@ -236,7 +236,8 @@ def _canaries(seen: Seen) -> Iterator[None]:
 
     def making_nothing(self: Any) -> torch.Tensor:
         absent: torch.Tensor = made(self)
-        return absent.detach().fill_(NANS.get(absent.dtype, 0)).requires_grad_(absent.requires_grad)
+        with torch.no_grad():
+            return absent.fill_(NANS.get(absent.dtype, 0))
 
     def wanting(self: Any, key: Any, tensor: torch.Tensor) -> Any:
         let_go.append(tensor.detach())
