@@ -7,10 +7,10 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, ITEMS, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
@@ -79,7 +79,7 @@ def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
     passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
-    kept = tuple(treated_halves(plan, _keeping(stage), profile))
+    kept = tuple(treated_halves(plan, _keeping(stage, plan.model.halves.values()), profile))
     return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
 
 
@@ -99,9 +99,10 @@ def _passes(
     )
 
 
-def _keeping(stage: Stage) -> Stage:
+def _keeping(stage: Stage, sections: Iterable[Section]) -> Stage:
     """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
-    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})  # of other sections what it does not name is kept
+    items = [item for section in sections for item in section.names]  # of other sections what it does not name is kept
+    rule = Rule.model_validate({"layers": stage.layers, "keep": items})
     return stage.model_copy(update={"rules": (rule,)})
 
 
@@ -121,7 +122,7 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
         for section, costs, rule in halves
-        if section in DENSE.values() or (stage.offload is not None and stage.offload.experts)
+        if not section.has_experts or (stage.offload is not None and stage.offload.experts)
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
@@ -131,6 +132,7 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
+    facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
         found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
@@ -194,7 +196,7 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
     gather = order.gather_of(stage, frame, phase)
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
-    behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
+    behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
     whole = behind is not None and behind.half == section.half
     gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
     return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)

@@ -21,6 +21,7 @@ LATER: dict[str, dict[str, Any]] = {
         "experts": None,
         "attention_kernel": "usual",
         "kv_channels": None,
+        "latent": None,
         "cross_entropy": "unfused",
     },
     "parallel": {

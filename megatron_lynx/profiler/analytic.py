@@ -46,7 +46,7 @@ def analytic_profile(job: Job) -> Profile:
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
-        attention=_half(shape, ATTENTION, roof),
+        attention=_half(shape, job.model.halves[ATTENTION.half], roof),
         mlp=_half(shape, MLP, roof),
         links=_links(job, shape),
         experts=_experts(job, shape, roof),

@@ -141,7 +141,7 @@ def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
 
 
 def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
-    cuts = [section.items.index(section.item(collective.behind)) + 1 for collective in waited]
+    cuts = [section.place_behind(collective) + 1 for collective in waited]
     for begin, end in pairwise([0, *cuts, len(section.names)]):
         yield sum(items[name].forward_s for name in section.names[begin:end])
 
@@ -150,7 +150,7 @@ def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited
     """What is waited for beside the dgrad of a linear has its wgrad behind it."""
     end, behind_s = len(section.names), 0.0
     for collective in waited:
-        begin = section.items.index(section.item(collective.behind))
+        begin = section.place_behind(collective)
         seconds = behind_s + _backward_s(items, section, begin, end)
         beside_dgrad = isinstance(collective, Collective) and collective.beside == "dgrad"
         wgrad_s = items[section.names[begin]].wgrad_s if beside_dgrad else 0.0
