@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lynx.anatomy.dense import CORE_ATTENTION
+from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameter_tensors import parameter_tensors
+from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan_file import load_plan, save_plan
+from megatron_lynx.planner import make_plan
+from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.item_seconds import flops_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
@@ -70,3 +78,53 @@ def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPoo
         assert {item: flops.get(item, 0) for item in job.model.kind_sections(experts=False)[0].names} == {
             item: flops_of(shape)[item] for item in job.model.kind_sections(experts=False)[0].names
         }
+
+
+def parameters_of(rank: int, job: Job) -> tuple[int, int]:
+    """How many parameters a real model has, and as how many tensors."""
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.tiny_models import build_model
+
+    initialise(job)
+    sizes = [parameter.numel() for chunk in build_model(job) for parameter in chunk.parameters()]
+    return sum(sizes), len(sizes)
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+def test_a_real_model_has_as_many_parameters(pool_of: Callable[[int], RankPool], job: Job) -> None:
+    [found] = pool_of(1).run(parameters_of, job)
+    assert found == (stage_parameters(job, 0).total, parameter_tensors(job, 0).total)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_419_200 - 58 * 256)]
+)
+def test_published_models_have_the_parameters_of_their_checkpoints(model: str, parameters: int, tmp_path: Path) -> None:
+    """As Hugging Face counts them; of DeepSeek-V3 less its experts' biases, which Megatron does not train as parameters."""
+    (tmp_path / "job.yaml").write_text(
+        f"model: {{like: models/{model}, implementation: transformer_engine}}\ncluster: clusters/h100-80g\ngpus: 1\n"
+        "batch: {micro: 1, global: 1}\n"
+    )
+    assert stage_parameters(load_job(tmp_path / "job.yaml"), 0).total == parameters
+
+
+def test_a_plan_lets_go_of_heads_first_and_is_simulated(tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite on two stages: heads are made again behind waits, in plans that state the sizes."""
+    (tmp_path / "job.yaml").write_text(
+        "model: {like: models/deepseek-v2-lite, implementation: transformer_engine, experts: null}\ncluster: clusters/h800-80g\n"
+        "gpus: 4\nparallel: {tensor: 2, sequence_parallel: true, pipeline: 2, partition: auto, distributed_optimizer: true}\n"
+        "batch: {micro: 4, global: 64}\nbudget: {activation_mib: 12000}\n"
+    )
+    job = load_job(tmp_path / "job.yaml")
+    plan = make_plan(job, analytic_profile(job))
+    assert plan.model.latent_attention == job.model.latent
+    replays = {item for stage in plan.stages for rule in stage.rules for item in rule.replay}
+    assert {"linear_kv_up_proj", "rotary"} <= replays
+    assert "linear_q_proj" not in replays  # it would gather the residual stream
+    assert load_plan(write(plan, tmp_path)) == plan
+    assert plan.stages[0].predicted.hidden_replay_s > 0
+
+
+def write(plan: Plan, folder: Path) -> Path:
+    save_plan(plan, folder / "plan.yaml")
+    return folder / "plan.yaml"
