@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import EXPERTS, Section
+from megatron_lynx.anatomy import ATTENTION, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -60,10 +60,16 @@ class Subset:
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
         price, shape, before = self.price, profile.shape, self.kind.before
-        last = {half: len(section.collectives("bwd", shape.sequence_parallel)) - 1 for half, section in shape.halves.items()}
-        if before is not None and before.exchanges and shape.expert > 1:
-            last[EXPERTS.half] = len(EXPERTS.exchanges_of["bwd"]) - 1
-        return held_in(price.memory, self.kind.section, placement, gather, price.stops, tuple(last.items()))
+        return held_in(
+            price.memory,
+            self.kind.half,
+            placement,
+            gather,
+            price.stops,
+            sequence_parallel=shape.sequence_parallel,
+            exchanging=before is not None and before.exchanges and shape.expert > 1,
+            attention=shape.halves[ATTENTION.half],
+        )
 
 
 def experts_stay(job: Job, section: Section) -> bool:
