@@ -7,10 +7,10 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, ITEMS, Section, sections_of
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
@@ -85,7 +85,7 @@ def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_ba
     passes = replace(passes, copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
-    kept = tuple(treated_halves(plan, _keeping(stage), profile))
+    kept = tuple(treated_halves(plan, _keeping(stage, plan.model.halves.values()), profile))
     return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
 
 
@@ -112,9 +112,10 @@ def _passes(
     )
 
 
-def _keeping(stage: Stage) -> Stage:
+def _keeping(stage: Stage, sections: Iterable[Section]) -> Stage:
     """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
-    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})
+    items = [item for section in sections for item in section.names]  # of other sections what it does not name is kept
+    rule = Rule.model_validate({"layers": stage.layers, "keep": items})
     return stage.model_copy(update={"rules": (rule,)})
 
 
@@ -128,12 +129,13 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, nor what experts save."""
-    halves = [(section, profile.half(section.half), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
+    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, and what experts keep only
+    where the plan says so."""
+    halves = [(section, profile.of(section), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
         for section, costs, rule in halves
-        if not section.opaque
+        if not section.has_experts or (stage.offload is not None and stage.offload.experts)
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
@@ -143,11 +145,14 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
+    facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
+    if (experts := profile.shape.experts) is not None:
+        found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
     problems = [
         Problem(f"profile: shape.{name}", str(value), f"{facts[name]}, as in the plan", "measure the plan's job")
         for name, value in found.items()
-        if value != facts[name]
+        if value != facts[name] and (name, facts[name]) != ("expert", 1)  # without exchanges that are windows it says nothing
     ]
     layers = range(1, plan.model.layers + 1)
     needed = {layer for layer in layers if plan.model.has_experts(layer)}
@@ -161,7 +166,7 @@ def check_shapes(plan: Plan, profile: Profile) -> None:
 
 def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
     """What fills the halves of a stage, with their layers, in forward order."""
-    return ((layer, section) for layer in stage.layers for section in sections_of(experts=plan.model.has_experts(layer)))
+    return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
@@ -190,8 +195,6 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
 
 def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
     """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
-    if section.opaque:
-        return {}
     return {
         linear: Deferral(
             weight_gradient(profile, section, linear),
@@ -206,7 +209,7 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
     gather = order.gather_of(stage, frame, phase)
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
-    behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
+    behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
     whole = behind is not None and behind.half == section.half
     gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
     return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)

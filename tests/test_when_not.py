@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import when_not_experts
 from benchmarks.waits_bound import bound_s
 from benchmarks.when_not import CASES, Row, job_of, rows, table, within
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -48,3 +49,9 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert sum(shares) > 0.9 * len(shares), "what waits could hide is hidden, in the mean"
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
     assert reference.hidden_best_s < reference.ours_s < reference.best_stock_s
+
+
+def test_rows_of_experts_are_current() -> None:
+    """One of them: each takes seconds."""
+    for what, change in when_not_experts.CASES[1:2]:
+        assert when_not_experts.line(when_not_experts.row(what, when_not_experts.job_of(change))) in PAGE.read_text(), what

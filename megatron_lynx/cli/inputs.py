@@ -37,7 +37,8 @@ def mention_experts(job: Job) -> None:
     """Tell, for a job with experts, what every answer assumes about them."""
     if job.model.experts is not None:
         layers = ", ".join(map(str, job.model.moe_layers))
-        text = "their MLP halves are kept whole and on the device, with as many tokens for every expert"
+        load = job.model.moe_load
+        text = f"the fullest rank's get {load:g} times a balanced share of the tokens (model.experts.load)"
         typer.echo(f"experts in layers {layers}: {text}", err=True)
 
 

@@ -2,6 +2,7 @@
 
 experts: {count: 8, per_token: 2, ffn: 14336}                                   Mixtral 8x7B: in every layer
 experts: {count: 64, per_token: 6, ffn: 1408, shared_ffn: 2816, layers: [2-27]} DeepSeek-V2-Lite's: the first layer has an MLP
+experts: {count: 8, per_token: 2, ffn: 14336, load: 1.5}                        one rank's experts get half as many rows again
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_lynx.anatomy import Section, sections_of
 from megatron_lynx.validation import Part
+
+BALANCED = 1.0
+"""The load of experts where every rank's get as many rows."""
 
 SPAN = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 
@@ -40,6 +45,12 @@ class Experts(Part):
     """Width inside the shared experts together, which every token passes; 0: none."""
     layers: Layers = "all"
     """Which layers have them. n: the first of every n, as Megatron's --moe-layer-freq; a list of layers (3) and ranges (5-8)."""
+    load: float = Field(default=BALANCED, ge=1.0, le=1_000.0)
+    """How many times as many rows the fullest rank's experts get as they would if all ranks got as many; 1: a balanced load. What
+    they keep, and how long they take, grows with it."""
+    whole: bool = False
+    """Whether plans keep all of the half that has them, on the device: Megatron may run them so that nothing inside can be made
+    again (`--moe-shared-expert-overlap`, grouped GEMMs that are not Transformer Engine's)."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Experts:
@@ -59,6 +70,15 @@ class Experts(Part):
     def numbers(self, layers: int) -> frozenset[int]:
         """The layers that have experts, of a model with so many, by Megatron's numbers (from 1)."""
         return _numbers_of(self.layers, layers)
+
+    @property
+    def section(self) -> Section:
+        """What fills the MLP half of a layer that has them."""
+        return sections_of(experts=True, shared_experts=bool(self.shared_ffn))[1]
+
+    def most_load(self, ranks: int) -> float:
+        """The load of one of so many ranks if every token went to as many of its experts as it can."""
+        return ranks * min(1.0, self.count // ranks / self.per_token)
 
     def beyond(self, layers: int) -> int | None:
         """The first layer that is named, one by one or in a range, of those that a model with so many does not have."""

@@ -21,6 +21,8 @@ ROWS, COLUMNS = 8, 16
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
     """Sizes of the model that the layout cannot divide, in words with both numbers."""
     tensor, context = parallel.tensor, parallel.context
+    if model.latent is not None and context > 1:
+        yield f"parallel.context ({context}) must be 1 with model.latent: what its ranks would exchange is not priced"
     divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
     for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
         if value % tensor:
@@ -80,6 +82,8 @@ def _undivided(model: Model, experts: Experts, parallel: Parallel) -> Iterator[s
         yield f"model.experts.ffn ({experts.ffn}) must be a multiple of parallel.expert_tensor ({tensor})"
     if experts.shared_ffn % parallel.tensor:
         yield f"model.experts.shared_ffn ({experts.shared_ffn}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    if experts.load > (most := experts.most_load(parallel.expert)):
+        yield f"model.experts.load ({experts.load:g}) must be at most {most:g} with parallel.expert {parallel.expert}"
     if (beyond := experts.beyond(model.layers)) is not None:
         yield f"model.experts.layers names layer {beyond}, but model.layers is {model.layers}"
 

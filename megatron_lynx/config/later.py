@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.experts import BALANCED
 from megatron_lynx.config.overlap import Overlap
 
 LATER: dict[str, dict[str, Any]] = {
@@ -20,6 +21,7 @@ LATER: dict[str, dict[str, Any]] = {
         "experts": None,
         "attention_kernel": "usual",
         "kv_channels": None,
+        "latent": None,
         "cross_entropy": "unfused",
         "deterministic": False,
     },
@@ -34,12 +36,19 @@ LATER: dict[str, dict[str, Any]] = {
 """Fields by their part."""
 
 
+IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
+"""The same of `model.experts`."""
+
+
 def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
     """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
     off: dict[str, Any] = {
-        part: {name for name, value in names.items() if getattr(parts[part], name) == value} for part, names in LATER.items()
+        part: dict.fromkeys((name for name, value in names.items() if getattr(parts[part], name) == value), True)
+        for part, names in LATER.items()
     }
-    off["model"].add("fusions")  # what a measured profile knows better
+    off["model"]["fusions"] = True  # what a measured profile knows better
+    if (experts := getattr(parts["model"], "experts", None)) is not None:
+        off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
     if overlap == Overlap():
         off["overlap"] = True
     elif overlap.weight_gradients == Overlap().weight_gradients:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
-from megatron_lynx.config.experts import Experts, as_spans
+from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.validation import Part
 
 
@@ -36,7 +39,7 @@ class Model(Part):
     activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
-    """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
+    """Default: rope with rmsnorm, as Llama-like models have them, and with latent attention, else learned."""
     bias: bool = True
     """Whether the linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -66,20 +69,32 @@ class Model(Part):
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
     """The format in which the layers' linears compute, if not in `dtype`."""
+    latent: LatentSizes | None = None
+    """The sizes of multi-latent attention (Megatron's `--multi-latent-attention`); `kv_channels` then matters to nothing, and
+    `qk_norm` is of what was compressed. None: the usual attention."""
     experts: Experts | None = None
     """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
 
     @model_validator(mode="before")
     @classmethod
+    def _listed_fusions(cls, data: Any) -> Any:
+        """A file's list is checked as Python's, once somebody has looked at its data."""
+        if isinstance(data, dict) and isinstance(data.get("fusions"), list):
+            return {**data, "fusions": tuple(data["fusions"])}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _usual_position(cls, data: Any) -> Any:
         if isinstance(data, dict) and "position" not in data:
-            return {**data, "position": "rope" if data.get("norm") == "rmsnorm" else "learned"}
+            rotary = data.get("norm") == "rmsnorm" or data.get("latent") is not None
+            return {**data, "position": "rope" if rotary else "learned"}
         return data
 
     @model_validator(mode="after")
     def _divisible(self) -> Model:
         problems = []
-        if self.kv_channels is None and self.hidden % self.heads:
+        if self.kv_channels is None and self.latent is None and self.hidden % self.heads:
             problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.heads % self.kv_groups:
             problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
@@ -88,9 +103,31 @@ class Model(Part):
                 problems.append(f"fp8 needs {name} {needed}, found {found}")
         if self.deterministic and self.cross_entropy != "unfused":
             problems.append(f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it")
+        problems += self._beside_latents()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _beside_latents(self) -> Iterator[str]:
+        """What a model with latent attention cannot have beside it."""
+        if self.latent is None:
+            return
+        if self.kv_groups != self.heads:
+            yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
+        if self.position != "rope":
+            yield f"latent needs position rope, found {self.position}"
+        if self.fp8 is not None:
+            yield "latent goes with no fp8 yet: what its projections keep in FP8 is not counted"
+
+    @property
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(self.latent_section)
+
+    @property
+    def latent_section(self) -> Section | None:
+        """What fills the attention halves, where that is latent attention."""
+        return latent_section(self.latent, te=self.uses_te)
 
     @property
     def element_bytes(self) -> int:
@@ -112,6 +149,24 @@ class Model(Part):
         return frozenset() if self.experts is None else self.experts.numbers(self.layers)
 
     @property
+    def shared_experts(self) -> bool:
+        """Whether layers of experts have shared ones, which every token passes."""
+        return self.experts is not None and self.experts.shared_ffn > 0
+
+    @property
+    def moe_load(self) -> float:
+        """The load of the fullest rank's experts."""
+        return BALANCED if self.experts is None else self.experts.load
+
+    def sections(self, layer: int) -> tuple[Section, ...]:
+        """What fills the halves of a layer (its number from 1), in the order of a forward."""
+        return self.kind_sections(experts=layer in self.expert_layers)
+
+    def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
+        """The same of one of its kinds of layers."""
+        return sections_of(experts=experts, shared_experts=self.shared_experts, latent=self.latent_section)
+
+    @property
     def moe_layers(self) -> tuple[int | str, ...]:
         """The layers of experts as a plan writes them: `("2-27",)`."""
         return as_spans(self.expert_layers)
@@ -122,8 +177,9 @@ class Model(Part):
 
     @property
     def query_width(self) -> int:
-        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise."""
-        return self.heads * self.head_size
+        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise. Of
+        latent attention, the rows of that projection alone."""
+        return self.heads * (self.head_size if self.latent is None else self.latent.value_head_size)
 
     @property
     def qkv_width(self) -> int:

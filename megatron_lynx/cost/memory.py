@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.replay import Replay
-from megatron_lynx.profiler.profile import ExpertHalf, HalfProfile
+from megatron_lynx.profiler.profile import HalfProfile
 from megatron_lynx.units import MIB
 
 
@@ -39,7 +39,8 @@ class HalfMemory:
     regenerated: int
     """What its replay adds, a gathered input included: the size of its frame."""
     tail: int
-    """What its backward still needs at its last collective: its input, and its column-parallel linear's."""
+    """What its backward still needs at its last collective: its input, and its column-parallel linear's. Without collectives:
+    everything."""
     ahead: int = 0
     """What is there when the half before ends, of what is regenerated or gathered: all, a part, or nothing."""
     early: int = 0
@@ -69,20 +70,29 @@ AHEAD = ("ahead", "ahead2", "ahead3", "ahead4")
 """By how many moments before its own backward begins."""
 
 
-def half_memory(section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0) -> HalfMemory:
-    """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once."""
-    argument = sum(tensor.bytes for tensor in profile.tensors if section.column_parallel in tensor.saved_by)
+def half_memory(
+    section: Section, profile: HalfProfile, replay: Replay, *, gathered_bytes: int = 0, exchanging: bool = False
+) -> HalfMemory:
+    """A half that is replayed on demand. `gathered_bytes`: the buffer of an input that is gathered once. `exchanging`: whether
+    its windows are exchanges of tokens."""
+    resident, regenerated = profile.input_bytes + replay.stays_bytes, replay.regenerated_bytes + gathered_bytes
     return HalfMemory(
-        resident=profile.input_bytes + replay.stays_bytes,
-        regenerated=replay.regenerated_bytes + gathered_bytes,
-        tail=profile.input_bytes + argument + gathered_bytes,
+        resident=resident,
+        regenerated=regenerated,
+        tail=_argument_bytes(section, profile) + gathered_bytes if section.has_windows or exchanging else resident + regenerated,
         movable=movable_bytes(profile, replay, smallest_offloaded_bytes(profile.input_bytes)),
     )
 
 
-def expert_memory(profile: ExpertHalf) -> HalfMemory:
-    """A mixture of experts: kept whole to the end of its backward, and on the device."""
-    return HalfMemory(resident=profile.saved_bytes, regenerated=0, tail=profile.saved_bytes)
+def _argument_bytes(section: Section, profile: HalfProfile) -> int:
+    """A half's input, and its column-parallel linear's; of experts everything that is read behind their dispatch's backward, of
+    latent attention all that comes before its heads."""
+    read = {section.column_parallel}
+    if section.two_paths:
+        read = {*section.names[: section.index(section.inner[0])]}
+    elif not section.has_windows:
+        read = {*section.names[: section.index(section.item("dispatch").name)]}
+    return profile.input_bytes + sum(tensor.bytes for tensor in profile.tensors if not read.isdisjoint(tensor.saved_by))
 
 
 def smallest_offloaded_bytes(input_bytes: int) -> int:

@@ -8,7 +8,7 @@
  [1] a replayed item lets go of what its backward reads; it, and the code on the way, runs again
  [2] a kept site lets go of its argument, where the replay makes that anyway; the replay must only *reach* it
  [3] what a kept item hands on stays: its output is the memo, or is read by a kept neighbour
- [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads the row-parallel one's
+ [4] a memo with values is held of every kept site that a replay passes on its way; nothing reads those of `Section.ends`
  [5] a norm of Transformer Engine hands on nothing: the linear in which it is made runs it again
  [6] where a replay stops, what the sites that it ran returned is remembered, and so held, until it goes on
 These are the rules of `runtime.record`, for sizes instead of tensors.
@@ -16,11 +16,11 @@ These are the rules of `runtime.record`, for sizes instead of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from megatron_lynx.anatomy import CODE_ITEMS, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.profiler.profile import SavedTensor
 
 
@@ -44,25 +44,23 @@ class Replay:
 
 def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collection[str]) -> Replay:
     """What follows from replaying exactly these items of a section."""
-    order, row_parallel = section.names, section.row_parallel
-    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(order, tensor, item, replay)]) for tensor in tensors]
+    order, code, ends = section.names, section.code, section.ends
+    let_go = [(tensor, [item for item in tensor.saved_by if _lets_go(section, tensor, item, replay)]) for tensor in tensors]
     reached = [order.index(item) for _, items in let_go for item in items]
-    last = max((_last_run(order, tensor, item) for tensor, items in let_go for item in items), default=-1)
-    passed = max((index for index in reached if index <= order.index(row_parallel)), default=-1)
+    last = max((_last_run(section, tensor, item) for tensor, items in let_go for item in items), default=-1)
+    passed = max((index for index in reached if index <= order.index(ends[-1])), default=-1)
     made = {tensor.made_by for tensor, items in let_go if items and not tensor.output}  # [5]
-    runs = tuple(item for item in order[: last + 1] if item in CODE_ITEMS or item in replay or item in made)
+    runs = tuple(item for item in order[: last + 1] if item in code or item in replay or item in made)
     stays, regenerated = [], 0
     there = dict.fromkeys(section.stops, 0)
     for tensor, items in let_go:
-        remembered = (
-            tensor.output and tensor.made_by not in (*replay, row_parallel) and order.index(tensor.made_by) < passed
-        )  # [4]
+        remembered = tensor.output and tensor.made_by not in (*replay, *ends) and order.index(tensor.made_by) < passed  # [4]
         if remembered or set(tensor.saved_by) - set(items):
             stays.append(tensor)
             continue
         if items:
             regenerated += tensor.bytes
-        first = min((_last_run(order, tensor, item) for item in items), default=len(order))
+        first = min((_last_run(section, tensor, item) for item in items), default=len(order))
         if tensor.output and tensor.made_by in runs:  # [6]
             first = min(first, order.index(tensor.made_by))
         for stop in there:
@@ -70,38 +68,66 @@ def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collecti
     return Replay(runs, tuple(stays), regenerated, there)
 
 
-def sensible_choices(section: Section, tensors: Sequence[SavedTensor], context: int = 1) -> Iterator[tuple[str, ...]]:
-    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5.
+def sensible_choices(
+    section: Section, tensors: Sequence[SavedTensor], context: int = 1, *, sequence_parallel: bool = False, te: bool = False
+) -> Iterator[tuple[str, ...]]:
+    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5, and fewer
+    than that of latent attention that are worth anything.
 
-    `context`: among how many ranks a sequence is cut; among several the core attention is kept.
+    `context`: among how many ranks a sequence is cut; among several the core attention is kept. `sequence_parallel`, `te`: what
+    latent attention can replay depends on these, too.
 
     A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
     again anyway need not hold what it saves.
     """
-    replayable = section.replayable_among(context)
-    for size in range(len(replayable) + 1):
-        for chosen in combinations(replayable, size):
-            if replay_of(section, tensors, chosen).runs == chosen:
-                yield chosen
+    replayable = section.replayable_among(context, sequence_parallel=sequence_parallel)
+    found = (
+        chosen
+        for size in range(len(replayable) + 1)
+        for chosen in combinations(replayable, size)
+        if replay_of(section, tensors, chosen).runs == chosen and not (te and norms_apart(section, chosen))
+    )
+    yield from found if section.column_parallel else _worth_it(section, tensors, found)
 
 
-def _lets_go(order: Sequence[str], tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
+def norms_apart(section: Section, replay: Collection[str]) -> bool:
+    """Whether an up-projection is replayed without the norm that Transformer Engine makes inside it."""
+    return any(item.name in replay and item.norm_inside and item.norm_inside not in replay for item in section.items)
+
+
+def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Of a section with two paths, whose items can be chosen in hundreds of ways: only sets without which more would be held, or
+    run again. Of two that hold as much, one runs no more than what the other runs: the first that runs fewest is taken."""
+    fewest: dict[int, tuple[str, ...]] = {}
+    for chosen in choices:
+        held = replay_of(section, tensors, chosen).stays_bytes
+        fewest.setdefault(held, chosen)
+    kept: list[tuple[int, frozenset[str]]] = []
+    for held, chosen in sorted(fewest.items()):
+        if not any(less <= held and again <= set(chosen) for less, again in kept):
+            kept.append((held, frozenset(chosen)))
+            yield chosen
+
+
+def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
     """Whether `item`'s hold on the tensor becomes a handle."""
     if item in replay:
         return True  # [1]
-    if item in CODE_ITEMS or not _is_argument(order, tensor, item) or tensor.made_by == "input":
+    if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
         return False
     from_kept_site = tensor.output and tensor.made_by not in replay
-    before = order[order.index(item) - 1]
-    return before in replay and not from_kept_site  # [2] [3]
+    if not section.two_paths:
+        return section.before(item) in replay and not from_kept_site  # [2] [3]
+    before = section.names[section.index(item) - 1]
+    return tensor.made_by in replay and not from_kept_site and (before in replay or before not in section.code)
 
 
-def _is_argument(order: Sequence[str], tensor: SavedTensor, item: str) -> bool:
-    return tensor.made_by == "input" or order.index(tensor.made_by) < order.index(item)
+def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:
+    return tensor.made_by == "input" or section.index(tensor.made_by) < section.index(item)
 
 
-def _last_run(order: Sequence[str], tensor: SavedTensor, item: str) -> int:
+def _last_run(section: Section, tensor: SavedTensor, item: str) -> int:
     """The last item that must run before this handle can be filled: a linear's argument exists when the linear is reached."""
-    index = order.index(item)
-    own = item in CODE_ITEMS or not _is_argument(order, tensor, item)
+    index = section.index(item)
+    own = item in section.code or not _is_argument(section, tensor, item)
     return index if own else index - 1

@@ -7,13 +7,14 @@ rehearsal of a plan, which has made its choices, and for the table of trade-offs
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
-from megatron_lynx.cost.memory import HalfMemory, expert_memory, half_memory
+from megatron_lynx.cost.communication import gathered_input_bytes, kept_gathers_bytes, message_bytes_of
+from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.profile import Profile
 
@@ -44,11 +45,8 @@ class PricedSection:
 
 
 def priced(profile: Profile, section: Section, replay: Collection[str]) -> PricedSection:
-    """What it costs to replay these items of the section. An opaque section is kept whole, whatever they are."""
-    if section.opaque:
-        assert profile.experts is not None, "a profile with such a section has its figures"
-        return PricedSection(expert_memory(profile.experts))
-    costs = profile.half(section.half)
+    """What it costs to replay these items of the section."""
+    costs = profile.of(section)
     replayed = replay_of(section, costs.tensors, replay)
     gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
     stops = {
@@ -58,8 +56,12 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
         )
         for stop in section.stops
     }
+    exchanging = section.exchanges and profile.shape.expert > 1
+    memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
+    if kept := kept_gathers_bytes(profile, section, replay, message_bytes_of(profile)):
+        memory = dataclasses.replace(memory, resident=memory.resident + kept)
     return PricedSection(
-        half_memory(section, costs, replayed, gathered_bytes=gathered_bytes),
+        memory,
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
         gathered_bytes,
@@ -69,4 +71,4 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
 
 def gathers(profile: Profile, section: Section, replay: Collection[str]) -> bool:
     """Whether a replay of these items runs the GEMM whose input is gathered once."""
-    return profile.shape.sequence_parallel and section.column_parallel in replay
+    return profile.shape.sequence_parallel and section.gathered in replay

@@ -58,7 +58,7 @@ from megatron_lynx.cost.parameters import (
 )
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.userbuffers import userbuffers_bytes
-from megatron_lynx.profiler.expert_tensors import routed_rows
+from megatron_lynx.profiler.expert_shape import routed_rows
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
 

@@ -22,6 +22,8 @@ EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_si
 MOST_LAYERS, MOST_CHARACTERS, DEEPEST = 1_000, 10_000, 50
 """Limits of a pattern, so that a mistyped number cannot fill the memory."""
 
+KEPT_WHOLE = ("moe_shared_expert_overlap", "moe_use_legacy_grouped_gemm")
+"""With one of these nothing inside experts can be replayed, or sent to the host; with local layers, with any grouped GEMM."""
 TOKENS = re.compile(r"\d+|[\[\]()+*,]")
 
 
@@ -43,6 +45,9 @@ def expert_facts(given: Given, problems: list[Problem], *, planning: bool) -> It
     yield Fact("model.experts.per_token", given["moe_router_topk"], given.origin("moe_router_topk"))
     yield from _widths(given)
     yield from _layers(given, problems)
+    kept_whole = (*KEPT_WHOLE, *(("moe_grouped_gemm",) if given["transformer_impl"] == "local" else ()))
+    if (flag := next((name for name in kept_whole if given[name]), None)) is not None:
+        yield Fact("model.experts.whole", True, f"{given.origin(flag)}: nothing inside is replayed or offloaded")
     yield Fact("parallel.expert", given[EXPERT], given.origin(EXPERT))
     if given[EXPERT_TENSOR] is not None:
         yield Fact("parallel.expert_tensor", given[EXPERT_TENSOR], given.origin(EXPERT_TENSOR))

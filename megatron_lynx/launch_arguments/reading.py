@@ -31,6 +31,7 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
+from megatron_lynx.launch_arguments.latent_facts import latent_facts
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
@@ -71,7 +72,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
-    facts += context_facts(given, problems)
+    facts += [*context_facts(given, problems), *latent_facts(given, problems, planning=planning)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]

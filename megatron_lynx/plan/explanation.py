@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half, names_in
+from megatron_lynx.anatomy import HALVES, Half, names_in
 from megatron_lynx.anatomy.stretch import THEN
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
@@ -59,11 +59,16 @@ def _heading(plan: Plan) -> Iterator[Text]:
     context = f", context {layout.context}" if layout.context > 1 else ""
     yield Text(f"layout  tensor {layout.tensor}{context}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
+    if (sizes := model.latent_attention) is not None:
+        queries = f"queries compressed to {sizes.q_rank}, " if sizes.compressed else ""
+        heads = f"heads of {sizes.head_size} + {sizes.rope_size} rotary, values of {sizes.value_head_size}"
+        yield Text(f"latent attention: {queries}keys and values to {sizes.kv_rank}; {heads}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))
         load = f", of the largest rank {model.moe_load:g} of that" if model.moe_load > 1 else ""
         tokens = f"as many tokens for every expert{load}"
         yield Text(f"experts in layers {layers}, {tokens}: of their MLP halves what the table does not name is kept")
+        yield from _load(plan)
     if plan.schedule == "double_buffered":
         updates = "deferred, into a second gradient buffer" if plan.defer_updates else "at once"
         yield Text(f"never flushed: two versions of the weights, gradients are one update old; updates {updates}")
@@ -71,6 +76,15 @@ def _heading(plan: Plan) -> Iterator[Text]:
     if not any(stage.predicted.host_s for stage in plan.stages):
         yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
+
+
+def _load(plan: Plan) -> Iterator[Text]:
+    """Where a load that is twice as large would not fit: which one would."""
+    fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load is not None]
+    if fitting:
+        load, stage = min(fitting)
+        made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"
+        yield Text(f"load    at most {load:g} times a balanced share for the experts of one rank (stage {stage}): {made_for}")
 
 
 def _table(alike: Sequence[Stage], chunked: bool) -> Table:
@@ -108,7 +122,7 @@ def _window(rule: Rule, half: Half) -> Text:
 def _deferred(rule: Rule, half: Half) -> Text:
     """The linears that defer their weight gradients, and where these run."""
     waits = rule.weight_gradients
-    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in DENSE[half].linears if linear in waits])
+    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in rule.filling(half).linears if linear in waits])
 
 
 def _beside(stage: Stage) -> Text | None:

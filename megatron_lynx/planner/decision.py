@@ -20,6 +20,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler, Refused
+from megatron_lynx.planner.load import loads_that_fit
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
@@ -84,6 +85,11 @@ def decide(job: Job, profile: Profile) -> Decision:
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
+    return _with_loads(_with_both_fillers(job, decision, stages, profile), profile)
+
+
+def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile) -> Decision:
+    """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
     filled, refused = _filled(_refined(decision, stages, job, profile), profile)
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
     if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
@@ -100,6 +106,16 @@ def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int) -> Deci
     except Infeasible:
         return None
     return _filled(_refined(decision, stages, job, profile), profile)[0]
+
+
+def _with_loads(decision: Decision, profile: Profile) -> Decision:
+    """The decision whose plan says with which load of experts each stage still fits, where there are any."""
+    loads = loads_that_fit(decision.job, decision.stages, decision.plan, profile, decision.simulation)
+    stages = (
+        entry.model_copy(update={"predicted": entry.predicted.model_copy(update={"moe_load": loads[entry.stage]})})
+        for entry in decision.plan.stages
+    )
+    return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
 
 
 def _plannable(job: Job, profile: Profile) -> bool:

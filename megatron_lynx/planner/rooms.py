@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lynx.anatomy import PASSES, Section, sections_of
+from megatron_lynx.anatomy import PASSES, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
 from megatron_lynx.cost.communication import message_bytes_of, window_lengths_s
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
@@ -48,8 +48,7 @@ class Rooms:
         return self._costs[linear]
 
     def _sections(self, layer: int) -> tuple[Section, ...]:
-        sections = sections_of(experts=self.plan.model.has_experts(layer))
-        return tuple(section for section in sections if not section.opaque)
+        return tuple(section for section in self.plan.model.sections_of(layer) if section.has_windows)
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return self._by_layer.get(layer, [])
@@ -94,7 +93,7 @@ class Rooms:
     @cached_property
     def _backward(self) -> list[WindowAddress]:
         """The windows of a backward, in order."""
-        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown")
+        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown", halves=self.plan.model.halves)
         return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
 
     @cached_property

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, ITEMS, Half, Section, sections_of
+from megatron_lynx.anatomy import ALL_ITEMS, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
-from megatron_lynx.anatomy.in_time import own_window, own_windows_in_time
+from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.layer import replayed_flops
 from megatron_lynx.plan.plan import ByPhase, Plan, Predicted, Provenance, Rule, Stage
 from megatron_lynx.planner.checks import check_plannable
-from megatron_lynx.planner.writing import made_by, plan_of, rule_of, stage_of, window_of
+from megatron_lynx.planner.writing import exchanging_layers, made_by, plan_of, rule_of, stage_of, window_of
 from megatron_lynx.profiler.shape import LayerShape
 
 Before = tuple[int, Section] | None
@@ -34,11 +34,14 @@ def uniform_plan(
     are kept in any case, and only messages between stages are windows.
     """
     check_plannable(job)
-    replayable = [item for section in DENSE.values() for item in section.replayable_among(job.parallel.context)]
+    sliced = job.parallel.sequence_parallel
+    known = list(dict.fromkeys(each for mixed in (False, True) for each in job.model.kind_sections(experts=mixed)))
+    replayable = [item for each in known for item in each.replayable_among(job.parallel.context, sequence_parallel=sliced)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
-    items = tuple(item for item in ITEMS if item in asked)
-    if job.parallel.sequence_parallel and (gather == "keep" or job.userbuffers):
-        items = tuple(item for item in items if item not in COLUMN_PARALLEL)
+    items = tuple(item for item in ALL_ITEMS if item in asked)
+    if sliced:
+        kept = [each.gathered for each in known if gather == "keep" or job.userbuffers or not each.has_windows]
+        items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
     stages = tuple(_uniform_stage(job, stage, chunk, items, windows) for stage, chunk in places)
     return plan_of(job, stages, Provenance(made_by=made_by(), job=job.digest, note=note))
@@ -46,16 +49,22 @@ def uniform_plan(
 
 def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahead: bool) -> Stage:
     layers, shape = job.layers_of(stage, chunk), LayerShape(job.model, job.parallel, job.batch.micro)
-    sections = [(layer, section) for layer in layers for section in sections_of(experts=layer in job.model.expert_layers)]
-    halves = [(layer, section) for layer, section in sections if not section.opaque]  # experts are kept whole
-    befores = [*halves[1:], None]  # backward passes them from the last to the first
+    halves = [(layer, section) for layer in layers for section in job.model.sections(layer)]
+    later = (halves[at + 1 :] for at in range(len(halves)))  # backward passes them from the last to the first
+    befores = [next((half for half in rest if half[1].has_windows), None) for rest in later]
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        some = [item for item in items if any(item in section.names for section, _ in own)]
+        replayed = [section for section, _ in own if not section.has_experts or not _whole(job)]
+        some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
-        flops += replayed_flops(shape, some)
+        flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
+
+
+def _whole(job: Job) -> bool:
+    """Whether experts are kept whole."""
+    return job.model.experts is not None and job.model.experts.whole
 
 
 def _uniform_rule(
@@ -67,12 +76,12 @@ def _uniform_rule(
     for section, before in halves:
         if not set(items) & set(section.names):
             continue
-        gathers_once = job.parallel.sequence_parallel and section.column_parallel in items
+        gathers_once = job.parallel.sequence_parallel and section.gathered in items
         hidden = ahead and not (job.reduces_amaxes and section.norm in items) and not (before is None and gathers_once)
         windows[section.half] = _usual_window(job, where, (layer, section), items, before) if hidden else ON_DEMAND
         if gathers_once:
             gathers[section.half] = _window_before(layer, before, 0) if hidden and before else ON_DEMAND
-    return rule_of(layer, items, windows, gathers)
+    return rule_of(layer, job.model.sections(layer), items, windows, gathers)
 
 
 def _window_before(layer: int, before: tuple[int, Section], ordinal: int) -> str:
@@ -85,8 +94,12 @@ def _usual_window(
 ) -> str | ByPhase:
     """Where a half is replayed when no figures say better."""
     (layer, section), parallel = frame, job.parallel
-    gathers_once = parallel.sequence_parallel and section.column_parallel in items
-    in_time = own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
+    gathers_once = parallel.sequence_parallel and section.gathered in items
+    own = section.has_windows
+    exchanges = section.exchanges and layer in exchanging_layers(job) and not job.userbuffers
+    if exchanges and own_exchanges_in_time(section, items):
+        return own_window(section.half)
+    in_time = own and own_windows_in_time(section, items, sequence_parallel=parallel.sequence_parallel, te=job.model.uses_te)
     if in_time and not gathers_once and not job.userbuffers:
         return own_window(section.half)
     if before is not None and job.userbuffers:
@@ -101,5 +114,5 @@ def _usual_window(
     lies_there = last_stage and job.microbatch_group > parallel.pipeline
     received, layers = ON_DEMAND if lies_there else RECV_BACKWARD, job.chunk_layers(stage)
     collective = parallel.tensor > 1 and not job.userbuffers
-    precedes = collective and layers[chunk] == min(layers) and job.schedule == "flush"
+    precedes = own and collective and layers[chunk] == min(layers) and job.schedule == "flush"
     return window_of(window_name("fwd", section.half, 0) if precedes else received, received)

@@ -5,12 +5,12 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Literal
 
-from megatron_lynx.anatomy import HALVES, ITEMS, Half
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_copy import avoid_messages
@@ -123,6 +123,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
         model=ModelFacts(
             **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name)},
             fp8=job.model.fp8_recipe,
+            latent_attention=job.model.latent,
         ),
         parallel=ParallelFacts(
             tensor=job.parallel.tensor,
@@ -130,6 +131,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
             chunks=job.chunks,
             microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
             sequence_parallel=job.parallel.sequence_parallel,
+            expert=job.parallel.expert if exchanging_layers(job) else 1,
             context=job.parallel.context,
             userbuffers=job.userbuffers,
         ),
@@ -156,17 +158,29 @@ def stage_of(
         offload=offload,
         predicted=predicted,
     )
-    return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, order.depth(entry, job.parallel.sequence_parallel))})
+    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job), job.model.halves)
+    return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
+
+
+def exchanging_layers(job: Job) -> frozenset[int]:
+    """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
+    experts = job.model.experts
+    return job.model.expert_layers if experts is not None and not experts.whole and job.parallel.expert > 1 else frozenset()
 
 
 def rule_of(
-    layer: int, replay: Collection[str], windows: Mapping[Half, str | ByPhase | None], gathers: Mapping[Half, str | None]
+    layer: int,
+    sections: Iterable[Section],
+    replay: Collection[str],
+    windows: Mapping[Half, str | ByPhase | None],
+    gathers: Mapping[Half, str | None],
 ) -> Rule:
-    """The rule for one layer."""
+    """The rule for one layer. `sections`: what fills its halves."""
+    items = [item for section in sections for item in section.names]
     content = {
         "layers": layer,
-        "keep": tuple(item for item in ITEMS if item not in replay),
-        "replay": tuple(item for item in ITEMS if item in replay),
+        "keep": tuple(item for item in items if item not in replay),
+        "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
         "gather": dict(gathers),
     }
@@ -183,17 +197,18 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
-    rules = [_rule(layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
+    rules = [_rule(job, layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
     predicted = _predicted(job, answer, solved)
-    return stage_of(job, where, rules, predicted, _offload(job, answer.offloaded_bytes(chunk)))
+    return stage_of(job, where, rules, predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
 
 
-def _offload(job: Job, size_bytes: int) -> Offload | None:
+def _offload(job: Job, where: tuple[int, int], size_bytes: int) -> Offload | None:
     if not size_bytes:
         return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
     beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
-    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside)
+    experts = job.experts_of(*where) > 0 and job.model.experts is not None and not job.model.experts.whole
+    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside, experts=experts)
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
@@ -207,9 +222,9 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
     )
 
 
-def _rule(layer: int, choice: LayerChoice) -> Rule:
+def _rule(job: Job, layer: int, choice: LayerChoice) -> Rule:
     replay = {item for option in choice.halves for item in option.replay}
     options = list(zip(HALVES, choice.halves, strict=True))
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
-    return rule_of(layer, replay, windows, gathers)
+    return rule_of(layer, job.model.sections(layer), replay, windows, gathers)

@@ -48,7 +48,7 @@ def analytic_profile(job: Job) -> Profile:
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
-        attention=_half(shape, ATTENTION, roof),
+        attention=_half(shape, job.model.halves[ATTENTION.half], roof),
         mlp=_half(shape, MLP, roof),
         links=_links(job, shape),
         experts=_experts(job, shape, roof),
@@ -84,10 +84,7 @@ def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:
 
 
 def _experts(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf | None:
-    if job.model.experts is None:
-        return None
-    norm, residual = (unmultiplied_s(shape, MLP.item(role), roof) for role in ("norm", "residual"))
-    return expert_half(job, shape, roof, norm + residual)
+    return None if job.model.experts is None else expert_half(job, shape, roof)
 
 
 def _embedding(shape: LayerShape, roof: Roofline) -> BlockProfile:

@@ -1,9 +1,11 @@
-"""Seconds of a mixture of experts, by its shape and the cluster's figures, under a balanced load.
+"""Seconds of a mixture of experts, item by item, by its shape and the cluster's figures.
 
-    norm  router  permute | all-to-all | (gather) sort  experts one after another  sort (scatter) | all-to-all | unpermute  bda
+    norm  shared  router  permute | all-to-all | (gather) sort  experts one after another  sort (scatter) | all-to-all | unpermute
+    └────────────────────┴──────── dispatch ────────────────┘   fc1  activation  fc2      └────────────── combine ──────────────┘
 
-Each expert's GEMMs are as efficient as their own size: few rows for each expert make them slow. Nothing hides the exchanges: they
-are part of the half's seconds, not windows. Of an all-to-all over `expert` ranks each sends all but its own part,
+Rows are those of the fullest rank (`experts.load`), for which the others wait. Each expert's GEMMs are as efficient as their own
+size: few rows for each expert make them slow. The exchanges are counted beside the items. Of an all-to-all over `expert` ranks
+each sends all but its own part,
 
     to ranks in its node     over NVLink, or PCIe where there is none
     to others                over its share of the node's NICs                  the two at once: the longer one counts
@@ -17,28 +19,49 @@ its node is waited for:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from megatron_lynx.anatomy import MLP, Role
+from megatron_lynx.anatomy.experts import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS_ACTIVATION,
+    ROUTER,
+    SHARED_ACTIVATION,
+)
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Job
-from megatron_lynx.profiler.expert_tensors import expert_width, local_experts, routed_rows, saved_bytes
+from megatron_lynx.profiler.expert_shape import (
+    ExpertLinear,
+    expert_linears,
+    expert_width,
+    experts_of,
+    local_experts,
+    routed_rows,
+    shared_width,
+)
+from megatron_lynx.profiler.expert_tensors import expert_tensors, saved_parts
+from megatron_lynx.profiler.item_seconds import unmultiplied_s
 from megatron_lynx.profiler.link_levels import fewest_in_a_node, link_among
-from megatron_lynx.profiler.profile import ExpertHalf
+from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
 from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES
 
+AROUND: tuple[Role, ...] = ("norm", "residual")
+"""What is as in a layer with an MLP."""
 
-def expert_half(job: Job, shape: LayerShape, roof: Roofline, around: Passes) -> ExpertHalf:
-    """The figures of the whole half. `around`: norm, dropout and residual addition, as in a layer with an MLP."""
-    exchanged = _exchanges(job, shape)
-    passes = (
-        around + _router(shape, roof) + _moved_rows(shape, roof) + _experts(shape, roof) + _shared(shape, roof, job) + exchanged
-    )
+
+def expert_half(job: Job, shape: LayerShape, roof: Roofline) -> ExpertHalf:
+    """The figures of the half."""
+    parts = saved_parts(shape)
     return ExpertHalf(
         input_bytes=shape.input_bytes,
-        saved_bytes=saved_bytes(shape),
-        forward_s=passes.forward_s,
-        backward_s=passes.backward_s,
-        communication_s=exchanged.forward_s + exchanged.backward_s,
+        items={name: item.model_copy(update={"saved_bytes": parts[name]}) for name, item in _items(shape, roof)},
+        tensors=expert_tensors(shape),
+        exchange_s=_exchange_s(job, shape),
+        cut_s=_cut_s(job, shape),
+        collective_s=_shared_collective_s(job, shape),
     )
 
 
@@ -58,65 +81,78 @@ def all_to_all_s(cluster: Cluster, gpus: int, ranks: int, stride: int, size_byte
     return max(near_s, cluster.nic.seconds(far))
 
 
-def _exchanges(job: Job, shape: LayerShape) -> Passes:
-    """Rows out and back, in backward the same with their gradients; cut experts gather rows, and scatter their sums."""
+def _exchange_s(job: Job, shape: LayerShape) -> float:
+    """One all-to-all, of which there are two in each pass: rows out, rows back."""
     tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    return all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, routed_rows(shape) // tensor * row_bytes)
+
+
+def _cut_s(job: Job, shape: LayerShape) -> float:
+    """Cut experts gather rows, and scatter their sums."""
+    tensor, row_bytes = shape.parallel.expert_tensor_size, shape.model.hidden * shape.model.element_bytes
+    gathered = routed_rows(shape) * row_bytes * (tensor - 1) / tensor
+    return link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
+
+
+def _shared_collective_s(job: Job, shape: LayerShape) -> float:
+    """One collective of shared experts, which are an MLP on all rows: nothing hides those of sequence parallelism."""
+    tensor = shape.parallel.tensor
+    if tensor == 1 or not shared_width(shape):
+        return 0.0
+    return link_among(job.cluster, tensor).seconds(shape.gathered_bytes * (tensor - 1) / tensor)
+
+
+def _items(shape: LayerShape, roof: Roofline) -> Iterator[tuple[str, ItemProfile]]:
     rows = routed_rows(shape)
-    sent_s = all_to_all_s(job.cluster, job.gpus, shape.parallel.expert, tensor, rows // tensor * row_bytes)
-    gathered = rows * row_bytes * (tensor - 1) / tensor
-    gathered_s = link_among(job.cluster, tensor).seconds(gathered) if tensor > 1 else 0.0
-    return Passes(2 * (sent_s + gathered_s), 2 * (sent_s + gathered_s))
+    yield from ((name, _linear(shape, roof, linear)) for name, linear in expert_linears(shape).items())
+    yield EXPERTS_ACTIVATION, _unmultiplied(_activation(shape, roof, rows, expert_width(shape)))
+    yield ROUTER, _unmultiplied(_router(shape, roof))
+    yield from ((name, _unmultiplied(_moved_rows(shape, roof))) for name in (DISPATCH, COMBINE))
+    yield from ((MLP.item(role).name, _unmultiplied(unmultiplied_s(shape, MLP.item(role), roof))) for role in AROUND)
+    if width := shared_width(shape):
+        yield SHARED_ACTIVATION, _unmultiplied(_activation(shape, roof, shape.tokens, width))
+
+
+def _unmultiplied(passes: Passes) -> ItemProfile:
+    """An item of which no linear is looked into. What it saves is counted elsewhere (`profiler.expert_tensors`)."""
+    return ItemProfile(forward_s=passes.forward_s, backward_s=passes.backward_s, saved_bytes=0, output_bytes=0, flops=0)
 
 
 def _router(shape: LayerShape, roof: Roofline) -> Passes:
     """A GEMM of every token with every expert's row; choosing among scores in fp32."""
-    experts = shape.model.experts
-    assert experts is not None, "asked only of layers with experts"
-    tokens, element = shape.own_tokens, shape.model.element_bytes
-    gemm_s = roof.seconds(
-        2 * tokens * shape.model.hidden * experts.count, element * tokens * (shape.model.hidden + experts.count)
-    )
-    chosen_s = roof.seconds(0, 4 * FP32_BYTES * tokens * experts.count)
+    count, tokens, element = experts_of(shape).count, shape.own_tokens, shape.model.element_bytes
+    gemm_s = roof.seconds(2 * tokens * shape.model.hidden * count, element * tokens * (shape.model.hidden + count))
+    chosen_s = roof.seconds(0, 4 * FP32_BYTES * tokens * count)
     return Passes(gemm_s + chosen_s, 2 * gemm_s + chosen_s)
 
 
 def _moved_rows(shape: LayerShape, roof: Roofline) -> Passes:
-    """Permuted and put back, and sorted by expert where a rank has several: each row read and written."""
+    """On one way: permuted or put back, and sorted by expert where a rank has several. Each row is read and written."""
     row_bytes = 2 * shape.model.hidden * shape.model.element_bytes
     sent_s = roof.seconds(0, row_bytes * routed_rows(shape) / shape.parallel.expert_tensor_size)
     sorted_s = roof.seconds(0, row_bytes * routed_rows(shape)) if local_experts(shape) > 1 else 0.0
-    return Passes(2 * (sent_s + sorted_s), 2 * (sent_s + sorted_s))
+    return Passes(sent_s + sorted_s, sent_s + sorted_s)
 
 
-def _experts(shape: LayerShape, roof: Roofline) -> Passes:
-    count, inner = local_experts(shape), expert_width(shape)
-    outer = 2 * inner if shape.model.activation == "swiglu" else inner
-    rows = -(-routed_rows(shape) // count)
-    one = _gemm(shape, roof, rows, shape.model.hidden, outer) + _gemm(shape, roof, rows, inner, shape.model.hidden)
-    moved = shape.model.element_bytes * routed_rows(shape)
-    activation = Passes(roof.seconds(0, moved * (outer + inner)), roof.seconds(0, moved * (2 * outer + inner)))
-    return Passes(count * one.forward_s, count * one.backward_s) + activation
-
-
-def _shared(shape: LayerShape, roof: Roofline, job: Job) -> Passes:
-    """An MLP on all rows, with the collectives of sequence parallelism in the open."""
-    experts, tensor = shape.model.experts, shape.parallel.tensor
-    if experts is None or not experts.shared_ffn:
-        return Passes(0.0, 0.0)
-    inner = experts.shared_ffn // tensor
-    outer = 2 * inner if shape.model.activation == "swiglu" else inner
-    gemms = _gemm(shape, roof, shape.tokens, shape.model.hidden, outer) + _gemm(
-        shape, roof, shape.tokens, inner, shape.model.hidden
+def _linear(shape: LayerShape, roof: Roofline, linear: ExpertLinear) -> ItemProfile:
+    """One expert's GEMM after another's. A weight's gradient is added to an fp32 buffer: read and written."""
+    count, element = linear.experts, shape.model.element_bytes
+    tensors, weight = linear.rows * (linear.taken + linear.made), linear.taken * linear.made
+    once_s = count * roof.seconds(linear.one_flops, element * (tensors + weight))
+    wgrad_s = count * roof.seconds(linear.one_flops, element * tensors + 2 * FP32_BYTES * weight)
+    return ItemProfile(
+        forward_s=once_s,
+        backward_s=once_s + wgrad_s,
+        saved_bytes=0,
+        output_bytes=element * count * linear.rows * linear.made,
+        flops=count * linear.one_flops,
+        dgrad_s=once_s,
+        wgrad_s=wgrad_s,
     )
-    moved = shape.model.element_bytes * shape.tokens
-    activation = Passes(roof.seconds(0, moved * (outer + inner)), roof.seconds(0, moved * (2 * outer + inner)))
-    sent_s = link_among(job.cluster, tensor).seconds(shape.gathered_bytes * (tensor - 1) / tensor) if tensor > 1 else 0.0
-    return gemms + activation + Passes(2 * sent_s, 2 * sent_s)
 
 
-def _gemm(shape: LayerShape, roof: Roofline, rows: int, inner: int, width: int) -> Passes:
-    """Rows x inner x width. The weight's gradient is added to an fp32 buffer: read and written."""
-    flops, tensors, weight = 2 * rows * inner * width, rows * (inner + width), inner * width
-    element = shape.model.element_bytes
-    once_s = roof.seconds(flops, element * (tensors + weight))
-    return Passes(once_s, once_s + roof.seconds(flops, element * tensors + 2 * FP32_BYTES * weight))
+def _activation(shape: LayerShape, roof: Roofline, rows: int, inner: int) -> Passes:
+    """Kernels that read what a first GEMM made, and write what a second one reads."""
+    outer = 2 * inner if shape.model.activation == "swiglu" else inner
+    moved = shape.model.element_bytes * rows
+    return Passes(roof.seconds(0, moved * (outer + inner)), roof.seconds(0, moved * (2 * outer + inner)))

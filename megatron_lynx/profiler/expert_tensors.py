@@ -1,62 +1,70 @@
-"""What a mixture of experts keeps from forward to backward on one rank, part by part, under a balanced load.
+"""Every memory block that the backward of a mixture of experts reads on one rank, item by item.
 
-    T tokens ── norm ──┬── router ── probabilities, which expert gets what
-                       ├── permute ── all-to-all ── R = T k etp rows ── experts of this rank ── all-to-all ── unpermute ──> T
-                       └── shared experts: an MLP that every token passes
+    T tokens ── norm ──┬── shared experts: an MLP that every token passes
+                       ├── router ── probabilities, which expert gets what
+                       └── dispatch: permute ── all-to-all ── R rows ── experts ── combine: all-to-all ── unpermute ──> T
 
-T: a rank's own tokens; k: experts for each; E: experts; f: width of one on each of its `expert_tensor` ranks (etp). Every
-expert is taken to get as many rows as every other one. Rows are counted as in megatron-core's `MoEAlltoAllTokenDispatcher`.
+T: a rank's own tokens; k: experts for each; E: experts; R: rows of the fullest rank (`expert_shape`); f: width of one expert on a
+rank.
 
-    norm       as in a layer with an MLP
-    router     `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for the
-               loss in fp32, the map (a byte each) and the probabilities; `permute` keeps where each row came from (int64)
-    experts    rows on arrival, their probabilities; what comes out of the first GEMM, and what goes into the second one:
-               fused     `WeightedSwiGLUFunction` saves its input alone: SwiGLU 2f + f. Without it nothing is fused: f + f + f
-               eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
-    shared     an MLP's, without norm and dropout
+    norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
+    router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
+                 the loss in fp32
+    dispatch     the map (a byte each) and the probabilities of all experts; `permute` keeps where each row came from (int64),
+                 which `combine` reads as well. It hands on R rows, and the probability of each
+    experts      what comes out of the first GEMM, and what goes into the second one:
+                 fused     `WeightedSwiGLUFunction` saves its input and the probabilities: SwiGLU 2f + f. Without it nothing is
+                           fused: f + f + f
+                 eager     SwiGLU 2f, SiLU f, the other half f, their product f, times the probability f; GELU f + f + f
+    shared       an MLP's, without norm and dropout
 Where every rank's experts come from a grouped GEMM, its padding is not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from megatron_lynx.anatomy import EXPERTS, MLP
-from megatron_lynx.config.experts import Experts
+from megatron_lynx.anatomy import MLP
+from megatron_lynx.anatomy.experts import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS_ACTIVATION,
+    EXPERTS_FC1,
+    EXPERTS_FC2,
+    ROUTER,
+    SHARED_EXPERTS,
+    SHARED_FC1,
+)
+from megatron_lynx.profiler.expert_shape import expert_width, experts_of, routed_rows
+from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES, half_tensors
 
 INDEX_BYTES = 8
 """The size of an index of PyTorch's."""
 
+INPUT = "input"
 
-def routed_rows(shape: LayerShape) -> int:
-    """Rows that the experts of one rank are given (R)."""
-    return shape.own_tokens * _experts(shape).per_token * shape.parallel.expert_tensor_size
-
-
-def local_experts(shape: LayerShape) -> int:
-    """Experts of one rank."""
-    return _experts(shape).count // shape.parallel.expert
+SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
+"""The items of shared experts, by those of the MLP that they are like."""
 
 
-def expert_width(shape: LayerShape) -> int:
-    """Columns between an expert's GEMMs on one rank."""
-    return _experts(shape).ffn // shape.parallel.expert_tensor_size
+@lru_cache(maxsize=256)
+def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
+    """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
+    blocks = (*_norm(shape), *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), *_dropout(shape))
+    return tuple(block for block in blocks if block.bytes)
 
 
 def saved_parts(shape: LayerShape) -> dict[str, int]:
-    """Bytes by part, the half's input included."""
-    dense = half_tensors(shape, MLP.half)
-    made = {item: sum(block.bytes for block in dense if block.made_by == item and block.saved_by) for item in MLP.on_own_rows}
-    return {
-        "input": shape.input_bytes,
-        "norm": made[MLP.norm],
-        "router": _router(shape),
-        EXPERTS.name: _expert_rows(shape),
-        "shared": _shared(shape),
-        "dropout": made[MLP.residual],
-    }
+    """Bytes of the half's input, and of what each item is the first to save."""
+    parts = dict.fromkeys((INPUT, *experts_of(shape).section.names), 0) | {INPUT: shape.input_bytes}
+    for block in expert_tensors(shape):
+        if block.saved_by:
+            parts[block.saved_by[0]] += block.bytes
+    return parts
 
 
 def saved_bytes(shape: LayerShape) -> int:
@@ -64,29 +72,57 @@ def saved_bytes(shape: LayerShape) -> int:
     return sum(saved_parts(shape).values())
 
 
-def _router(shape: LayerShape) -> int:
-    experts, element = _experts(shape), shape.model.element_bytes
-    of_choice = 3 * INDEX_BYTES + FP32_BYTES
-    of_expert = FP32_BYTES + 1 + element
-    return shape.own_tokens * (experts.per_token * of_choice + experts.count * of_expert)
+def _norm(shape: LayerShape) -> Iterator[SavedTensor]:
+    """A dense layer's, whose output others read."""
+    readers = (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
+    for block in half_tensors(shape, MLP.half):
+        if block.made_by == MLP.norm:
+            handed_on = MLP.column_parallel in block.saved_by
+            yield block.model_copy(update={"saved_by": readers, "output": True}) if handed_on else block
 
 
-def _expert_rows(shape: LayerShape) -> int:
-    width, gated = expert_width(shape), shape.model.activation == "swiglu"
-    between = (6 if shape.eager else 3) * width if gated else 3 * width
-    biased = width if shape.model.bias and shape.eager else 0
-    return routed_rows(shape) * shape.model.element_bytes * (shape.model.hidden + 1 + between + biased)
+def _dropout(shape: LayerShape) -> Iterator[SavedTensor]:
+    return (block for block in half_tensors(shape, MLP.half) if block.made_by == MLP.residual)
 
 
-def _shared(shape: LayerShape) -> int:
+def _router(shape: LayerShape) -> Iterator[SavedTensor]:
+    experts, own = experts_of(shape), {"made_by": ROUTER, "saved_by": (ROUTER,)}
+    choices = shape.own_tokens * experts.per_token
+    yield SavedTensor(bytes=choices * (2 * INDEX_BYTES + FP32_BYTES), **own)
+    yield SavedTensor(bytes=shape.own_tokens * experts.count * FP32_BYTES, **own)
+
+
+def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
+    """What it keeps itself, and the rows that it hands on, with the probability of each."""
+    experts, element = experts_of(shape), shape.model.element_bytes
+    choices, rows = shape.own_tokens * experts.per_token, routed_rows(shape)
+    of_all = shape.own_tokens * experts.count * (1 + element)
+    yield SavedTensor(bytes=of_all, made_by=DISPATCH, saved_by=(DISPATCH,))
+    yield SavedTensor(bytes=choices * INDEX_BYTES, made_by=DISPATCH, saved_by=(DISPATCH, COMBINE))
+    yield SavedTensor(bytes=rows * shape.model.hidden * element, made_by=DISPATCH, saved_by=(EXPERTS_FC1,), output=True)
+    yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
+
+
+def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
+    """Between the experts' GEMMs."""
+    model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
+    block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
+    apart = shape.eager and (model.bias or model.activation == "squared_relu")  # as in a dense layer
+    made = 2 * block if gated else block
+    yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
+    inside = 3 if gated and shape.eager else 0 if gated else 1
+    yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
+    if apart:
+        yield SavedTensor(bytes=made, **own)
+    yield SavedTensor(bytes=block, made_by=EXPERTS_ACTIVATION, saved_by=(EXPERTS_FC2,))
+
+
+def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     """Shared experts save what an MLP of their width does."""
-    if not _experts(shape).shared_ffn:
-        return 0
-    model = shape.model.model_copy(update={"ffn": _experts(shape).shared_ffn})
-    blocks = half_tensors(replace(shape, model=model), MLP.half)
-    return sum(block.bytes for block in blocks if block.made_by not in MLP.on_own_rows and block.saved_by)
-
-
-def _experts(shape: LayerShape) -> Experts:
-    assert shape.model.experts is not None, "asked only of layers with experts"
-    return shape.model.experts
+    if not experts_of(shape).shared_ffn:
+        return
+    model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn})
+    for block in half_tensors(replace(shape, model=model), MLP.half):
+        if block.made_by in SHARED:
+            readers = tuple(SHARED[item] for item in block.saved_by)
+            yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})

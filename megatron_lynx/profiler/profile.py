@@ -12,16 +12,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import DENSE, Half
+from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -92,16 +95,34 @@ class BlockProfile(Part):
     """What it holds from forward to backward, what the last layer hands it included."""
 
 
-class ExpertHalf(Part):
-    """The MLP half of a layer of experts, whole: it is never replayed, and has no windows."""
+class ExpertHalf(HalfProfile):
+    """The MLP half of a layer of experts. Its items are counted without exchanges and collectives."""
 
-    input_bytes: int = Field(ge=0)
-    saved_bytes: int = Field(ge=0)
-    """What it holds from forward to backward, its input included."""
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    communication_s: float = Field(default=0.0, ge=0)
-    """Seconds of both passes in which it waits for other ranks."""
+    exchange_s: float = Field(default=0.0, ge=0)
+    """Seconds of one all-to-all of rows among ranks that share experts; there are two in each pass. Those of probabilities are a
+    few bytes a row, and not counted."""
+    cut_s: float = Field(default=0.0, ge=0)
+    """Seconds in which experts that are cut gather their rows, or scatter their sums; once each in each pass."""
+    collective_s: float = Field(default=0.0, ge=0)
+    """Seconds of one collective of shared experts; there are two in each pass."""
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds of one pass in which it waits for other ranks."""
+        return 2 * (self.exchange_s + self.cut_s + self.collective_s)
+
+    @property
+    def forward_s(self) -> float:
+        return super().forward_s + self.waits_s
+
+    @property
+    def backward_s(self) -> float:
+        return super().backward_s + self.waits_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of both passes in which it waits for other ranks."""
+        return 2 * self.waits_s
 
 
 class LinkPoint(Part):
@@ -131,6 +152,8 @@ class Shape(Part):
     qk_norm: bool = False
     kv_channels: int | None = None
     """The width of a head where it is not hidden / heads."""
+    latent: LatentSizes | None = None
+    """The sizes of multi-latent attention."""
     fp8: str | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
@@ -138,10 +161,22 @@ class Shape(Part):
     expert_tensor: int = 1
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
+    @property
+    def sections_with_experts(self) -> tuple[Section, Section]:
+        """What fills those of a layer of experts."""
+        latent = latent_section(self.latent, te=self.implementation == "transformer_engine")
+        return sections_of(experts=True, latent=latent)
+
+    @property
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(latent_section(self.latent, te=self.implementation == "transformer_engine"))
+
 
 LATER: dict[str, Any] = {
     "qk_norm": False,
     "kv_channels": None,
+    "latent": None,
     "fp8": None,
     "experts": None,
     "expert": 1,
@@ -204,11 +239,10 @@ class Profile(Part):
     @model_validator(mode="after")
     def _whole(self) -> Profile:
         problems = []
-        for half, items in ((half, section.names) for half, section in DENSE.items()):
-            if set(self.half(half).items) != set(items):
-                problems.append(f"{half}.items are {sorted(self.half(half).items)}, needed {sorted(items)}")
-            for index, tensor in enumerate(self.half(half).tensors):
-                problems += _misplaced(tensor, f"{half}.tensors.{index}", items)
+        for half, section in self.shape.halves.items():
+            problems += _misnamed(self.half(half), half, section.names)
+        if self.shape.experts is not None and self.experts is not None:
+            problems += _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
         if (self.shape.experts is None) != (self.experts is None):
             problems.append("shape.experts and experts belong together: give both, or none")
         given = Counter((point.kind, point.bytes) for point in self.links)
@@ -221,6 +255,13 @@ class Profile(Part):
     def half(self, half: Half) -> HalfProfile:
         costs: HalfProfile = getattr(self, half)
         return costs
+
+    def of(self, section: Section) -> HalfProfile:
+        """The figures of what fills a half."""
+        if not section.has_experts:
+            return self.half(section.half)
+        assert self.experts is not None, "a profile with such a section has its figures"
+        return self.experts
 
     def link_s(self, kind: LinkKind, size_bytes: int) -> float:
         """Seconds of one message, on straight lines between the measured sizes.
@@ -244,13 +285,26 @@ class Profile(Part):
         records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
         off["host_time"] = True
-        if self.experts is None:
+        if self.experts is None or self.shape.experts is None:
             off["experts"] = True
+        else:
+            known = {name for name, value in IN_EXPERTS.items() if getattr(self.shape.experts, name) == value}
+            off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": known}
         for name in ("hiding", "messages_between_passes"):
             if getattr(self, name) == type(self).model_fields[name].default:
                 off[name] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
+
+
+def _misnamed(half: HalfProfile, where: str, items: tuple[str, ...]) -> list[str]:
+    """Items that the half does not have, or lacks."""
+    problems = []
+    if set(half.items) != set(items):
+        problems.append(f"{where}.items are {sorted(half.items)}, needed {sorted(items)}")
+    for index, tensor in enumerate(half.tensors):
+        problems += _misplaced(tensor, f"{where}.tensors.{index}", items)
+    return problems
 
 
 def _misplaced(tensor: SavedTensor, where: str, items: tuple[str, ...]) -> list[str]:
@@ -265,7 +319,8 @@ def shape_of(job: Job) -> Shape:
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
-    facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
+    usual = model.latent is not None or model.query_width == model.hidden
+    facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if parallel.context > 1:
         layout |= {"context_exchange": parallel.context_exchange, "context_levels": parallel.context_levels}

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
-from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.anatomy.section import Exchange
+from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.schedule.schedule import Phase
@@ -53,6 +54,9 @@ class Segments:
 
 
 T = TypeVar("T")
+
+Waited = Sequence[Collective | Exchange]
+"""What a section waits for in one pass."""
 
 Parts = Mapping[HalfKind, Segments]
 """The kinds of halves in a stage's layers."""
@@ -127,12 +131,10 @@ def stage_passes(
 def segments(profile: Profile, passing: Pass, section: Section, message_bytes: int, deferred: Collection[str] = ()) -> Segments:
     """How a section's seconds lie around its windows: where each one is, the section's collectives say. `deferred`: linears whose
     weight gradients are put off, so that they are not among these seconds."""
-    if section.opaque:
-        assert profile.experts is not None, "a profile with such a section has its figures"
-        return Segments((profile.experts.forward_s if passing == "fwd" else profile.experts.backward_s,), ())
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
-    waited = section.collectives(passing, profile.shape.sequence_parallel) if windows_s else ()
-    items = profile.half(section.half).items
+    waited, items = windows_of(profile, section, passing), profile.of(section).items
+    if section.exchanges:
+        return _of_experts(profile, passing, section, windows_s)
     if passing == "fwd":
         return Segments(tuple(_between_forward(items, section, waited)), windows_s)
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
@@ -140,24 +142,35 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
     return Segments(tuple(_between_backward(left, section, waited)), windows_s)
 
 
+def _of_experts(profile: Profile, passing: Pass, section: Section, windows_s: tuple[float, ...]) -> Segments:
+    """Of experts. What they wait for and is no window counts as compute, at the end of the pass."""
+    half, waited = profile.of(section), windows_of(profile, section, passing)
+    between = _between_forward if passing == "fwd" else _between_backward
+    *compute_s, last_s = between(half.items, section, waited)
+    whole_s = half.forward_s if passing == "fwd" else half.backward_s
+    rest_s = max(0.0, whole_s - sum(windows_s) - sum(compute_s) - last_s)
+    return Segments((*compute_s, last_s + rest_s), windows_s)
+
+
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
     """A linear without its weight gradient."""
     return item.model_copy(update={"backward_s": max(0.0, item.backward_s - wgrad_s), "wgrad_s": 0.0})
 
 
-def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
-    cuts = [section.items.index(section.item(collective.behind)) + 1 for collective in waited]
+def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
+    cuts = [section.place_behind(collective) + 1 for collective in waited]
     for begin, end in pairwise([0, *cuts, len(section.names)]):
         yield sum(items[name].forward_s for name in section.names[begin:end])
 
 
-def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Sequence[Collective]) -> Iterator[float]:
+def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
     """What is waited for beside the dgrad of a linear has its wgrad behind it."""
     end, behind_s = len(section.names), 0.0
     for collective in waited:
-        begin = section.items.index(section.item(collective.behind))
+        begin = section.place_behind(collective)
         seconds = behind_s + _backward_s(items, section, begin, end)
-        wgrad_s = items[section.names[begin]].wgrad_s if collective.beside == "dgrad" else 0.0
+        beside_dgrad = isinstance(collective, Collective) and collective.beside == "dgrad"
+        wgrad_s = items[section.names[begin]].wgrad_s if beside_dgrad else 0.0
         yield max(0.0, seconds - wgrad_s)
         end, behind_s = begin, min(seconds, wgrad_s)
     yield behind_s + _backward_s(items, section, 0, end)
@@ -224,7 +237,7 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
             left, regenerated = half.memory.tail, regenerated - first
-            _hold_rest(walk, half, half.section.row_parallel)
+            _hold_rest(walk, half, *half.section.linears[-1:])
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             walk.window(place, max(0.0, parts.windows_s[ordinal] - ran_s), served.get(place, ()))

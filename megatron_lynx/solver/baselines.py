@@ -13,9 +13,9 @@ again on the way to what is replayed, so `selective` replays the rotary embeddin
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
@@ -29,9 +29,19 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     """The answer of a policy, every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
     if policy == "full":
         return on_demand(replay_all(problem))
-    items = replayed_items(policy)
-    kinds = (ATTENTION, problem.attention), (MLP, problem.mlp), (MLP, problem.last_mlp)
-    return _everywhere(problem, *(choices.replaying(set(items) & set(section.names)) for section, choices in kinds))
+    items = set(replayed_items(policy))
+    kinds = (problem.attention, problem.mlp, problem.last_mlp)
+    mixture = () if problem.mixed is None else (problem.mixed.experts, problem.mixed.last_experts)
+    return _everywhere(
+        problem,
+        *(choices.replaying(items & _ever_replayed(choices)) for choices in kinds),
+        mixture=[choices.replaying(set()) for choices in mixture],
+    )
+
+
+def _ever_replayed(choices: Choices) -> set[str]:
+    """The items that any of these choices replays."""
+    return {item for option in choices for item in option.replay}
 
 
 def block(problem: StageProblem, count: int) -> Solved:
@@ -47,9 +57,10 @@ def keep_all(problem: StageProblem) -> Solved:
 
 def replay_all(problem: StageProblem) -> Solved:
     """Everything replayable replayed, each half in the window of its backward that hides most of it."""
-    last_mlp = min(_most_replayed(problem.last_mlp), key=lambda option: option.exposed_s)
-    attention, mlp = (_most_replayed(options.best_seated)[0] for options in (problem.attention, problem.mlp))
-    return _everywhere(problem, attention, mlp, last_mlp)
+    mixture = () if problem.mixed is None else (problem.mixed.experts, problem.mixed.last_experts)
+    last_mlp, *last_experts = (_least_exposed(_most_replayed(kind)) for kind in (problem.last_mlp, *mixture[1:]))
+    attention, mlp, *experts = (_most_replayed(kind.best_seated)[0] for kind in (problem.attention, problem.mlp, *mixture[:1]))
+    return _everywhere(problem, attention, mlp, last_mlp, mixture=[*experts, *last_experts])
 
 
 def on_demand(solved: Solved) -> Solved:
@@ -63,24 +74,33 @@ def _exposed(option: Option) -> Option:
     return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=memory, cooldown_memory=None)
 
 
-def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
+def _everywhere(problem: StageProblem, attention: Option, mlp: Option, last_mlp: Option, *, mixture: Sequence[Option]) -> Solved:
+    """`mixture`: of a half of experts, and of one that is the stage's last; nothing where there are none."""
     if problem.mixed is not None:
-        return _beside_experts(problem, problem.mixed, attention, mlp, last_mlp)
+        experts, last_experts = mixture
+        return _beside_experts(problem, problem.mixed, (attention, mlp, last_mlp), (experts, last_experts))
     below = (LayerChoice(attention, mlp),) * (problem.layers - 1)
     last = LayerChoice(problem.at_top(attention), last_mlp)
     return Solved((*below, last), problem.in_flight, loss_bytes=problem.loss_bytes)
 
 
-def _beside_experts(problem: StageProblem, mixed: Mixed, attention: Option, mlp: Option, last_mlp: Option) -> Solved:
+def _beside_experts(
+    problem: StageProblem, mixed: Mixed, dense: tuple[Option, Option, Option], mixture: tuple[Option, Option]
+) -> Solved:
     """In layers of experts the attention half replays the same items as in others, in the seat that hides most of it there."""
+    attention, mlp, last_mlp = dense
     alike = [option for option in mixed.attention.best_seated if option.replay == attention.replay]
     on_demand = attention.seat.steady.on_demand
     below = next((option for option in mixed.attention if on_demand and option.replay == attention.replay), alike[0])
     layers = [
-        LayerChoice(below, mixed.experts) if experts else LayerChoice(attention, last_mlp if last else mlp)
+        LayerChoice(below, mixture[last]) if experts else LayerChoice(attention, last_mlp if last else mlp)
         for experts, last in zip(mixed.layers, [False] * (problem.layers - 1) + [True], strict=True)
     ]
     return Solved(tuple(layers), problem.in_flight, loss_bytes=problem.loss_bytes)
+
+
+def _least_exposed(options: Iterable[Option]) -> Option:
+    return min(options, key=lambda option: option.exposed_s)
 
 
 def _most_replayed(options: Choices) -> list[Option]:

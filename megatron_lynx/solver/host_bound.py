@@ -18,12 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_lynx.anatomy import sections_of
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds, offloading_host_s
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.answer import Solved, Solver, layers_of
-from megatron_lynx.solver.problem import Choices, Option, StageProblem
+from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHTS = (0.5, 0.99)
@@ -55,7 +54,7 @@ def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solve
     if not offloads:
         return host
     layers = [layer for chunk in range(job.chunks) for layer in job.layers_of(stage, chunk)]
-    sections = [each for layer in layers for each in sections_of(experts=layer in job.model.expert_layers)]
+    sections = [each for layer in layers for each in job.model.sections(layer)]
     return sum((offloading_host_s(profile, section) for section in sections), start=host)
 
 
@@ -68,7 +67,10 @@ def _weighted(problem: StageProblem, weight: float) -> StageProblem:
     """The same problem, with costs of which so much is the host's."""
     attention, mlp, last_mlp = (_costing(choices, weight) for choices in (problem.attention, problem.mlp, problem.last_mlp))
     last_attention = problem.last_attention and _costing(problem.last_attention, weight)
-    mixed = problem.mixed and replace(problem.mixed, attention=_costing(problem.mixed.attention, weight))
+    mixed = problem.mixed and Mixed(
+        problem.mixed.layers,
+        *(_costing(kind, weight) for kind in (problem.mixed.attention, problem.mixed.experts, problem.mixed.last_experts)),
+    )
     return replace(problem, attention=attention, mlp=mlp, last_mlp=last_mlp, last_attention=last_attention, mixed=mixed)
 
 

@@ -1,6 +1,6 @@
 """Solves stages with experts, whose layers differ: each kind of half has its own choice, and lower layers may have another.
 
-    kinds of halves      attention   attention below experts   MLP   last MLP          experts have none: they are kept
+    kinds of halves      attention   attention below experts   MLP   last MLP   experts   last experts
     [1] all alike        every combination of what no other option of its kind beats   ──> the fastest that fits
     [2] two sorts        the first k layers as a faster combination that does not fit, those above as one that does:
                          the largest k that keeps within the budget
@@ -24,7 +24,8 @@ from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem,
 from megatron_lynx.units import SECOND_DIGITS
 
 MOST_COMBINATIONS = 20_000
-"""Beyond it, options that only differ in when they hold what are not told apart."""
+"""Beyond it, options that only differ in when they hold what are not told apart; beyond it even so, every second one of the kinds
+that have most is left out."""
 
 MOST_OF_A_SORT = 4
 """Combinations of either sort that are put together."""
@@ -89,7 +90,12 @@ class Combinations:
     def kinds(self) -> list[Choices]:
         """The options of each kind that are worth looking at."""
         kinds = [choices.unbeaten for choices in self._distinct]
-        return kinds if prod(map(len, kinds)) <= MOST_COMBINATIONS else [_fewer(kind, self.problem.in_flight) for kind in kinds]
+        if prod(map(len, kinds)) > MOST_COMBINATIONS:
+            kinds = [_fewer(kind, self.problem.in_flight) for kind in kinds]
+        while prod(map(len, kinds)) > MOST_COMBINATIONS:
+            most = max(range(len(kinds)), key=lambda number: len(kinds[number]))
+            kinds[most] = _every_second(kinds[most])
+        return kinds
 
     @cached_property
     def _distinct(self) -> list[Choices]:
@@ -148,3 +154,9 @@ def _fewer(choices: Choices, in_flight: float) -> Choices:
     columns = choices.columns
     held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead + columns.ahead2
     return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))
+
+
+def _every_second(choices: Choices) -> Choices:
+    """Half of them, from the one that holds least to the fastest, both of these included."""
+    ordered = sorted(choices, key=lambda option: (-option.exposed_s, option.memory.whole))
+    return Choices(option for at, option in enumerate(ordered) if at % 2 == 0 or option is ordered[-1])

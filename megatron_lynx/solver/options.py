@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP
+from megatron_lynx.anatomy import ATTENTION, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -21,17 +21,12 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.held import held_in
-from megatron_lynx.solver.placement import ON_DEMAND_SEAT, Placement, Seat
+from megatron_lynx.solver.placement import Placement, Seat
 from megatron_lynx.solver.problem import Choices, Mixed, Option, Receive, StageProblem, received_memory
 from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_budget import loss_bytes
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
-
-KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfKind(MLP, before=None))
-"""The halves of a stage without experts."""
-
-BELOW_EXPERTS = HalfKind(ATTENTION, before=EXPERTS)
 
 SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
 """The seats of a set of replayed items, given its placements in its backward: `Seats.everywhere` or `StageSeats.of`."""
@@ -64,9 +59,22 @@ class Subset:
         )
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
-        sequence_parallel = profile.shape.sequence_parallel
-        price = self.price
-        return held_in(price.memory, self.kind.half, placement, gather, price.stops, sequence_parallel=sequence_parallel)
+        price, shape, before = self.price, profile.shape, self.kind.before
+        return held_in(
+            price.memory,
+            self.kind.half,
+            placement,
+            gather,
+            price.stops,
+            sequence_parallel=shape.sequence_parallel,
+            exchanging=before is not None and before.exchanges and shape.expert > 1,
+            attention=shape.halves[ATTENTION.half],
+        )
+
+
+def experts_stay(job: Job, section: Section) -> bool:
+    """Whether a section is one of experts that are kept whole, on the device."""
+    return section.has_experts and job.model.experts is not None and job.model.experts.whole
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class StageProblems:
     def _at_top(self, attention: Choices) -> Choices | None:
         """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
         none. None: as they are everywhere."""
-        kind = KINDS[0]
+        kind = self._kinds[0]
         if all(self._seats.at_top(kind, option.seat) for option in attention):
             return None
         known = self._tops.get(id(attention))
@@ -137,15 +145,16 @@ class StageProblems:
 
     def _mixed(self, seats: StageSeats, layers: int) -> Mixed | None:
         """Which layers have experts, taken from the first of some chunks that are treated alike; None where no layer has."""
-        numbers, profile = self.job.layers_of(seats.stage, seats.chunks[0])[:layers], self.profile.experts
+        numbers = self.job.layers_of(seats.stage, seats.chunks[0])[:layers]
         having = tuple(number in self.job.model.expert_layers for number in numbers)
-        if profile is None or not any(having):
+        if not any(having):
             return None
-        subsets = self._below_experts
+        return Mixed(having, *(self._choices_of(subsets, seats) for subsets in self._mixed_subsets))
+
+    def _choices_of(self, subsets: Sequence[Subset], seats: StageSeats) -> Choices:
+        """All choices of one kind of half."""
         everywhere = self._priced(subsets, self._seats.everywhere)
-        more = self._priced(subsets, seats.of) if seats.has_more else ()
-        experts = Option((), priced(self.profile, EXPERTS, ()).memory, ON_DEMAND_SEAT, 0.0, 0.0, 0)
-        return Mixed(having, Choices((*everywhere, *more)), experts)
+        return Choices((*everywhere, *(self._priced(subsets, seats.of) if seats.has_more else ())))
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""
@@ -200,17 +209,33 @@ class StageProblems:
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """For each of `KINDS`, from keeping everything to replaying everything."""
-        return tuple(tuple(self._subsets_of(kind)) for kind in KINDS)
+        """For each of `_kinds`, from keeping everything to replaying everything."""
+        return tuple(tuple(self._subsets_of(kind)) for kind in self._kinds)
 
     @cached_property
-    def _below_experts(self) -> tuple[Subset, ...]:
-        return tuple(self._subsets_of(BELOW_EXPERTS))
+    def _kinds(self) -> tuple[HalfKind, HalfKind, HalfKind]:
+        """The halves of a stage without experts: of an attention, an MLP, and its last MLP."""
+        attention, mlp = self.job.model.kind_sections(experts=False)
+        return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
+
+    @cached_property
+    def _mixed_subsets(self) -> tuple[tuple[Subset, ...], ...]:
+        """For the kinds of halves in layers of experts, as `Mixed` has them."""
+        attention, mixture = self.job.model.kind_sections(experts=True)
+        kinds = HalfKind(attention, before=mixture), HalfKind(mixture, before=attention), HalfKind(mixture, before=None)
+        return tuple(tuple(self._subsets_of(kind)) for kind in kinds)
 
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
-        for items in sensible_choices(kind.section, self.profile.half(kind.half).tensors, self.profile.shape.context):
-            if self.job.userbuffers and kind.section.column_parallel in items:
-                continue  # what owns a userbuffer does not run again
+        whole_inputs = self.job.userbuffers or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
+        stays = experts_stay(self.job, kind.section)
+        shape, tensors = self.profile.shape, self.profile.of(kind.section).tensors
+        sliced, te = shape.sequence_parallel, self.job.model.uses_te
+        for items in sensible_choices(kind.section, tensors, shape.context, sequence_parallel=sliced, te=te):
+            if stays and items:
+                continue
+            if whole_inputs and kind.section.gathered in items:
+                continue  # what owns a userbuffer does not run again, nor what nothing gathers the input for
             price = priced(self.profile, kind.section, items)
+            price = replace(price, memory=replace(price.memory, movable=0)) if stays else price
             host = half_host_s(self.profile, kind.section, items)
             yield Subset(kind, items, tuple(self._seats.backward(kind, items, price)), price, host)

@@ -148,8 +148,15 @@ class Mixed:
     """For every layer, from the first on, whether it has experts."""
     attention: Choices
     """For attention halves in layers of experts: the experts' backward comes before theirs, and has no windows."""
-    experts: Option
-    """For the other half of such a layer, of which everything is kept."""
+    experts: Choices
+    """For the other half of such a layer."""
+    last_experts: Choices
+    """For the same where it is the stage's last half."""
+
+    @property
+    def best_seated(self) -> Mixed:
+        """With every set of replayed items in the seat that hides most of it."""
+        return Mixed(self.layers, *(kind.best_seated for kind in (self.attention, self.experts, self.last_experts)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,7 @@ class StageProblem:
     @property
     def best_seated(self) -> StageProblem:
         """With every replay in the window of its backward that hides most of it: leaving a window empty saves no memory."""
-        mixed = None if self.mixed is None else replace(self.mixed, attention=self.mixed.attention.best_seated)
+        mixed = None if self.mixed is None else self.mixed.best_seated
         attention = self.attention.best_seated
         top = None if self.last_attention is None else Choices(map(self.at_top, attention))
         return replace(self, attention=attention, mlp=self.mlp.best_seated, mixed=mixed, last_attention=top)
@@ -198,8 +205,8 @@ class StageProblem:
         if self.mixed is None:
             return (self.attention, self.mlp) * (self.layers - 1) + (self.last_attention or self.attention, self.last_mlp)
         choices: list[Choices] = []
-        kept = Choices((self.mixed.experts,))
-        for number, experts in enumerate(self.mixed.layers, start=1):
-            own = self.last_mlp if number == self.layers else self.mlp
-            choices += (self.mixed.attention, kept) if experts else (self.attention, own)
+        mixed = self.mixed
+        for number, experts in enumerate(mixed.layers, start=1):
+            mlp, mixture = (self.mlp, mixed.experts) if number < self.layers else (self.last_mlp, mixed.last_experts)
+            choices += (mixed.attention, mixture) if experts else (self.attention, mlp)
         return tuple(choices)

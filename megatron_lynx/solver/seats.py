@@ -9,6 +9,8 @@
 [2] `anatomy.in_time` says when that window comes before anything of the half is needed. Each window is offered to one half, so
     this one to the half itself in Megatron's own layers, and to the half behind it in Transformer Engine's, where it is seldom in
     time.
+[3] Where experts are shared out over ranks, the all-to-all that brings gradients to them is offered to their own half, which
+    needs what it makes again right behind it, and the one that takes gradients back to the attention half below.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
@@ -23,9 +25,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Half, Pass, Section
+from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
-from megatron_lynx.anatomy.in_time import half_before, own_windows_in_time
+from megatron_lynx.anatomy.in_time import half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
 from megatron_lynx.cost.section import PricedSection, Stop
@@ -55,8 +57,8 @@ class HalfKind:
 
     @property
     def windows_before(self) -> bool:
-        """Whether the half before has windows. An opaque section has none."""
-        return self.before is not None and not self.before.opaque
+        """Whether the half before has windows. One of experts has none."""
+        return self.before is not None and self.before.has_windows
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Seats:
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay calls a GEMM whose input is gathered once."""
-        return self.job.parallel.sequence_parallel and kind.section.column_parallel in replay
+        return self.job.parallel.sequence_parallel and kind.section.gathered in replay
 
     def communicates(self, kind: HalfKind, replay: Collection[str]) -> bool:
         """Whether the replay makes a norm anew that reduces its amax."""
@@ -98,7 +100,7 @@ class Seats:
     def stops(self, kind: HalfKind, replay: Collection[str], price: PricedSection) -> dict[str, Stop]:
         """Where the replay is worth stopping. What runs before a gather runs with it; and a norm of Transformer Engine's would
         run again with its linear."""
-        column = kind.section.column_parallel
+        column = kind.section.gathered
         before_linear = column in replay and not self.job.model.uses_te and not self.job.parallel.sequence_parallel
         return {
             name: stop
@@ -107,13 +109,18 @@ class Seats:
         }
 
     def _waits(self, kind: HalfKind, replay: Collection[str]) -> list[Wait]:
-        """The windows that are offered to this half, in the order in which they come. [1] [2]"""
+        """The windows that are offered to this half, in the order in which they come. [1] [2] [3]"""
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
         before = self._windows[("bwd", *half_before(kind.half))] if kind.windows_before else []
-        if not sequence_parallel or (te and self._reaches_back):
-            return [wait for wait in before if wait[1] > 0]
-        in_time = own_windows_in_time(kind.section, replay, sequence_parallel=sequence_parallel, te=te)
-        return [wait for wait in before[-1:] + self._windows["bwd", kind.half, 0][:in_time] if wait[1] > 0]
+        if kind.before is not None and kind.before.exchanges:
+            before = self._exchanges[1:]
+        own: list[Wait] = []
+        if kind.section.exchanges:
+            own = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
+        if sequence_parallel and not (te and self._reaches_back):
+            in_time = own_windows_in_time(kind.section, replay, sequence_parallel=True, te=te) if kind.section.has_windows else 0
+            before, own = before[-1:], own + self._windows["bwd", kind.half, 0][:in_time]
+        return [wait for wait in before + own if wait[1] > 0]
 
     def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float]:
         """Behind which collective the input is gathered for a replay there, and for how long that delays it."""
@@ -150,6 +157,16 @@ class Seats:
         return self.job.model.experts is None
 
     @cached_property
+    def _exchanges(self) -> list[Wait]:
+        """The all-to-alls in a backward of experts: the first brings gradients to them, the others take theirs back."""
+        experts = self.job.model.experts
+        if experts is None or experts.whole or self.job.userbuffers:
+            return []
+        section = experts.section
+        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
+        return [(window_name("bwd", section.half, ordinal), seconds) for ordinal, seconds in enumerate(lengths_s)]
+
+    @cached_property
     def _windows(self) -> dict[tuple[Pass, Half, int], list[Wait]]:
         """All windows of a half in one pass, by how many layers it is above the half that is replayed. Where an input is gathered
         in a backward there is none for sure."""
@@ -158,8 +175,8 @@ class Seats:
                 (window_name(passing, half, ordinal, above), seconds)
                 for ordinal, (seconds, collective) in enumerate(
                     zip(
-                        window_lengths_s(self.profile, passing, DENSE[half], self.shape.gathered_bytes),
-                        DENSE[half].collectives(passing, self.job.parallel.sequence_parallel),
+                        window_lengths_s(self.profile, passing, self._halves[half], self.shape.gathered_bytes),
+                        self._halves[half].collectives(passing, self.job.parallel.sequence_parallel),
                         strict=False,
                     )
                 )
@@ -172,14 +189,18 @@ class Seats:
         """Exposed seconds of gathering a half's input behind another half's first collective."""
         key = half, behind, whole
         if key not in self._gathers_s:
-            section = None if behind is None else DENSE[behind]
-            lost_s = gather_once_s(self.profile, DENSE[half], section, self.shape.gathered_bytes, whole=whole)
+            section = None if behind is None else self._halves[behind]
+            lost_s = gather_once_s(self.profile, self._halves[half], section, self.shape.gathered_bytes, whole=whole)
             self._gathers_s[key] = lost_s
         return self._gathers_s[key]
 
     @cached_property
     def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], float]:
         return {}
+
+    @cached_property
+    def _halves(self) -> Mapping[Half, Section]:
+        return self.job.model.halves
 
     @cached_property
     def p2p_s(self) -> float:

@@ -43,7 +43,7 @@ class StageSeats:
         if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
             return
         steady: list[Placement] = []
-        if self._forwards:
+        if self._forwards and kind.section.has_windows:
             steady += self.seats.forward(kind.half, self.seats.stops(kind, replay, price), price.replay_s, backward)
         late = [*backward[:1]]
         if kind.last and self.received_s is not None:  # in cool-down the receive may hide more than a window of the backward

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_lynx.anatomy import DENSE, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import gather_once_s, message_bytes_of
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import gathers, priced
@@ -34,7 +34,7 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     """Every trade-off that no other one beats in both, from nothing replayed to most bytes saved."""
     both = [
         TradeOff(first.replay + second.replay, first.saved_bytes + second.saved_bytes, first.replay_s + second.replay_s)
-        for first, second in product(*(list(_trade_offs(profile, section)) for section in DENSE.values()))
+        for first, second in product(*(list(_trade_offs(profile, section)) for section in _sections(profile)))
     ]
     front: list[TradeOff] = []
     for one in sorted(both, key=lambda one: (one.replay_s, -one.saved_bytes, len(one.replay))):
@@ -43,9 +43,16 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
     return tuple(front)
 
 
+def _sections(profile: Profile) -> tuple[Section, ...]:
+    """What fills the halves of a layer: of one with experts, if there are any."""
+    attention, mlp = profile.shape.halves.values()
+    return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
+
+
 def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
-    costs = profile.half(section.half)
-    for replay in sensible_choices(section, costs.tensors, profile.shape.context):
+    costs = profile.of(section)
+    sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
+    for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
         gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

@@ -1,15 +1,21 @@
 """What the half of a layer with experts holds under a stock setting.
 
-input   norm   router   experts: rows on arrival, first GEMM's output, activation's output   shared   dropout
-        layernorm       moe_act: all behind the first GEMM's output                          shared_experts
-               └───────────────────────── moe ─────────────────────────────────────────────────┘
-mlp_norm                expert_fc1       moe_act                                   (offloaded)
+    norm ── shared experts        router  dispatch ── first GEMM ── activation ── second GEMM  combine
+    layernorm  shared_experts                                       moe_act
+               └────────────────────────────────── moe ──────────────────────────────────────┘
+    mlp_norm                                          expert_fc1    moe_act                          (offloaded)
+
+made inside a checkpoint, and read there alone     made again
+made by an item whose output is discarded          made again
+read by offloaded modules alone                    in host memory
 """
 
 from __future__ import annotations
 
-from megatron_lynx.profiler.expert_tensors import expert_width, routed_rows, saved_parts
+from megatron_lynx.profiler.expert_shape import experts_of
+from megatron_lynx.profiler.expert_tensors import expert_tensors
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.stock.dense_bytes import Treatment
 from megatron_lynx.stock.held import HalfBytes
 from megatron_lynx.stock.offload import offload_module
 from megatron_lynx.stock.recompute import recompute_module
@@ -18,28 +24,23 @@ from megatron_lynx.stock.setting import StockSetting
 
 def expert_half_bytes(shape: LayerShape, setting: StockSetting, least_bytes: int) -> HalfBytes:
     """`least_bytes`: of the smallest tensor that is offloaded."""
-    parts = _parts(shape)
-    again = {part for name in setting.recompute for part in recompute_module(name).expert_parts}
-    asked = {part for name in setting.offload for part in offload_module(name).expert_parts}
-    if "experts" in again:
-        again |= set(_inside_experts(shape))
-    away = [part for part in sorted(asked - again) if parts[part] >= least_bytes]
-    leaves = sum(parts[part] for part in away)
-    made_again = sum(parts[part] for part in parts if part in again)
-    return HalfBytes(sum(parts.values()) - made_again - leaves, made_again, leaves, leaves, 0)
+    own = expert_treatment(shape, setting)
+    tensors = [tensor for tensor in expert_tensors(shape) if tensor.saved_by]
+    kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
+    inputs = (own.section.norm,) if shape.input_bytes >= least_bytes else ()
+    large = [(tensor.bytes, tensor.saved_by) for tensor in kept if tensor.bytes >= least_bytes] + [(shape.input_bytes, inputs)]
+    leaves = sum(size for size, readers in large if readers and own.sends_away(readers))
+    kept_bytes = sum(tensor.bytes for tensor in kept)
+    return HalfBytes(
+        shape.input_bytes + kept_bytes - leaves, sum(tensor.bytes for tensor in tensors) - kept_bytes, leaves, leaves, 0
+    )
 
 
-def _parts(shape: LayerShape) -> dict[str, int]:
-    """The half's parts, the experts' in three and a rest."""
-    parts, inside = saved_parts(shape), _inside_experts(shape)
-    return {**parts, "experts": parts["experts"] - sum(inside.values()), **inside}
-
-
-def _inside_experts(shape: LayerShape) -> dict[str, int]:
-    """What one GEMM or the other keeps of the experts' rows. Behind the first GEMM's output, everything is the activation's."""
-    element_rows = routed_rows(shape) * shape.model.element_bytes
-    gated = shape.model.activation == "swiglu"
-    width = expert_width(shape)
-    made = element_rows * width * (2 if gated else 1)
-    behind = element_rows * width * ((4 if shape.eager else 1) if gated else 2)
-    return {"expert rows": element_rows * shape.model.hidden, "fc1 output": made, "behind fc1": behind}
+def expert_treatment(shape: LayerShape, setting: StockSetting) -> Treatment:
+    """What a setting's modules do to the items of the half."""
+    section = experts_of(shape).section
+    again, discarded = set[str](), set[str]()
+    for module in map(recompute_module, setting.recompute):
+        (discarded if module.discards_output else again).update(name for name in module.experts if name in section.names)
+    groups = (frozenset({item}) - again for item in (offload_module(name).experts for name in setting.offload) if item)
+    return Treatment(section, frozenset(again), frozenset(discarded), tuple(groups))

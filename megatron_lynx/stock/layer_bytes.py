@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_lynx.anatomy import sections_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.dense_bytes import dense_half_bytes
 from megatron_lynx.stock.expert_bytes import expert_half_bytes
@@ -23,9 +22,9 @@ def layer_bytes(shape: LayerShape, setting: StockSetting, experts: bool = False,
     least_bytes = least * shape.model.element_bytes
     return tuple(
         expert_half_bytes(shape, setting, least_bytes)
-        if section.opaque
+        if section.has_experts
         else dense_half_bytes(shape, setting, section, least_bytes)
-        for section in sections_of(experts=experts)
+        for section in shape.model.kind_sections(experts=experts)
     )
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import ATTENTION, MLP, Role, Section
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP, Role, Section
+from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION, EXPERTS_FC1
 
 LEAST_ELEMENTS = 1024 * 1024
 """Megatron's default of `min_offloaded_tensor_size`."""
@@ -29,8 +30,8 @@ class OffloadModule:
     section: Section
     role: Role | None = None
     """The item of the section whose saved tensors go. None: it is inside experts."""
-    expert_parts: tuple[str, ...] = ()
-    """What goes of the half of a layer with experts."""
+    experts: str | None = None
+    """The item of the half of a layer with experts whose saved tensors go."""
     since: str = "0.16"
 
 
@@ -39,9 +40,9 @@ OFFLOADED = (
     OffloadModule("qkv_linear", ATTENTION, "column_parallel"),
     OffloadModule("core_attn", ATTENTION, "core"),
     OffloadModule("attn_proj", ATTENTION, "row_parallel"),
-    OffloadModule("mlp_norm", MLP, "norm", expert_parts=("input",)),
-    OffloadModule("expert_fc1", MLP, expert_parts=("expert rows",)),
-    OffloadModule("moe_act", MLP, expert_parts=("fc1 output",)),
+    OffloadModule("mlp_norm", MLP, "norm", experts=EXPERTS.norm),
+    OffloadModule("expert_fc1", MLP, experts=EXPERTS_FC1),
+    OffloadModule("moe_act", MLP, experts=EXPERTS_ACTIVATION),
     OffloadModule("fused_group_mlp", MLP, since="0.19"),
 )
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy import ATTENTION, MLP, Role, Section
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
+from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
 """What a model must have for a module to do something, or to be legal at all."""
@@ -24,12 +25,12 @@ class RecomputeModule:
 
     name: str
     sections: tuple[Section, ...] = ()
-    """The sections of a dense layer of which it runs a part again."""
+    """The sections of which it runs a part again: those of these halves, as far as they have items of `roles`."""
     roles: tuple[Role, ...] = ()
     """Which items of these."""
     discards_output: bool = False
-    expert_parts: tuple[str, ...] = ()
-    """What it lets go in the half of a layer with experts (`profiler.expert_tensors.saved_parts`)."""
+    experts: tuple[str, ...] = ()
+    """What it runs again in the half of a layer with experts."""
     needs: Fact | None = None
     """Without it, Megatron refuses the word."""
     since: str = "0.15"
@@ -37,17 +38,25 @@ class RecomputeModule:
 
 RECOMPUTED = (
     RecomputeModule("core_attn", (ATTENTION,), ("core",)),
-    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, expert_parts=("norm",)),
+    RecomputeModule("layernorm", (ATTENTION, MLP), ("norm",), discards_output=True, experts=(EXPERTS.norm,)),
     RecomputeModule("mlp", (MLP,), ("column_parallel", "code", "row_parallel")),
-    RecomputeModule("moe", expert_parts=("router", "experts", "shared")),
-    RecomputeModule("moe_act", discards_output=True, expert_parts=("behind fc1",), needs="grouped_gemm"),
-    RecomputeModule("shared_experts", expert_parts=("shared",)),
-    RecomputeModule("mla_up_proj", discards_output=True, needs="latent"),
+    RecomputeModule("moe", experts=EXPERTS_WITH_SHARED.names[1:-1]),
+    RecomputeModule("moe_act", discards_output=True, experts=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
+    RecomputeModule("shared_experts", experts=SHARED_EXPERTS),
+    RecomputeModule(
+        "mla_up_proj", (LATENT[True, True],), ("up_projection", "query_projection", "code"), discards_output=True, needs="latent"
+    ),
     RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
 )
 
-INSIDE_EXPERTS = ("moe_act", "shared_experts")
-"""Modules that `moe` runs again anyway."""
+
+def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
+    """The items of a section that a module makes again. A word that only latent attention has says nothing of another."""
+    if section.half not in {each.half for each in module.sections} or section.has_experts:
+        return frozenset()
+    if module.needs == "latent" and section.column_parallel:
+        return frozenset()
+    return frozenset(item.name for item in section.items if item.role in module.roles)
 
 
 def recompute_module(name: str) -> RecomputeModule:

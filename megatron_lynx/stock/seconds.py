@@ -1,21 +1,19 @@
 """How long one micro-batch takes in a layer under a stock setting: each half forward, backward, and what runs again before it.
 
-What a checkpoint runs again waits for its collectives again. Of experts a profile knows one figure: their parts are taken from a
-dense layer's figures, by bytes or by width.
+What a checkpoint runs again waits for its collectives again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from megatron_lynx.anatomy import DENSE, MLP, Section, sections_of
-from megatron_lynx.anatomy.dense import ACTIVATION
+from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy.experts import DISPATCH, SHARED_FC1
 from megatron_lynx.cost.communication import window_lengths_s
-from megatron_lynx.profiler.expert_tensors import expert_width, routed_rows
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.dense_bytes import treatment
+from megatron_lynx.stock.expert_bytes import expert_treatment
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -44,8 +42,8 @@ LayerSeconds = tuple[HalfSeconds, ...]
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, experts: bool = False) -> LayerSeconds:
     """A layer whose modules are recomputed."""
     return tuple(
-        _expert_half(shape, profile, setting) if section.opaque else _dense_half(shape, profile, setting, section)
-        for section in sections_of(experts=experts)
+        _expert_half(shape, profile, setting) if section.has_experts else _dense_half(shape, profile, setting, section)
+        for section in shape.model.kind_sections(experts=experts)
     )
 
 
@@ -65,35 +63,9 @@ def _dense_half(shape: LayerShape, profile: Profile, setting: StockSetting, sect
 
 
 def _expert_half(shape: LayerShape, profile: Profile, setting: StockSetting) -> HalfSeconds:
+    """What is run again with `moe` exchanges its rows again, and with shared experts waits for their collectives."""
     assert profile.experts is not None, "a profile of such a layer has its figures"
-    norm_s = profile.half(MLP.half).items[MLP.norm].forward_s
-    forward_s = profile.experts.forward_s
-    parts_s = {
-        "layernorm": norm_s,
-        "moe": forward_s - norm_s,
-        "moe_act": _activation_s(shape, profile),
-        "shared_experts": _shared_s(shape, profile),
-    }
-    again_s = sum(parts_s[name] for name in _outermost(setting.recompute) if name in parts_s)
-    return HalfSeconds(forward_s, profile.experts.backward_s, again_s)
-
-
-def _outermost(modules: Collection[str]) -> Collection[str]:
-    """`moe` runs the others inside it."""
-    return [name for name in modules if name in ("moe", "layernorm")] if "moe" in modules else modules
-
-
-def _activation_s(shape: LayerShape, profile: Profile) -> float:
-    """As long as a dense layer's for as many elements."""
-    elements = routed_rows(shape) * expert_width(shape)
-    return profile.half(MLP.half).items[ACTIVATION].forward_s * elements / (shape.tokens * shape.ffn)
-
-
-def _shared_s(shape: LayerShape, profile: Profile) -> float:
-    """As long as a dense layer's MLP of their width, collectives included."""
-    if shape.model.experts is None or not shape.model.experts.shared_ffn:
-        return 0.0
-    items = profile.half(MLP.half).items
-    inside_s = sum(items[name].forward_s for name in (MLP.column_parallel, *MLP.inner))
-    waits_s = sum(window_lengths_s(profile, "fwd", DENSE[MLP.half], shape.gathered_bytes))
-    return waits_s + inside_s * shape.model.experts.shared_ffn / shape.model.ffn
+    own, half = expert_treatment(shape, setting), profile.experts
+    again_s = sum(half.items[name].forward_s for name in own.runs)
+    again_s += 2 * (half.exchange_s + half.cut_s) * (DISPATCH in own.runs) + 2 * half.collective_s * (SHARED_FC1 in own.runs)
+    return HalfSeconds(half.forward_s, half.backward_s, again_s)

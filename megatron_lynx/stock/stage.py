@@ -105,12 +105,13 @@ class StockStage:
         first = embedding_of(profile, message_bytes) if (self.stage, chunk) == (0, 0) else NO_BLOCK
         ends = (self.job.parallel.pipeline - 1, self.job.chunks - 1)
         last = head_of(profile, message_bytes) if (self.stage, chunk) == ends else NO_BLOCK
-        layers = [self._timed_layer(profile, layer) for layer in self.chunks[chunk]]
-        return with_ends(layers, first, last)
+        shape, layers = LayerShape.of(self.job), self.chunks[chunk]
+        known = {kind: layer_seconds(shape, profile, self.setting, kind) for kind in {layer.experts for layer in layers}}
+        return with_ends([self._timed_layer(profile, layer, known[layer.experts]) for layer in layers], first, last)
 
-    def _timed_layer(self, profile: Profile, layer: StockLayer) -> CopiedLayer:
-        seconds = self._seconds(profile, layer)
-        (attention, mlp), copied = seconds, layer.copied
+    def _timed_layer(self, profile: Profile, layer: StockLayer, seconds: LayerSeconds) -> CopiedLayer:
+        """`seconds`: of such a layer whose modules are recomputed."""
+        (attention, mlp), copied = recomputed_whole(seconds) if layer.whole else seconds, layer.copied
         again_s = mlp.again_s + (attention.again_s + self._both_ways_s(profile, layer) if layer.whole else 0.0)
         rest_s = attention.backward_s + (0.0 if layer.whole else attention.again_s)
         copy_s = profile.link_s("host", copied) if copied else 0.0
@@ -124,10 +125,6 @@ class StockStage:
         modules = StockSetting(offload=self.setting.offload)
         halves = layer_bytes(LayerShape.of(self.job), modules, layer.experts)
         return 2 * profile.link_s("host", sum(half.copied for half in halves))
-
-    def _seconds(self, profile: Profile, layer: StockLayer) -> LayerSeconds:
-        seconds = layer_seconds(LayerShape.of(self.job), profile, self.setting, layer.experts)
-        return recomputed_whole(seconds) if layer.whole else seconds
 
 
 def with_ends(layers: Sequence[CopiedLayer], first: BlockProfile, last: BlockProfile) -> list[CopiedLayer]:

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_lynx.config import Cluster, Model
 from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.cost.expert_parameters import expert_matrices
+from megatron_lynx.cost.parameters import attention_matrices
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -28,7 +30,11 @@ BILLION_PARAMETERS = {
     "llama2-70b": 69,
     "llama3-8b": 8,
     "llama3-70b": 70.6,
+    "llama3-405b": 405,
     "mixtral-8x7b": 46.7,
+    "qwen3-30b-a3b": 30.5,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
 }
 
 
@@ -41,10 +47,13 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
     model = loaded_model(path)
     if path.stem.startswith("tiny"):
         return
-    experts = 1 if model.experts is None else model.experts.count  # as wide as an MLP, in the models that are here
-    layer = model.hidden * (model.qkv_width + model.hidden + experts * (model.fc1_width + model.ffn))
+    attention = attention_matrices(model)
+    mlp = model.hidden * (model.fc1_width + model.ffn)
+    layers = model.layers * attention + (model.layers - len(model.expert_layers)) * mlp
+    if model.experts is not None:
+        layers += len(model.expert_layers) * (model.experts.count * expert_matrices(model) + model.hidden * model.experts.count)
     embeddings = model.vocab * model.hidden * (1 if model.tied_embeddings else 2)
-    found = (model.layers * layer + embeddings) / 1e9
+    found = (layers + embeddings) / 1e9
     assert found == pytest.approx(BILLION_PARAMETERS[path.stem], rel=0.035)
 
 

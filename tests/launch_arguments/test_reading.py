@@ -157,7 +157,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         (f"--num-experts 8 --moe-layer-freq {'[1]+' * 5000}[1]", "characters (at most 10000)"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
-        ("--multi-latent-attention", "multi-latent"),
+        ("--multi-latent-attention", "--no-rope-fusion: found not given, needed given"),
+        ("--multi-latent-attention --no-rope-fusion --group-query-attention --num-query-groups 2", "keys for every head"),
+        ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
+        ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
         (
             "--fp8-format hybrid --fp8-recipe mxfp8",
@@ -230,6 +233,20 @@ def test_what_experts_may_have_beside_them() -> None:
     without = read(f"{SMALL} --moe-mlp-glu-interleave-size 32")
     assert (without.problems, without.priced_as) == ((), ())
     assert "--moe-mlp-glu-interleave-size" in without.no_matter["a feature that is not switched on"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "whole"),
+    [
+        ("--moe-grouped-gemm", False),
+        ("--moe-shared-expert-overlap", True),
+        ("--moe-use-legacy-grouped-gemm", True),
+        ("--moe-grouped-gemm --transformer-impl local", True),
+    ],
+)
+def test_experts_that_cannot_be_looked_into_are_kept_whole(flags: str, whole: bool) -> None:
+    reading = read(f"{SMALL} --num-experts 8 {flags}")
+    assert [fact.value for fact in reading.facts if fact.place == "model.experts.whole"] == [True] * whole
 
 
 def test_a_flag_of_experts_that_nobody_has_judged_is_not_ignored() -> None:
@@ -381,6 +398,8 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
 def test_fusions_that_are_switched_off(flags: str, fusions: list[str] | None) -> None:
     """A profile is measured with the others."""
     assert facts(f"{SMALL} {flags}").get("model.fusions") == fusions
+    if fusions is not None:  # a job is made of it, too
+        assert job_of(read_launch(f"{SMALL} {flags}".split(), gpus=1), "a100-80g").model.fusions == tuple(fusions)
 
 
 def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:

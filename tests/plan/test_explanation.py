@@ -6,6 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
+from megatron_lynx.config import Experts
 from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
@@ -33,3 +34,17 @@ def test_a_chunk_of_its_own_has_its_own() -> None:
     assert "stage 1, chunk 0: layers 2" in text
     assert "stage 1, chunk 1: layers 4" in text
     assert text.count("to the host: 1.00 MiB of every micro-batch") == 1
+
+
+def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_not_fit() -> None:
+    experts = Experts(count=4, per_token=2, ffn=64)
+    plan = uniform_plan(tiny_job("llama", pipeline=2, layers=4, microbatches=4, experts=experts))
+    assert "balanced share" not in shown(plan)
+    loads = {0: None, 1: 1.43}
+    stages = (
+        stage.model_copy(update={"predicted": stage.predicted.model_copy(update={"moe_load": loads[stage.stage]})})
+        for stage in plan.stages
+    )
+    text = shown(plan.model_copy(update={"stages": tuple(stages)}))
+    said = "at most 1.43 times a balanced share for the experts of one rank (stage 1): the plan is made for 1, and twice that"
+    assert said in text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megatron_lynx.anatomy import Half
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkKind, LinkPoint
 
@@ -84,8 +85,9 @@ def measure_sleeping(rank: int, longer: float) -> float:
     return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
 
 
-def bytes_saved_by_experts(rank: int, job: Job) -> int:
-    """What the MLP half of a model's first layer saves in one forward: its input, and every block that is no parameter."""
+def bytes_saved_by_items(rank: int, job: Job) -> dict[str, int]:
+    """What the items of a mixture of experts save in one forward: the input, and every block that is no parameter, by the item
+    that saves it first."""
     import torch
 
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
@@ -98,14 +100,46 @@ def bytes_saved_by_experts(rank: int, job: Job) -> int:
     rows = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
     hidden = torch.randn(rows, job.batch.micro, job.model.hidden, dtype=DTYPES[job.model.dtype]).requires_grad_()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
-    held: dict[int, torch.UntypedStorage] = {}
+    held = {hidden.untyped_storage().data_ptr(): ("input", hidden.untyped_storage())}
+    running = [""]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage
+            held.setdefault(storage.data_ptr(), (running[0], storage))
         return tensor
 
+    _tell_items(layer, job.model.kind_sections(experts=True)[1], running)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer._forward_mlp(hidden)
-    return sum(storage.nbytes() for storage in held.values())
+    saved: dict[str, int] = {}
+    for item, storage in held.values():
+        saved[item] = saved.get(item, 0) + storage.nbytes()
+    return saved
+
+
+def _tell_items(layer: Any, section: Section, running: list[str]) -> None:
+    """From now on `running` says which item of the section runs."""
+
+    def told(item: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            running[0] = item
+            outputs = method(*args, **named)
+            running[0] = section.code_behind.get(item, item)
+            return outputs
+
+        return call
+
+    for item in section.sites:
+        for module in _modules(layer, item.path.split(".")):
+            for method in item.methods:
+                setattr(module, method, told(item.name, getattr(module, method)))
+
+
+def _modules(module: Any, path: Sequence[str]) -> list[Any]:
+    """What is at a path of a layer; `*` stands for each of several experts."""
+    if not path:
+        return [module]
+    if path[0] != "*":
+        return _modules(getattr(module, path[0]), path[1:])
+    return [found for expert in getattr(module, "local_experts", [module]) for found in _modules(expert, path[1:])]

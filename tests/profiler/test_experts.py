@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.expert_seconds import all_to_all_s
-from megatron_lynx.profiler.expert_tensors import routed_rows, saved_bytes, saved_parts
+from megatron_lynx.profiler.expert_shape import routed_rows
+from megatron_lynx.profiler.expert_tensors import saved_parts
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import FP32_BYTES
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
-from tests.profiler.on_ranks import bytes_saved_by_experts
+from tests.profiler.on_ranks import bytes_saved_by_items
 
 
 def mixtral(cluster: str = "h800-80g", **layout: object) -> Job:
     parallel = {"tensor": 1, "pipeline": 4, "expert": 8, "distributed_optimizer": True, **layout}
     return catalogued_job("mixtral-8x7b", cluster, gpus=64, parallel=parallel, policy="none")
+
+
+def with_load(job: Job, load: float) -> Job:
+    experts = job.model.experts.model_copy(update={"load": load})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
 
 
 def test_what_experts_of_a_fused_layer_save() -> None:
@@ -29,11 +37,14 @@ def test_what_experts_of_a_fused_layer_save() -> None:
     assert routed_rows(shape) == rows
     assert saved_parts(shape) == {
         "input": 2 * tokens * hidden,
-        "norm": 2 * tokens * hidden + 2 * tokens,
-        "router": tokens * (2 * (3 * 8 + 4) + 8 * (4 + 1 + 2)),
-        "experts": 2 * rows * (hidden + 1 + 3 * ffn),
-        "shared": 0,
-        "dropout": 0,
+        "pre_mlp_layernorm": 2 * tokens,
+        "router": 2 * tokens * hidden + tokens * (2 * (2 * 8 + 4) + 8 * 4),
+        "dispatch": tokens * (2 * 8 + 8 * (1 + 2)),
+        "experts_fc1": 2 * rows * hidden,
+        "experts_activation": 2 * rows * (2 * ffn + 1),
+        "experts_fc2": 2 * rows * ffn,
+        "combine": 0,
+        "mlp_bda": 0,
     }
 
 
@@ -41,14 +52,39 @@ def test_tensor_ranks_hand_out_their_own_tokens_and_cut_experts_work_on_all_of_t
     whole, cut = (LayerShape.of(mixtral(tensor=2, sequence_parallel=True, expert_tensor=size, expert=4)) for size in (1, 2))
     assert routed_rows(whole) == 4096
     assert routed_rows(cut) == 2 * routed_rows(whole)
-    between = 2 * 8192 * 3 * 14336 // 2
-    assert saved_parts(cut)["experts"] == between + 2 * 8192 * (4096 + 1)
+    parts = saved_parts(cut)
+    assert parts["experts_fc1"] == 2 * 8192 * 4096
+    assert parts["experts_activation"] + parts["experts_fc2"] == 2 * 8192 * (3 * 14336 // 2 + 1)
 
 
 def test_shared_experts_are_an_mlp_of_their_width() -> None:
     job = mixtral()
     model = job.model.model_copy(update={"experts": job.model.experts.model_copy(update={"shared_ffn": 1024})})
-    assert saved_parts(LayerShape.of(job.model_copy(update={"model": model})))["shared"] == 2 * 4096 * 4 * 1024
+    parts = saved_parts(LayerShape.of(job.model_copy(update={"model": model})))
+    assert parts["shared_fc1"] == 2 * 4096 * 4096, "the norm's output"
+    assert parts["router"] == saved_parts(LayerShape.of(job))["router"] - 2 * 4096 * 4096
+    assert parts["shared_activation"] + parts["shared_fc2"] == 2 * 4096 * 4 * 1024
+
+
+def test_what_experts_save_and_how_long_they_take_grows_with_the_load() -> None:
+    """Of one rank of eight, which gets half as many rows again; what its own tokens leave behind stays as it is."""
+    job = mixtral()
+    loaded = with_load(job, 1.5)
+    balanced, more = (saved_parts(LayerShape.of(each)) for each in (job, loaded))
+    rows = ("experts_fc1", "experts_activation", "experts_fc2")
+    assert {name: 1.5 * balanced[name] if name in rows else balanced[name] for name in balanced} == more
+    halves = [analytic_profile(each).experts for each in (job, loaded)]
+    assert halves[1].items["experts_fc1"].forward_s == pytest.approx(1.5 * halves[0].items["experts_fc1"].forward_s, rel=0.01)
+    assert halves[1].exchange_s == pytest.approx(1.5 * halves[0].exchange_s, rel=0.1)
+    assert halves[1].items["router"] == halves[0].items["router"]
+    assert (job.digest, analytic_profile(job).digest) != (loaded.digest, analytic_profile(loaded).digest)
+
+
+def test_a_load_is_at_most_that_of_every_token_on_one_rank() -> None:
+    """8 ranks, an expert each: of a token's two experts one may be there."""
+    Job.model_validate(with_load(mixtral(), 4.0).model_dump(by_alias=True))
+    with pytest.raises(ValidationError, match=r"model.experts.load .4.5. must be at most 4 with parallel.expert 8"):
+        Job.model_validate(with_load(mixtral(), 4.5).model_dump(by_alias=True))
 
 
 def test_an_exchange_goes_over_nvlink_within_a_node_and_over_nics_between_nodes() -> None:
@@ -94,6 +130,12 @@ def test_few_rows_for_each_of_many_experts_take_longer_than_as_many_for_one() ->
     assert few.forward_s > 1.01 * (many.forward_s - many.communication_s / 2)
 
 
+def test_a_half_is_the_sum_of_its_items_and_of_two_exchanges_a_pass() -> None:
+    half = analytic_profile(mixtral()).experts
+    assert half.forward_s == pytest.approx(sum(item.forward_s for item in half.items.values()) + 2 * half.exchange_s)
+    assert half.items["experts_fc1"].flops == 2 * half.items["experts_fc2"].flops == 2 * 8192 * 4096 * 2 * 14336
+
+
 EIGHT = Experts(count=8, per_token=2, ffn=96)
 
 
@@ -107,7 +149,11 @@ EIGHT = Experts(count=8, per_token=2, ffn=96)
     ],
     ids=["one rank", "GELU and dropout", "shared out, with shared ones", "cut"],
 )
-def test_megatrons_own_layers_save_what_their_shape_says(pool_of: Callable[[int], RankPool], job: Job) -> None:
+def test_every_item_of_megatrons_own_layers_saves_what_its_shape_says(pool_of: Callable[[int], RankPool], job: Job) -> None:
     """`SequentialMLP` behind the all-to-all dispatcher, eager. Over all ranks together no load is out of balance."""
-    saved = sum(pool_of(job.gpus).run(bytes_saved_by_experts, job))
-    assert saved == pytest.approx(job.gpus * saved_bytes(LayerShape.of(job)), rel=1e-3)
+    ranks = pool_of(job.gpus).run(bytes_saved_by_items, job)
+    saved = {item: sum(each.get(item, 0) for each in ranks) for item in ("input", *job.model.experts.section.names)}
+    parts = {item: job.gpus * size for item, size in saved_parts(LayerShape.of(job)).items()}
+    counted_bytes = job.gpus * (2 * EIGHT.count + 1) * FP32_BYTES  # of each expert, for the auxiliary loss: not priced
+    assert 0 <= saved.pop("router") - parts.pop("router") <= counted_bytes
+    assert saved == parts

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.config import Job
 from megatron_lynx.cost.stage import stage_seconds
 from megatron_lynx.errors import Infeasible
@@ -63,7 +64,7 @@ def test_answers_keep_the_budget_and_more_of_it_never_costs_time(problem: StageP
     answers = [mixed.solve(each) for each in budgeted]
     for each, answer in zip(budgeted, answers, strict=True):
         assert answer.peak_bytes <= (each.budget_bytes or 0)
-        assert [layer.mlp.replay == () for layer in answer.layers][::2] == [True, True], "experts are kept"
+        assert {item for layer in answer.layers[::2] for item in layer.mlp.replay} <= set(EXPERTS.replayable)
     exposed = [answer.exposed_s for answer in answers]
     assert exposed == sorted(exposed, reverse=True)
     assert exposed[0] > exposed[-1] == 0
@@ -75,7 +76,7 @@ def test_as_good_as_the_best_of_everything_alike(problem: StageProblem) -> None:
     tight = with_budget(problem, 0.3)
     kinds = list({id(choices): choices for choices in tight.halves}.values())
     best = float("inf")
-    for picked in product(*(kind.unbeaten[:6] for kind in kinds)):
+    for picked in product(*(kind.unbeaten[:3] for kind in kinds)):
         of_kind = {id(kind): option for kind, option in zip(kinds, picked, strict=True)}
         layers = tuple(LayerChoice(of_kind[id(first)], of_kind[id(second)]) for first, second in pairs(tight))
         answer = Solved(layers, tight.in_flight)
@@ -85,16 +86,17 @@ def test_as_good_as_the_best_of_everything_alike(problem: StageProblem) -> None:
 
 
 @pytest.mark.parametrize("layers", ["all", 2, ("3-8",)])
-def test_a_plan_keeps_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
-    job = job_of(layers, budget={"memory_gib": 37.5})
+def test_a_plan_replays_inside_experts_and_holds_no_more_than_was_solved_for(layers: object) -> None:
+    job = job_of(layers, budget={"memory_gib": 30})
     profile = analytic_profile(job)
     decision = decide(job, profile)
     plan = Plan.model_validate(decision.plan.model_dump())
     replays = {layer: stage.rule_for(layer) for stage in plan.stages for layer in stage.layers}
-    assert not any(replays[layer].replays("mlp") for layer in job.model.expert_layers)
-    assert any(rule.replays("attention") for rule in replays.values())
+    inside = {item for layer in job.model.expert_layers for item in replays[layer].replays("mlp")}
+    assert "experts_activation" in inside
+    assert inside <= set(EXPERTS.replayable)
     assert all(memory.total <= (job.memory_budget_bytes or 0) for memory in decision.memory)
-    replaying = decide(job_of(layers, budget={"memory_gib": 37.5}, overlap={"weight_gradients": "none"}), profile)
+    replaying = decide(job_of(layers, budget={"memory_gib": 30}, overlap={"weight_gradients": "none"}), profile)
     for answer in replaying.stages:
         assert replaying.simulation.memory(answer.stage).peak_bytes <= answer.peak_bytes
     stock_s = sum(stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes).both_s for stage in range(2))

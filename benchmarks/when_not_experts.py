@@ -1,0 +1,195 @@
+"""What a plan gains over stock's recomputed modules where layers have experts, at the same bytes.
+
+    python -m benchmarks.when_not_experts             the second table of docs/when_not.md; a test holds a row current
+    python -m benchmarks.when_not_experts --json      the rows with their seconds, for programs
+
+Nothing runs, as in `benchmarks.when_not`. Each row is given what the fullest device holds where stock recomputes the modules that
+cost least: `layernorm` and `moe_act`, and `shared_experts` where there are any.
+
+    stock's best    of all that releases 0.16 to 0.19 offer within these bytes: module sets, blocks of layers, offloading
+    ours            the fastest plan within these bytes, which offloads nothing
+    as fast         the least bytes with which a plan is no slower than stock's best
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.when_not import replayed_s
+from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.planner import Decision, decide, least_memory
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.stock import NONE, StockSetting, best_rival, priced
+from megatron_lynx.units import GIB
+from megatron_lynx.yaml_file import read_yaml
+
+REFERENCE: dict[str, Any] = {
+    "tensor": 1,
+    "pipeline": 2,
+    "expert": 8,
+    "microbatches": 16,
+    "micro": 2,
+    "seq": 4096,
+    "gpus": 16,
+}
+"""The layout that rows are variations of."""
+
+QWEN3, MIXTRAL = "qwen3-30b-a3b", "mixtral-8x7b"
+
+CASES: tuple[tuple[str, Mapping[str, Any]], ...] = tuple(
+    (f"{what}, {cluster.split('-')[0].upper()}", {**change, "cluster": cluster})
+    for what, change in (
+        ("Qwen3 30B-A3B, p=2, experts in a node", {"model": QWEN3}),
+        ("Qwen3 30B-A3B, p=1, experts over two nodes", {"model": QWEN3, "pipeline": 1, "expert": 16, "micro": 1}),
+        ("Mixtral 8x7B, p=4, experts in a node", {"model": MIXTRAL, "pipeline": 4, "gpus": 64}),
+        ("Mixtral 8x7B, t=2, p=4, experts in a node", {"model": MIXTRAL, "tensor": 2, "pipeline": 4, "gpus": 64}),
+    )
+    for cluster in ("h100-80g", "h800-80g")
+)
+"""What is changed, in words and for the job."""
+
+STEPS = 6
+"""How often the room between the least memory and a row's budget is halved."""
+
+NO_SLOWER = 1.001
+"""A plan within a thousandth of stock's step is no slower."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one step of each setting, and bytes of the fullest device."""
+
+    what: str
+    none_s: float
+    none_bytes: int
+    modules_s: float
+    """Stock with the row's modules recomputed."""
+    budget_bytes: int
+    """What that holds."""
+    best_stock_s: float
+    best_stock: str
+    ours_s: float
+    hidden: float
+    """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
+    as_fast_bytes: int
+    """The least that a plan holds which is no slower than stock's best."""
+    states_bytes: int
+    """What there is of parameters, gradients and optimizer states, which no setting changes."""
+
+    @property
+    def gain(self) -> float:
+        """How much faster ours is than stock's best."""
+        return self.best_stock_s / self.ours_s - 1
+
+    @property
+    def less(self) -> float:
+        """How much less than stock's best ours holds where it is as fast, as a share of what is no state."""
+        return 1 - (self.as_fast_bytes - self.states_bytes) / (self.budget_bytes - self.states_bytes)
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "gain": self.gain, "less": self.less}
+
+
+def job_of(change: Mapping[str, Any]) -> Job:
+    """The reference layout with something changed."""
+    asked = {**REFERENCE, **change}
+    model, tensor = read_yaml(bundled_configs() / f"models/{asked['model']}.yaml"), asked["tensor"]
+    replicas = asked["gpus"] // (tensor * asked["pipeline"])
+    layout = {"tensor": tensor, "pipeline": asked["pipeline"], "expert": asked["expert"], "sequence_parallel": tensor > 1}
+    return Job.model_validate(
+        {
+            "model": model | {"seq": asked["seq"], "implementation": "transformer_engine"},
+            "cluster": {**cluster_data(bundled_configs() / f"clusters/{asked['cluster']}.yaml"), "host_time": None},
+            "gpus": asked["gpus"],
+            "parallel": layout | {"expert_tensor": 1, "distributed_optimizer": True},
+            "batch": {"micro": asked["micro"], "global": replicas * asked["micro"] * asked["microbatches"]},
+        }
+    )
+
+
+def rows(cases: Iterable[tuple[str, Mapping[str, Any]]] = CASES) -> Iterator[Row]:
+    for what, change in cases:
+        yield row(what, job_of(change))
+
+
+def row(what: str, job: Job) -> Row:
+    profile = analytic_profile(job)
+    none, modules = (priced(job, profile, setting) for setting in (NONE, cheapest(job)))
+    budget_bytes = modules.most_bytes
+    best = best_rival(job, profile, budget_bytes)
+    assert best is not None, "the row's own modules fit"
+    ours = decide(within(job, budget_bytes), profile)
+    hidden_s, exposed_s = (sum(seconds) for seconds in zip(*map_stages(ours), strict=True))
+    states = max(modules.stages, key=lambda stage: stage.total).always
+    return Row(
+        what,
+        none.step_s,
+        none.most_bytes,
+        modules.step_s,
+        budget_bytes,
+        best.step_s,
+        best.setting.name,
+        ours.simulation.step_s,
+        hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0,
+        as_fast_bytes(job, profile, best.step_s, budget_bytes),
+        states,
+    )
+
+
+def cheapest(job: Job) -> StockSetting:
+    """The modules whose recomputation costs stock least."""
+    return StockSetting(recompute=("layernorm", "moe_act", *(("shared_experts",) if job.model.shared_experts else ())))
+
+
+def within(job: Job, budget_bytes: int) -> Job:
+    """The job on devices of which so much may be used."""
+    return job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB)})
+
+
+def as_fast_bytes(job: Job, profile: Profile, step_s: float, budget_bytes: int) -> int:
+    """The least that the fullest device holds under a plan that takes no longer, found by halving; at most the budget."""
+    fits, least = budget_bytes, budget_bytes
+    too_little = max(memory.total for memory in least_memory(job, profile))
+    for _ in range(STEPS):
+        middle = (fits + too_little) // 2
+        decision = decide(within(job, middle), profile)
+        if decision.simulation.step_s <= NO_SLOWER * step_s:
+            fits, least = middle, max(memory.total for memory in decision.memory)
+        else:
+            too_little = middle
+    return least
+
+
+def map_stages(decision: Decision) -> list[tuple[float, float]]:
+    """Seconds of every stage's replays in one step: hidden, exposed."""
+    return [replayed_s(decision, stage) for stage in range(decision.job.parallel.pipeline)]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown. Steps are ratios to stock none."""
+    lines = [
+        "| layout | none holds | budget | its modules | best stock: which | ours | hidden | gain | as fast | less |",
+        "|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+        *map(line, rows),
+    ]
+    return "\n".join(lines)
+
+
+def line(row: Row) -> str:
+    """One row of the table."""
+    sizes = [f"{size / GIB:.1f} GiB" for size in (row.none_bytes, row.budget_bytes)]
+    modules, best, ours = (f"{seconds / row.none_s:.3f}" for seconds in (row.modules_s, row.best_stock_s, row.ours_s))
+    shares = [f"{row.hidden:.0%}", f"{row.gain:.1%}", f"{row.as_fast_bytes / GIB:.1f} GiB", f"{row.less:.0%}"]
+    return f"| {' | '.join([row.what, *sizes, modules, f'{best}: {row.best_stock}', ours, *shares])} |"
+
+
+if __name__ == "__main__":
+    found = list(rows())
+    print(json.dumps([each.as_json for each in found], indent=1) if "--json" in sys.argv else table(found))

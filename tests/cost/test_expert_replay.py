@@ -1,0 +1,79 @@
+"""Sizes of replays inside experts by hand for Mixtral; their FLOPs against the real runtime and the real megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megatron_lynx.anatomy import EXPERTS, EXPERTS_WITH_SHARED, ITEMS, Section
+from megatron_lynx.config import Experts, Job
+from megatron_lynx.cost.layer import replayed_flops
+from megatron_lynx.cost.replay import replay_of, sensible_choices
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.expert_tensors import expert_tensors
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.cost.on_ranks import count
+from tests.profiler.test_experts import mixtral
+
+LAYERS = 8
+Replay = tuple[str, ...]
+
+
+def test_what_a_replay_lets_go_of_in_mixtral() -> None:
+    """8192 rows of 4096 columns on arrival, 2 x 14336 between the GEMMs, 14336 behind the activation; 4096 own tokens."""
+    shape = LayerShape.of(mixtral())
+    row, own = 2 * 8192, 2 * 4096
+
+    def let_go(*replay: str) -> int:
+        tensors = expert_tensors(shape)
+        return replay_of(EXPERTS, tensors, ()).stays_bytes - replay_of(EXPERTS, tensors, replay).stays_bytes
+
+    norm, activation, fc1 = own * 4096 + own, row * 14336, row * 2 * 14336
+    assert let_go("pre_mlp_layernorm") == norm
+    assert let_go("experts_activation") == activation, "what comes out of the first GEMM is remembered"
+    assert let_go("experts_fc1") == 0, "kept code behind it reads what it makes"
+    assert let_go("experts_fc1", "experts_activation") == fc1 + activation
+    assert let_go("pre_mlp_layernorm", "experts_fc1", "experts_activation") == norm + fc1 + activation
+
+
+def test_shared_experts_run_on_the_way_to_the_others() -> None:
+    """A replay takes the half's code from its beginning, and what no kept site returns runs again."""
+    job = tiny_job("llama", experts=Experts(count=8, per_token=2, ffn=96, shared_ffn=48))
+    tensors = expert_tensors(LayerShape.of(job))
+    assert replay_of(EXPERTS_WITH_SHARED, tensors, ("experts_activation",)).runs == ("shared_activation", "experts_activation")
+    choices = list(sensible_choices(EXPERTS_WITH_SHARED, tensors))
+    assert ("shared_activation", "experts_activation") in choices
+    assert not [chosen for chosen in choices if "experts_activation" in chosen and "shared_activation" not in chosen]
+    assert max(choices, key=len) == ("pre_mlp_layernorm", "shared_fc1", "shared_activation", "experts_fc1", "experts_activation")
+
+
+def plan_of(job: Job, section: Section, layers: Sequence[Replay]) -> Plan:
+    """Attention halves are kept."""
+    data = uniform_plan(job).model_dump(exclude={"stages"})
+    attention = tuple(item for item in ITEMS if item not in section.names and not item.startswith(("linear_fc", "activation")))
+    rules = [
+        {"layers": number, "replay": replay, "keep": (*attention, *(item for item in section.names if item not in replay))}
+        for number, replay in enumerate(layers, start=1)
+    ]
+    stage = {"stage": 0, "layers": f"1-{len(layers)}", "ahead_depth": 0, "rules": tuple(rules)}
+    return Plan.model_validate({**data, "stages": (stage,)})
+
+
+@pytest.mark.parametrize(("like", "section", "shared_ffn"), [("gpt", EXPERTS, 0), ("llama", EXPERTS_WITH_SHARED, 48)])
+def test_real_replays_inside_experts_compute_what_is_predicted(
+    pool_of: Callable[[int], RankPool], like: str, section: Section, shared_ffn: int
+) -> None:
+    """Every set of items that is ever planned; layers of GELU and dropout, and of SwiGLU with shared experts."""
+    experts = Experts(count=4, per_token=2, ffn=48, shared_ffn=shared_ffn)
+    job = tiny_job(like, microbatches=1, layers=LAYERS, seq=64, micro=1, bias=False, experts=experts)
+    shape = LayerShape(job.model, job.parallel, 1)
+    tensors = expert_tensors(shape)
+    sets = list(sensible_choices(section, tensors))
+    planned = [(sets[first:] + sets)[:LAYERS] for first in range(0, len(sets), LAYERS)]
+    stock, *found = pool_of(1).run(count, job, [None, *(plan_of(job, section, layers) for layers in planned)])[0]
+    for layers, counted in zip(planned, found, strict=True):
+        assert counted.flops - stock.flops == sum(replayed_flops(shape, replay, experts=True) for replay in layers)

@@ -1,0 +1,96 @@
+"""Exchanges of tokens as windows: offered to the experts' own half and to the attention below, simulated, and written down."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.anatomy import EXPERTS
+from megatron_lynx.anatomy.address import ON_DEMAND
+from megatron_lynx.config import Job
+from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import decide, uniform_plan
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.simulator.halves import segments
+from megatron_lynx.solver.options import StageProblems
+from megatron_lynx.solver.problem import Choices
+from megatron_lynx.units import GIB
+from tests.config.jobs import catalogued_job
+
+
+def qwen3(**layout: object) -> Job:
+    """On two stages of a node each."""
+    parallel = {"pipeline": 2, "expert": 8, "distributed_optimizer": True, **layout}
+    job = catalogued_job("qwen3-30b-a3b", "h800-80g", gpus=16, micro=2, batch=256, parallel=parallel, policy="planned")
+    return job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
+
+
+def begun(choices: Choices) -> set[str]:
+    """The windows of backwards in which replays begin."""
+    return {option.seat.cooldown[0].window if option.seat.cooldown else ON_DEMAND for option in choices}
+
+
+def problems(job: Job) -> tuple[Choices, Choices]:
+    found = StageProblems(job, analytic_profile(job)).of(1).mixed
+    assert found is not None
+    return found.attention, found.experts
+
+
+def test_the_first_exchange_hides_the_experts_replays_and_the_last_those_of_the_attention_below() -> None:
+    attention, experts = problems(qwen3())
+    assert begun(attention) == {ON_DEMAND, "bwd.mlp.2"}
+    assert begun(experts) == {ON_DEMAND, "bwd.mlp.0"}
+
+
+def test_experts_that_every_rank_has_all_of_exchange_nothing() -> None:
+    job = qwen3(expert=1)
+    assert window_lengths_s(analytic_profile(job), "bwd", EXPERTS, 1) == ()
+    attention, experts = problems(job)
+    assert begun(attention) == begun(experts) == {ON_DEMAND}
+
+
+def test_experts_that_are_kept_whole_have_one_choice_and_no_windows() -> None:
+    job = qwen3()
+    whole = job.model.experts.model_copy(update={"whole": True})
+    job = job.model_copy(update={"model": job.model.model_copy(update={"experts": whole})})
+    attention, experts = problems(job)
+    assert begun(attention) == {ON_DEMAND}
+    assert [(option.replay, option.memory.movable) for option in experts] == [((), 0)]
+    plan = uniform_plan(job)
+    assert plan.parallel.expert == 1
+    assert not any(rule.replays("mlp") for stage in plan.stages for rule in stage.rules)
+
+
+@pytest.mark.parametrize("passing", ["fwd", "bwd"])
+def test_a_half_of_experts_takes_as_long_with_windows_as_without(passing: str) -> None:
+    profile = analytic_profile(qwen3())
+    half = profile.experts
+    assert half is not None
+    found = segments(profile, passing, EXPERTS, 1)  # type: ignore[arg-type]
+    whole_s = half.forward_s if passing == "fwd" else half.backward_s
+    assert sum(found.compute_s) + sum(found.windows_s) == pytest.approx(whole_s)
+    assert sorted(found.windows_s) == [0.0, half.exchange_s, half.exchange_s]
+
+
+def test_all_that_can_be_replayed_is_hidden_where_memory_is_short() -> None:
+    """The plan holds half of what stock keeps of activations, and takes no longer: each exchange outlasts what it hides."""
+    job = qwen3()
+    decision = decide(job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})}), analytic_profile(job))
+    plan = Plan.model_validate(decision.plan.model_dump())
+    assert plan.parallel.expert == 8
+    assert all(rule.windows.mlp == "bwd.mlp.0" and rule.windows.attention == "bwd.mlp.2" for rule in plan.stages[0].rules)
+    assert all(stage.predicted.exposed_replay_s == 0 < stage.predicted.hidden_replay_s for stage in plan.stages)
+    assert all(memory.total <= 54 * GIB for memory in decision.memory)
+    free = decide(job, analytic_profile(job))
+    assert decision.simulation.step_s <= 1.001 * free.simulation.step_s
+
+
+def test_a_plan_says_which_load_still_fits() -> None:
+    """Twice the balanced load does not, in 54 GiB; with all of the device it does."""
+    job = qwen3()
+    tight = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": 54})})
+    loads = [stage.predicted.moe_load for stage in decide(tight, analytic_profile(job)).plan.stages]
+    assert all(load is not None and 1 <= load < 2 for load in loads)
+    few = catalogued_job("qwen3-30b-a3b", "h800-80g", gpus=64, batch=64, parallel={"expert": 8}, policy="planned")
+    roomy = few.model_copy(update={"budget": few.budget.model_copy(update={"memory_gib": 900})})
+    assert [stage.predicted.moe_load for stage in decide(roomy, analytic_profile(roomy)).plan.stages] == [None]
