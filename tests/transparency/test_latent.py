@@ -102,7 +102,11 @@ def candidates(job: Job) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = ("one rank, queries as they are", "TP2, local", "TP2+SP, queries as they are", "PP2")
+"""Layouts of which the others show, one by one, what each combines."""
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in LAYOUTS])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """Exchanges of a step are stock's, and each runs once."""
     job = job_of(layout)
