@@ -240,7 +240,7 @@ class Profile(Part):
 
     def of(self, section: Section) -> HalfProfile:
         """The figures of what fills a half."""
-        if section is DENSE[section.half]:
+        if not section.exchanges:
             return self.half(section.half)
         assert self.experts is not None, "a profile with such a section has its figures"
         return self.experts
