@@ -24,9 +24,10 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lynx.anatomy import DENSE, PASSES
+from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs, cluster_data
@@ -36,6 +37,7 @@ from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.stock.price import Priced
@@ -88,7 +90,18 @@ SMALL: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Layers so small that Python may not keep the GPU busy: with host time, each beside the same row without."""
 
 
-SECONDS = ("none_s", "block_s", "best_stock_s", "ours_s", "replay_s", "hidden_s", "hideable_s", "forward_windows_s", "filled_s")
+SECONDS = (
+    "none_s",
+    "block_s",
+    "best_stock_s",
+    "ours_s",
+    "replay_s",
+    "hidden_s",
+    "hideable_s",
+    "waits_s",
+    "forward_windows_s",
+    "filled_s",
+)
 """What `--json` says of a row, as it is."""
 
 
@@ -116,8 +129,11 @@ class Row:
     """What all stages replay."""
     hidden_s: float
     hideable_s: float
-    """The least of what a stage replays and of what the waits of its backwards and receives have room for, for all stages
-    together. Where forwards hide more, that counts as well."""
+    """The least of what a stage replays and of what the waits that the runtime may use for it have room for, for all stages
+    together: collectives of its backwards, and receives for the replays that gather nothing (rule R2), less what weight gradients
+    fill of either, and with what they open. Where more is hidden, in forwards, that counts as well."""
+    waits_s: float
+    """The same with all waits of backwards and receives as stock leaves them, whether a replay could run there or not."""
     forward_windows_s: float
     """What forwards have room for besides. What they hide is held until its backward, so that it takes bytes of the budget."""
     filled_s: float
@@ -160,18 +176,35 @@ def rows(always: Mapping[str, Any]) -> Iterator[Row]:
         yield row(what, job_of({**always, **change}))
 
 
+def held_gib(job: Job, policy: Policy) -> float:
+    """What the fullest device holds."""
+    return max(each.total for each in memory_of_stages(under(job, policy))) / GIB
+
+
+def budget_gib_of(job: Job) -> float:
+    """The memory of a row."""
+    most, least = held_gib(job, "none"), held_gib(job, "full")
+    return least + KEPT_BY_STOCK * (most - least)
+
+
+def within(job: Job) -> Job:
+    """The job with that budget."""
+    return job.model_copy(update={"budget": Budget(memory_gib=budget_gib_of(job))})
+
+
 def row(what: str, job: Job) -> Row:
-    most, least = (max(each.total for each in memory_of_stages(under(job, policy))) / GIB for policy in ("none", "full"))
-    budget_gib = least + KEPT_BY_STOCK * (most - least)
-    allowed = job.model_copy(update={"budget": Budget(memory_gib=budget_gib)})
+    most, budget_gib, allowed = held_gib(job, "none"), budget_gib_of(job), within(job)
     decision = decide(allowed, analytic_profile(job))
     ours_s = decision.simulation.step_s
     replays = [replayed_s(decision, stage) for stage in range(job.parallel.pipeline)]
     hidden_s, exposed_s = (sum(seconds) for seconds in zip(*replays, strict=True))
-    windows = [windows_s(decision, stage) for stage in range(job.parallel.pipeline)]
-    hideable_s = sum(min(sum(both), max(late_s, both[0])) for both, (late_s, _) in zip(replays, windows, strict=True))
+    waits = [waits_of(decision, stage) for stage in range(job.parallel.pipeline)]
+    usable_s, all_s = (
+        sum(min(sum(both), max(room_s, both[0])) for both, room_s in zip(replays, rooms_s, strict=True))
+        for rooms_s in ([each.usable_s for each in waits], [each.all_s for each in waits])
+    )
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else 1.0
-    ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, hideable_s, sum(early_s for _, early_s in windows))
+    ends = (most, budget_gib, hidden_s + exposed_s, hidden_s, usable_s, all_s, sum(each.forward_s for each in waits))
     filled_s = sum(decision.simulation.filled_s(stage) for stage in range(job.parallel.pipeline))
     none_s, block, best = stock_within(job, budget_gib)
     hidden_none_s, _, hidden_best = stock_within(at_once(job), budget_gib)
@@ -205,9 +238,33 @@ def replayed_s(decision: Decision, stage: int) -> tuple[float, float]:
     return predicted.hidden_replay_s, predicted.exposed_replay_s
 
 
-def windows_s(decision: Decision, stage: int) -> tuple[float, float]:
-    """Seconds of replay for which there is room in a stage's waits, as stock leaves them: in collectives of backwards and
-    receives of gradients; and in collectives of forwards that come before another micro-batch's backward."""
+class Waits(NamedTuple):
+    """What the waits of a stage have room for in one step, in seconds of what runs in them as it would take alone."""
+
+    backward_s: float
+    """Collectives of backwards, as stock leaves them."""
+    received_s: float
+    """Receives of gradients."""
+    receivable_s: float
+    """What of them the replays may use that gather nothing, each once for its backward."""
+    opened_s: float
+    """By how much collectives of backwards are waited for longer, because a weight gradient was put off that hid them."""
+    filled_s: float
+    """What weight gradients fill of all these."""
+    forward_s: float
+    """Collectives of forwards that come before another micro-batch's backward."""
+
+    @property
+    def all_s(self) -> float:
+        return self.backward_s + self.received_s
+
+    @property
+    def usable_s(self) -> float:
+        return self.backward_s + self.receivable_s + self.opened_s - self.filled_s
+
+
+def waits_of(decision: Decision, stage: int) -> Waits:
+    """The waits of a stage under a plan."""
     job, profile = decision.job, analytic_profile(decision.job)
     problems = StageProblems(job, profile)
     seats, phases = problems.seats(stage), phases_of(job, stage)
@@ -216,11 +273,36 @@ def windows_s(decision: Decision, stage: int) -> tuple[float, float]:
         for passing in PASSES
     }
     last = stage == job.parallel.pipeline - 1
-    received_s = 0.0 if last else phases.steady * profile.link_s("p2p", profile.attention.input_bytes)
-    received_s += phases.cooldown * (seats.received_s or 0.0)
+    message_s = 0.0 if last else profile.link_s("p2p", profile.attention.input_bytes) / profile.interference
+    cooldown_s = (seats.received_s or 0.0) / profile.interference
+    halves = treated_halves(decision.plan, decision.plan.stages[stage], profile)
+    entry, message_bytes = decision.plan.stages[stage], LayerShape.of(job).gathered_bytes
+    deferred = [(each, tuple(entry.rule_for(layer).weight_gradients)) for layer in entry.layers for each in DENSE.values()]
+    opened_s = sum(
+        sum(window_lengths_s(profile, "bwd", each, message_bytes, linears))
+        - sum(window_lengths_s(profile, "bwd", each, message_bytes))
+        for each, linears in deferred
+    )
+    free_s = sum(half.replay_s for half in halves if half.replayed and half.steady.gather is None)
     forward_s = 0.0 if last else phases.steady * layer_s["fwd"]
-    backward_s = job.microbatches * job.layers_on(stage) * layer_s["bwd"]
-    return (backward_s + received_s) / profile.interference, job.layers_on(stage) * forward_s / profile.interference
+    return Waits(
+        job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
+        phases.steady * message_s + phases.cooldown * cooldown_s,
+        phases.steady * min(message_s, free_s) + phases.cooldown * min(cooldown_s, free_s),
+        job.microbatches * opened_s / profile.interference,
+        filled_in_backwards_s(decision, stage, profile.interference),
+        job.layers_on(stage) * forward_s / profile.interference,
+    )
+
+
+def filled_in_backwards_s(decision: Decision, stage: int, interference: float) -> float:
+    """Seconds of weight gradients in a stage's backwards and receives, as they would take alone."""
+    spans = [
+        span for each in decision.simulation.executed[stage] for span in each.content.spans if span.kind == "weight_gradient"
+    ]
+    longer = {"bwd": interference, RECV_BACKWARD.partition(".")[0]: 1.0}
+    named = ((span, (span.window or "").partition(".")[0]) for span in spans)
+    return sum((span.end_s - span.start_s) / longer[kind] for span, kind in named if kind in longer)
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -7,10 +7,10 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import DENSE, ITEMS, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
@@ -36,15 +36,19 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Deferral, Seating, Treated
 
 
-def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
+def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
 
+    `reduced_in_backward`: with --overlap-grad-reduce (`Overlap.gradients`), where the last backward of a step defers nothing.
     Without flushes a whole run, with updates of `update_s` seconds, of which a step is one batch in the steady state.
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
     stages = range(plan.parallel.pipeline)
-    chunks = [[stage_passes_of(plan, entry, profile) for entry in plan.chunks_of(stage)] for stage in stages]
+    chunks = [
+        [stage_passes_of(plan, entry, profile, reduced_in_backward=reduced_in_backward) for entry in plan.chunks_of(stage)]
+        for stage in stages
+    ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
         return simulate_without_flushes(
@@ -55,7 +59,8 @@ def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0) -> Simulation:
             updates="deferred" if plan.defer_updates else "at once",
             update_s=update_s,
         )
-    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference)
+    between = profile.messages_between_passes
+    return simulate(schedule_of(plan), chunks, p2p_s, profile.interference, between_passes=between)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -68,23 +73,30 @@ def schedule_of(plan: Plan) -> Schedule:
     return replace(stock, orders=tuple(tuple(with_replays(actions)) for actions in stock.orders))
 
 
-def stage_passes_of(plan: Plan, stage: Stage, profile: Profile) -> ChunkPasses:
-    """What one micro-batch costs on one stage, or on one chunk of it."""
+def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_backward: bool = False) -> ChunkPasses:
+    """What one micro-batch costs on one stage, or on one chunk of it. `reduced_in_backward`: as in `rehearse`."""
     own = tuple(treated_halves(plan, stage, profile))
     chunks = {
         each.chunk: tuple(treated_halves(plan, each, profile))
         for each in plan.chunks_of(stage.stage)
         if each.chunk != stage.chunk
     }
-    passes = replace(_passes(plan, stage, profile, own, chunks), copy=_copy(plan, stage, profile))
+    passes = _passes(plan, stage, profile, own, chunks, reduced_in_backward=reduced_in_backward)
+    passes = replace(passes, copy=_copy(plan, stage, profile))
     if stage.whole is None:
         return passes
-    kept = tuple(treated_halves(plan, _keeping(stage), profile))
+    kept = tuple(treated_halves(plan, _keeping(stage, plan.model.halves.values()), profile))
     return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
 
 
 def _passes(
-    plan: Plan, stage: Stage, profile: Profile, own: tuple[Treated, ...], others: Mapping[int, tuple[Treated, ...]]
+    plan: Plan,
+    stage: Stage,
+    profile: Profile,
+    own: tuple[Treated, ...],
+    others: Mapping[int, tuple[Treated, ...]],
+    *,
+    reduced_in_backward: bool = False,
 ) -> ChunkPasses:
     place, message_bytes = (stage.stage, stage.chunk), message_bytes_of(profile)
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
@@ -96,12 +108,14 @@ def _passes(
         head=head_of(profile, message_bytes) if last else None,
         others=others,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
+        reduced_in_backward=reduced_in_backward,
     )
 
 
-def _keeping(stage: Stage) -> Stage:
+def _keeping(stage: Stage, sections: Iterable[Section]) -> Stage:
     """The same stage with nothing replayed, as a micro-batch that is kept whole passes it."""
-    rule = Rule.model_validate({"layers": stage.layers, "keep": ITEMS})  # of other sections what it does not name is kept
+    items = [item for section in sections for item in section.names]  # of other sections what it does not name is kept
+    rule = Rule.model_validate({"layers": stage.layers, "keep": items})
     return stage.model_copy(update={"rules": (rule,)})
 
 
@@ -121,7 +135,7 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
     movable = sum(
         movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
         for section, costs, rule in halves
-        if section in DENSE.values() or (stage.offload is not None and stage.offload.experts)
+        if not section.has_experts or (stage.offload is not None and stage.offload.experts)
     )
     received_bytes = profile.attention.input_bytes
     received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
@@ -131,6 +145,7 @@ def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: i
 def check_shapes(plan: Plan, profile: Profile) -> None:
     """Raises `PlanMismatch` for every fact in which plan and profile differ."""
     facts = plan.model.model_dump() | plan.parallel.model_dump() | plan.batch.model_dump()
+    facts["latent"] = facts.pop("latent_attention")
     found = {name: value for name, value in profile.shape.model_dump().items() if name in facts}
     if (experts := profile.shape.experts) is not None:
         found |= {"moe_load": experts.load, "shared_experts": experts.shared_ffn > 0}
@@ -194,7 +209,7 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
     gather = order.gather_of(stage, frame, phase)
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
-    behind = DENSE[gather.half] if isinstance(gather, WindowAddress) else None
+    behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
     whole = behind is not None and behind.half == section.half
     gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
     return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)

@@ -40,7 +40,7 @@ COMING = (
 
 def core_draft() -> str:
     """What differs in the megatron-core that can be imported."""
-    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "beside_te": (), "beside_experts": ()}
+    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "beside_te": (), "beside_experts": (), "beside_latent": ()}
     unread = []
     try:
         installed_te()

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import when_not_experts
-from benchmarks.when_not import Row, rows, table
+from benchmarks.waits_bound import bound_s
+from benchmarks.when_not import CASES, Row, job_of, rows, table, within
+from megatron_lynx.profiler.analytic import analytic_profile
 
 PAGE = Path(__file__).parents[1] / "docs/when_not.md"
 
@@ -19,6 +21,16 @@ def priced() -> tuple[Row, ...]:
 
 def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
     assert table(priced) in PAGE.read_text(), "run `python -m benchmarks.when_not`, and look at the text around the table, too"
+
+
+@pytest.mark.parametrize(
+    ("what", "least"), [("t=8, p=1", 1.09), ("H800, t=8, p=1", 0.96), ("H800 (NVLink 200 GB/s)", 0.96)], ids=str
+)
+def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: float) -> None:
+    """What is out of reach at these budgets, whatever a planner does."""
+    (row,) = (row for row in priced if row.what == what)
+    job = within(job_of(dict(CASES)[what]))
+    assert least * row.none_s < bound_s(job, analytic_profile(job)) <= row.ours_s
 
 
 def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
@@ -33,6 +45,8 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert by_name["t=8, p=1"].hidden_s > 0.85 * by_name["t=8, p=1"].hideable_s
     assert all(row.hidden_s <= row.hideable_s * (1 + 1e-9) for row in by_name.values())
     assert by_name["H800, t=8, p=1"].hidden_best_s < by_name["H800, t=8, p=1"].ours_s
+    shares = [row.hidden_s / row.hideable_s for row in by_name.values() if row.hideable_s]
+    assert sum(shares) > 0.9 * len(shares), "what waits could hide is hidden, in the mean"
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
     assert reference.hidden_best_s < reference.ours_s < reference.best_stock_s
 

@@ -20,6 +20,7 @@ from megatron_lynx.anatomy.experts import (
     names_in,
     sections_of,
 )
+from megatron_lynx.anatomy.latent import LATENT, LATENT_ITEMS, halves_of, latent_section
 from megatron_lynx.anatomy.section import HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "Half",
     "ITEMS",
     "Item",
+    "LATENT",
+    "LATENT_ITEMS",
     "LINEARS",
     "MLP",
     "PASSES",
@@ -45,6 +48,8 @@ __all__ = [
     "Role",
     "SHARED_EXPERTS",
     "Section",
+    "halves_of",
+    "latent_section",
     "names_in",
     "sections_of",
 ]

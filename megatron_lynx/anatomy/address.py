@@ -40,13 +40,13 @@ ON_DEMAND: Literal["on_demand"] = "on_demand"
 RECV_BACKWARD: Literal["pipe.recv_backward"] = "pipe.recv_backward"
 
 _HALF = f"({'|'.join(HALVES)})"
-PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
+PATTERN = rf"({ON_DEMAND}|{re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
 """What a window is called in a plan file (a regular expression, also used by the plan's JSON schema)."""
-WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d([+-]\d+)?)"
+WAIT_PATTERN = rf"({re.escape(RECV_BACKWARD)}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?([+-]\d+)?)"
 """What a wait is called in which a weight gradient may run that was deferred: of any layer of the stage."""
-GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d(\+\d+)?)"
+GATHER_PATTERN = rf"({ON_DEMAND}|({'|'.join(PASSES)})\.{_HALF}\.\d\d?(\+\d+)?)"
 """What the place is called behind which an input is gathered."""
-_COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d)([+-]\d+)?")
+_COLLECTIVE = re.compile(rf"({'|'.join(PASSES)})\.{_HALF}\.(\d\d?)([+-]\d+)?")
 
 
 class WindowAddress(NamedTuple):

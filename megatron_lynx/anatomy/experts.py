@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_lynx.anatomy.dense import ATTENTION, MLP
+from megatron_lynx.anatomy.latent import LATENT
 from megatron_lynx.anatomy.section import HALVES, Exchange, Half, Item, Pass, Section
 
 MIXTURE = "mlp"
@@ -79,7 +80,10 @@ SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
 """Names for formulas that hold for one item alone: seconds, saved tensors."""
 
-FILLING: Mapping[Half, tuple[Section, ...]] = {ATTENTION.half: (ATTENTION,), MLP.half: (MLP, EXPERTS_WITH_SHARED)}
+FILLING: Mapping[Half, tuple[Section, ...]] = {
+    ATTENTION.half: (ATTENTION, LATENT[True, False], LATENT[False, False]),
+    MLP.half: (MLP, EXPERTS_WITH_SHARED),
+}
 """What may fill a half, the most of each kind: plan files know the items of all of them."""
 
 
@@ -94,8 +98,8 @@ ALL_ITEMS: tuple[str, ...] = tuple(name for half in HALVES for name in names_in(
 """Every item that plan files know."""
 
 
-def sections_of(*, experts: bool = False, shared_experts: bool = False) -> tuple[Section, Section]:
+def sections_of(*, experts: bool = False, shared_experts: bool = False, latent: Section | None = None) -> tuple[Section, Section]:
     """What fills the halves of a layer, in the order of a forward. `experts`: whether it has a mixture of experts;
-    `shared_experts`: whether that has shared experts."""
+    `shared_experts`: whether that has shared experts; `latent`: its latent attention (`anatomy.latent`), if it has that."""
     mixture = EXPERTS_WITH_SHARED if shared_experts else EXPERTS
-    return ATTENTION, mixture if experts else MLP
+    return latent or ATTENTION, mixture if experts else MLP

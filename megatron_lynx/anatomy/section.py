@@ -26,6 +26,10 @@ PASSES: tuple[Pass, Pass] = ("fwd", "bwd")
 Role = Literal[
     "norm",
     "column_parallel",
+    "down_projection",
+    "inner_norm",
+    "up_projection",
+    "query_projection",
     "code",
     "core",
     "row_parallel",
@@ -39,7 +43,12 @@ Role = Literal[
 """What an item is for.
 
 norm             a normalisation; under sequence parallelism it works on the rank's own rows
-column_parallel  a linear whose input is gathered under sequence parallelism
+column_parallel  the linear of a section whose input is gathered under sequence parallelism
+down_projection  a linear of latent attention that compresses tokens. Megatron's own is cut over tensor-parallel ranks, by
+                 columns, which then gather what they made; Transformer Engine's is whole on each rank
+inner_norm       a normalisation of what was compressed
+up_projection    a linear that makes heads of what was compressed, cut by columns; sequence parallelism gathers its input
+query_projection the same for queries that are not compressed: it reads the residual stream
 core             an attention kernel
 row_parallel     a linear whose output is reduced over the tensor-parallel group. Always kept: its input is captured when a replay
                  reaches it, so neither its GEMM nor its reduction runs again
@@ -73,6 +82,8 @@ class Item:
     for each of several experts, or for nothing where one module computes for all of them."""
     methods: tuple[str, ...] = ("forward",)
     """The methods that make it up, in the order in which they are called."""
+    norm_inside: str = ""
+    """The norm of what was compressed that Transformer Engine makes inside this linear; empty where there is none."""
 
     @property
     def is_site(self) -> bool:
@@ -80,7 +91,7 @@ class Item:
 
     @property
     def is_linear(self) -> bool:
-        return self.role in ("column_parallel", "row_parallel")
+        return self.role.endswith(("_parallel", "_projection"))
 
     @property
     def may_draw(self) -> bool:
@@ -113,12 +124,15 @@ class Collective:
     """A collective of the tensor-parallel group for which the compute stream waits."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
-    carries: Literal["input", "output", "gradient", "input_gradient"]
-    """Of the section's linears: what a column-parallel one reads, what a row-parallel one makes, and the gradients of both."""
-    behind: Role
-    """The item behind whose work, in the order of the pass, it is waited for."""
+    carries: Literal["input", "output", "gradient", "input_gradient", "latent"]
+    """Of the section's linears: what a column-parallel one reads, what a row-parallel one makes, and the gradients of both; what
+    a down-projection made, or its gradient."""
+    behind: str
+    """The item behind whose work, in the order of the pass, it is waited for: its role if only one has it, else its name."""
     beside: Literal["dgrad", "wgrad"] | None = None
     """The GEMM of the column-parallel linear's backward behind which stock Megatron hides it; None: it is exposed."""
+    of: str = ""
+    """The linear whose tensor it carries. Empty: the section's only one that reads, or makes, such a tensor."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,17 @@ class Section:
         return {item.name: item for item in self.items}
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return any(item.role == "router" for item in self.items)
+
+    @cached_property
+    def two_paths(self) -> bool:
+        """Whether items alternate between two paths, of queries and of keys with values: what one returned, a later one than the
+        next may read."""
+        return any(item.role == "up_projection" for item in self.items)
+
+    @cached_property
     def has_windows(self) -> bool:
         """Whether its collectives of the tensor-parallel group are windows. Those of others have no addresses."""
         return bool(self.collectives_of)
@@ -179,8 +204,8 @@ class Section:
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
-        """Its linears, in the order of a forward."""
-        return tuple(item.name for item in self.items if item.is_linear)
+        """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's."""
+        return tuple(item.name for item in self.items if item.is_linear) if self.column_parallel else ()
 
     @cached_property
     def code_behind(self) -> Mapping[str, str]:
@@ -193,10 +218,30 @@ class Section:
         """The items that a plan may replay."""
         return tuple(item.name for item in self.items if item.role not in WHY_KEPT)
 
-    def replayable_among(self, context: int) -> tuple[str, ...]:
+    def replayable_among(self, context: int, *, sequence_parallel: bool = False) -> tuple[str, ...]:
         """The items that a plan may replay with so many context-parallel ranks. With several the core attention exchanges keys
-        and values, which a replay must not do again (rule R2)."""
-        return tuple(item for item in self.replayable if context == 1 or item not in self.exchanging)
+        and values, which a replay must not do again (rule R2). Nor is the residual stream gathered for several linears."""
+        kept = {*(self.exchanging if context > 1 else ()), *(self.gathering_rows if sequence_parallel else ())}
+        return tuple(item for item in self.replayable if item not in kept)
+
+    @cached_property
+    def gathering_rows(self) -> tuple[str, ...]:
+        """The linears that gather the residual stream under sequence parallelism, where there is more than one that gathers: they
+        are kept then."""
+        found = (one.of for one in self.collectives("fwd", True) if one.carries == "input" and one.of)
+        return tuple(linear for linear in found if linear not in self.gathering_latents)
+
+    @cached_property
+    def handing_on(self) -> tuple[str, ...]:
+        """The linears whose output nobody may save, although a replay that passes them needs it: code behind them copies it."""
+        roles = ("column_parallel", "down_projection", "up_projection", "query_projection")
+        return tuple(item.name for item in self.items if item.role in roles)
+
+    @cached_property
+    def gathering_latents(self) -> tuple[str, ...]:
+        """The linears that gather what was compressed under sequence parallelism. That is small: where they are replayed, what
+        they gathered is kept for it, so that nothing is gathered again."""
+        return tuple(item.name for item in self.items if item.role == "up_projection")
 
     @cached_property
     def exchanging(self) -> tuple[str, ...]:
@@ -206,9 +251,12 @@ class Section:
     @cached_property
     def stops(self) -> tuple[str, ...]:
         """The items before which a replay can stop, to go on in a later window: those before which only sites run. Code between
-        sites would run a second time."""
+        sites would run a second time. Of latent attention: where heads begin to be made, and that code."""
         code = next((at for at, item in enumerate(self.items) if not item.is_site), len(self.items))
-        return self.names[1 : code + 1] if self.has_windows else ()
+        if not self.has_windows or self.column_parallel:
+            return self.names[1 : code + 1] if self.has_windows else ()
+        both = zip(self.items, self.items[1 : code + 1], strict=False)
+        return tuple(item.name for before, item in both if before.role == "inner_norm" != item.role or not item.is_site)
 
     @cached_property
     def code(self) -> frozenset[str]:
@@ -231,13 +279,13 @@ class Section:
 
     @cached_property
     def column_parallel(self) -> str:
-        """The linear whose input is gathered under sequence parallelism."""
-        return self.item("column_parallel").name
+        """The linear whose input is gathered under sequence parallelism; empty where there is not just one."""
+        return next((item.name for item in self.items if item.role == "column_parallel"), "")
 
     @cached_property
     def gathered(self) -> str | None:
         """The same, and None for a section that has no such linear."""
-        return next((item.name for item in self.items if item.role == "column_parallel"), None)
+        return self.column_parallel or None
 
     @cached_property
     def row_parallel(self) -> str:
@@ -250,8 +298,9 @@ class Section:
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
-        """What runs behind the column-parallel linear, up to the row-parallel one."""
-        return self.names[self.index(self.column_parallel) + 1 : self.index(self.row_parallel) + 1]
+        """What runs behind the column-parallel linear, or the last up-projection, up to the row-parallel one."""
+        before = max(self.index(item.name) for item in self.items if item.role in ("column_parallel", "up_projection"))
+        return self.names[before + 1 : self.index(self.row_parallel) + 1]
 
     @cached_property
     def before_row_parallel(self) -> str:
@@ -267,7 +316,12 @@ class Section:
         """The place of an item among all."""
         return self.names.index(name)
 
-    def item(self, role: Role) -> Item:
+    def place_behind(self, collective: Collective | Exchange) -> int:
+        """The place of the item behind whose work a collective is waited for."""
+        behind = collective.behind
+        return self.index(behind) if behind in self.names else self.index(self.item(behind).name)
+
+    def item(self, role: str) -> Item:
         """The only item with this role."""
         (item,) = (item for item in self.items if item.role == role)
         return item

@@ -41,13 +41,14 @@ def _policy(
 ) -> HalfPolicy:
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
     gathers = plan.parallel.sequence_parallel and section.gathered in replayed
-    offloads = stage.offload is not None and (section in DENSE.values() or stage.offload.experts)
+    offloads = stage.offload is not None and (not section.has_experts or stage.offload.experts)
     return HalfPolicy(
         layer=layer,
         section=section,
         replay=replayed,
         gather_site=section.gathered if gathers else None,
         gather=gather if gathers else None,
+        keeps_gathered=replayed.intersection(section.gathering_latents if plan.parallel.sequence_parallel else ()),
         chunk=stage.chunk,
         may_draw=may_draw,
         stays=not offloads,

@@ -16,7 +16,6 @@ OFF = {
     "external_cuda_graph": "--external-cuda-graph: graphs bypass every hook",
     "moe_layer_recompute": "--moe-layer-recompute: the plan decides what is recomputed",
     "moe_paged_stash": "--moe-paged-stash: it packs what experts save, by hooks of its own on all layers",
-    "multi_latent_attention": "--multi-latent-attention: its projections are not sites",
     "mtp_num_layers": "--mtp-num-layers: multi-token prediction has layers outside decoder.layers",
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path: layers differ in kind",
     "num_microbatches_with_partial_activation_checkpoints": "that setting: the plan decides what is recomputed",
@@ -47,6 +46,16 @@ OFF_WITH_TE = {
 }
 """Config fields that must also be off if the layers are Transformer Engine's, and what to drop."""
 
+OFF_WITH_LATENTS = {
+    "cache_mla_latents": "--cache-mla-latents: it is for inference, and takes a linear apart",
+    "apply_rope_fusion": "it with --no-rope-fusion: the fused kernel overwrites what a linear returned, which a replay may need",
+    "mla_down_proj_fusion": "--mla-down-proj-fusion: one linear does what two items stand for",
+    "qk_clip": "--qk-clip: it reads the attention's largest score after each call",
+    "fp8": "--fp8-format: not shown with latent attention",
+    "tp_comm_overlap": "--tp-comm-overlap: not shown with latent attention",
+}
+"""Config fields that must also be off with multi-latent attention, and what to drop."""
+
 ONE = {
     "mlp_chunks_for_training": "--mlp-chunks-for-training: each of the MLP's sites would be called several times",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards: weights are gathered by collectives of their own",
@@ -72,6 +81,8 @@ def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
     if graphs not in (None, "none"):
         todo = "drop --cuda-graph-impl: graphs bypass every hook"
         yield Problem("config.cuda_graph_impl", str(graphs), "none under a plan", todo)
+    if getattr(config, "multi_latent_attention", False):
+        yield from _set(config, OFF_WITH_LATENTS, "off under a plan with multi-latent attention")
     if te:
         yield from _set(config, OFF_WITH_TE, "off under a plan with Transformer Engine")
 

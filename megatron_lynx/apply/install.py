@@ -26,6 +26,7 @@ from megatron_lynx.apply.hooks import (
     fused_weight_gradients,
     gathered_input,
     halves,
+    latents,
     receives,
     sites,
     steps,
@@ -133,6 +134,8 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
     if run.expert_layers and (stale := release.stale_beside_experts()):
         raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
+    if run.has_latents and (stale := release.stale_beside_latent()):
+        raise HookRefused("megatron-core's latent attention does not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
@@ -191,7 +194,9 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:
             yield from te_collectives.claims(engine, run.tensor_group)
-        gathers = any(policy.gather_site for halves_ in of_layer.values() for policy in halves_.values())
+        if run.has_latents:
+            yield from latents.claims(engine)
+        gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
             yield from gathered_input.claims(engine, linears)
     if plan.exchanging:

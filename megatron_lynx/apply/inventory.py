@@ -24,6 +24,7 @@ RELIES_ON = {
         "transformer.moe.shared_experts",
         "transformer.moe.token_dispatcher",
     ),
+    "latents": ("transformer.multi_latent_attention",),
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
@@ -66,7 +67,7 @@ def held_here() -> list[Held]:
     Raises `HookRefused` for a megatron-core that is not known.
     """
     release = present_release()
-    held = [*inventory(release), *beside_experts(release)]
+    held = [*inventory(release), *beside_experts(release), *beside_latent(release)]
     try:
         te = present_te()
     except HookRefused:  # the doctor says so
@@ -77,6 +78,11 @@ def held_here() -> list[Held]:
 def beside_experts(release: Release) -> Iterator[Held]:
     """The functions of megatron-core that matter only with mixtures of experts."""
     yield from _rows(release.version, release.beside_experts)
+
+
+def beside_latent(release: Release) -> Iterator[Held]:
+    """The functions of megatron-core that matter only with latent attention."""
+    yield from _rows(release.version, release.beside_latent)
 
 
 def beside_te(release: Release) -> Iterator[Held]:

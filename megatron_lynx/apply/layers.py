@@ -13,16 +13,26 @@ from megatron_lynx.apply.site import dense_sections_in, modules_of
 from megatron_lynx.errors import Problem
 
 _LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
-_LOCAL_CLASSES: Mapping[Role, str] = {
-    "column_parallel": "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
-    "row_parallel": "megatron.core.tensor_parallel.layers.RowParallelLinear",
+_COLUMN_PARALLEL = ("megatron.core.tensor_parallel.layers.ColumnParallelLinear",)
+_LOCAL_CLASSES: Mapping[Role, tuple[str, ...]] = {
+    "column_parallel": _COLUMN_PARALLEL,
+    "down_projection": _COLUMN_PARALLEL,
+    "up_projection": _COLUMN_PARALLEL,
+    "query_projection": _COLUMN_PARALLEL,
+    "row_parallel": ("megatron.core.tensor_parallel.layers.RowParallelLinear",),
 }
-_TE_CLASSES: Mapping[Role, str] = {
-    "norm": "megatron.core.transformer.identity_op.IdentityOp",
-    "column_parallel": f"{TE_MODULE}TELayerNormColumnParallelLinear",
-    "core": f"{TE_MODULE}TEDotProductAttention",
-    "row_parallel": f"{TE_MODULE}TERowParallelLinear",
+_IDENTITY = ("megatron.core.transformer.identity_op.IdentityOp",)
+_TE_CLASSES: Mapping[Role, tuple[str, ...]] = {
+    "norm": _IDENTITY,
+    "column_parallel": (f"{TE_MODULE}TELayerNormColumnParallelLinear",),
+    "down_projection": (f"{TE_MODULE}TELinear",),
+    "inner_norm": _IDENTITY,
+    "up_projection": (f"{TE_MODULE}TELayerNormColumnParallelLinear", f"{TE_MODULE}TEColumnParallelLinear"),
+    "query_projection": (f"{TE_MODULE}TEColumnParallelLinear",),
+    "core": (f"{TE_MODULE}TEDotProductAttention",),
+    "row_parallel": (f"{TE_MODULE}TERowParallelLinear",),
 }
+"""By role the classes that a site may have. Of a norm that is no part of a linear it does not matter."""
 
 _TE_FLAGS = ("return_layernorm_output", "primary_weights_in_fp8", "fsdp_group")
 """Attributes of its linears that must be off: they hand on or hold what no item names."""
@@ -49,11 +59,14 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
             yield Problem(f"layer {number}", name_of(layer), _LAYER_CLASS, _OTHER_KINDS)
             continue
         try:
-            sites = {item: module for section in dense_sections_in(layer) for item, module in modules_of(section, layer).items()}
+            sections = dense_sections_in(layer)
+            sites = {item: module for section in sections for item, module in modules_of(section, layer).items()}
         except AttributeError as missing:
             yield Problem(f"layer {number}", str(missing), "the sites of a layer", _OTHER_KINDS)
             continue
-        yield from _other_classes(number, sites, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
+        apart = {section.item("norm") for section in sections if not section.fuses_norm}
+        held = {item: module for item, module in sites.items() if item not in apart}
+        yield from _other_classes(number, held, _TE_CLASSES if run.uses_te else _LOCAL_CLASSES)
         if run.uses_te and number == first:  # all are built from one config
             yield from _te_flags(number, sites, _TE_FLAGS if run.userbuffers else (*_OWNS_USERBUFFER, *_TE_FLAGS))
     if run.userbuffers and run.layers and not run.uses_te:
@@ -61,10 +74,11 @@ def refused_layers(run: LiveRun) -> Iterator[Problem]:
         yield Problem("config.tp_comm_overlap", "True", "off with Megatron's own layers, which have no userbuffers", todo)
 
 
-def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, str]) -> Iterator[Problem]:
+def _other_classes(number: int, sites: Mapping[Item, Module], classes: Mapping[Role, tuple[str, ...]]) -> Iterator[Problem]:
     for site, module in sites.items():
-        needed = classes.get(site.role, name_of(module))
-        if name_of(module) != needed:
+        known = classes.get(site.role)
+        if known is not None and name_of(module) not in known:
+            needed = " or ".join(known)
             todo = "launch with --transformer-impl local, or with transformer_engine and its usual layers"
             yield Problem(f"layer {number}.{site.name}", name_of(module), needed, todo)
 

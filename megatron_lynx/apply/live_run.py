@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import ATTENTION
+from megatron_lynx.anatomy import ATTENTION, LATENT, Section
 from megatron_lynx.anatomy.experts import MIXTURE
+from megatron_lynx.anatomy.latent import KV_DOWN, Q_DOWN
 from megatron_lynx.errors import Problem
 
 TE_MODULE = "megatron.core.extensions.transformer_engine."
@@ -17,6 +18,10 @@ TE_MODULE = "megatron.core.extensions.transformer_engine."
 
 EXPERTS_CLASS = "megatron.core.transformer.moe.moe_layer.MoELayer"
 """The class of the mixture of experts that a layer may have in place of an MLP."""
+
+
+LATENT_CLASS = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
+"""The class of latent attention. The one with fused down-projections is another."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,14 @@ class LiveRun:
     @property
     def uses_te(self) -> bool:
         """Whether the rank's first layer is Transformer Engine's. `refused_layers` checks that all layers are alike."""
-        linear = module_at(next(iter(self.layers.values()), None), ATTENTION.item("column_parallel").path)
+        layer = next(iter(self.layers.values()), None)
+        linear = module_at(layer, ATTENTION.item("column_parallel").path) or module_at(layer, KV_DOWN.path)
         return name_of(linear).startswith(TE_MODULE)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether the rank's first layer has latent attention."""
+        return latent_in(next(iter(self.layers.values()), None)) is not None
 
     @property
     def fp8(self) -> bool:
@@ -117,6 +128,14 @@ def _unwrapped(model: Module) -> tuple[tuple[Module, ...], Module]:
 def has_experts(layer: Module) -> bool:
     """Whether a layer's MLP half is a mixture of experts."""
     return name_of(module_at(layer, MIXTURE)) == EXPERTS_CLASS
+
+
+def latent_in(layer: object) -> Section | None:
+    """What fills the attention half of a layer that has latent attention; None where it has another."""
+    if name_of(module_at(layer, KV_DOWN.path.rpartition(".")[0])) != LATENT_CLASS:
+        return None
+    te = name_of(module_at(layer, KV_DOWN.path)).startswith(TE_MODULE)
+    return LATENT[module_at(layer, Q_DOWN.path) is not None, te]
 
 
 def module_at(layer: object, path: str) -> object:

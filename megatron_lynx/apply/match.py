@@ -9,11 +9,13 @@ Plan and run may both be sound, but not fit each other. Whether the run can carr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_lynx.anatomy import EXPERTS
 from megatron_lynx.apply.fp8_refusals import recipe_of
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.plan.plan import Plan
 
 
@@ -59,10 +61,23 @@ def _model(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         **({"implementation": "transformer_engine" if run.uses_te else "local"} if run.layers else {}),
         "fp8": recipe_of(config) if config.fp8 else None,
     }
+    if run.layers:
+        live["latent_attention"] = latent_sizes_of(config) if run.has_latents else None
     for name, needed in live.items():
         if getattr(plan.model, name) != needed:
             found = getattr(plan.model, name)
             yield Problem(f"plan: model.{name}", str(found), f"{needed}, as this run has it", "make a plan for this model")
+
+
+def latent_sizes_of(config: Any) -> LatentSizes:
+    """The sizes of latent attention in Megatron's model config."""
+    return LatentSizes(
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        head_size=config.qk_head_dim,
+        rope_size=config.qk_pos_emb_head_dim,
+        value_head_size=config.v_head_dim,
+    )
 
 
 def _experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.anatomy`.
 
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
+                         (or latent attention's: `anatomy.latent`)
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
        with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
 
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import DENSE, Item, Section, sections_of
+from megatron_lynx.anatomy import Item, Section, sections_of
 from megatron_lynx.anatomy.experts import MIXTURE
-from megatron_lynx.apply.live_run import has_experts, module_at
+from megatron_lynx.apply.live_run import has_experts, latent_in, module_at
 
 EACH = "*"
 ONE_BY_ONE = "local_experts"
@@ -45,12 +46,12 @@ class Place(NamedTuple):
 def sections_in(layer: Module) -> tuple[Section, ...]:
     """What fills the halves of a live layer."""
     shared = getattr(module_at(layer, MIXTURE), "shared_experts", None) is not None
-    return sections_of(experts=has_experts(layer), shared_experts=shared)
+    return sections_of(experts=has_experts(layer), shared_experts=shared, latent=latent_in(layer))
 
 
 def dense_sections_in(layer: Module) -> list[Section]:
     """Those that a layer without experts has as well."""
-    return [section for section in sections_in(layer) if section in DENSE.values()]
+    return [section for section in sections_in(layer) if not section.has_experts]
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:
@@ -58,8 +59,8 @@ def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Plac
 
     Raises `AttributeError` where the layer has none of that name.
     """
-    inside = te and section.fuses_norm
-    items = [item for item in section.sites if not (inside and item.role == "norm")]
+    inside = {"inner_norm", *(("norm",) if section.fuses_norm else ())} if te else set()
+    items = [item for item in section.sites if item.role not in inside]
     return [Place(item, owner, method) for item in items for owner in _owners(item, layer) for method in item.methods]
 
 

@@ -137,7 +137,8 @@ def simulate(
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
         costs = figures_for(profile_file, job_file)
-        simulation = rehearse(load_plan(plan_file), costs)
+        reduced = job_file is not None and job_named(job_file).overlap.gradients
+        simulation = rehearse(load_plan(plan_file), costs, reduced_in_backward=reduced)
         written = write_simulation(simulation, plan_file, plot, trace, budget_mib)
     if as_json:
         show_json(figures.as_json(simulation))

@@ -79,7 +79,7 @@ def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | No
     from megatron_lynx.testbed.schedule_comparison import most_held
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
-    parted, simulation = partitioned_as(job, made), rehearse(made, costs)
+    parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)
     rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes)

@@ -56,6 +56,18 @@ class Matmul(Part):
         return flops / ((asked or self.attention_efficiency) * self.peak_flop_per_s(dtype))
 
 
+class OrderedAttention(Part):
+    """What fused attention's backward costs more where it must add up in one order (Megatron's `--deterministic-mode`)."""
+
+    way: Literal["copies", "products", "free"]
+    """How the usual kernels do it. copies: the gradient of the queries in several copies, which are added up afterwards
+    (FlashAttention-2); products: the gradient of all scores is written down in 16 bits (cuDNN on Hopper); free: nothing more."""
+    multiprocessors: int = Field(ge=1)
+    """Of one device. FlashAttention-2 makes so many copies that every multiprocessor has work."""
+    rate_kept: float = Field(default=1.0, gt=0, le=1)
+    """Share of the backward's rate that is left with `products`."""
+
+
 class Fp8Units(Part):
     """Matrix units in FP8."""
 
@@ -127,6 +139,8 @@ class Cluster(Part):
     matmul: Matmul | None = None
     fp8: Fp8Units | None = None
     """None: these GPUs have no FP8, or the description does not say."""
+    ordered_attention: OrderedAttention | None = None
+    """What `model.deterministic` costs. None: nothing, as far as is known."""
     hbm: Link | None = None
     """The device's own memory."""
     nvlink: Link | None = None

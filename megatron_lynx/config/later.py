@@ -21,7 +21,9 @@ LATER: dict[str, dict[str, Any]] = {
         "experts": None,
         "attention_kernel": "usual",
         "kv_channels": None,
+        "latent": None,
         "cross_entropy": "unfused",
+        "deterministic": False,
     },
     "parallel": {
         "expert": 1,
@@ -52,6 +54,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
     elif overlap.weight_gradients == Overlap().weight_gradients:
         off["overlap"] = {"weight_gradients"}
     off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
+    if "deterministic" in off["model"]:
+        off["cluster"]["ordered_attention"] = True
     if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:
         off["cluster"]["fp8"] = {"efficiency"}
     if cluster.matmul is not None and cluster.matmul.flash_attention_2_efficiency is None:

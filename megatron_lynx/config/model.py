@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Section, sections_of
+from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.validation import Part
 
 
@@ -37,7 +39,7 @@ class Model(Part):
     activation: Literal["gelu", "swiglu", "squared_relu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
-    """Default: rope with rmsnorm, as Llama-like models have them, else learned."""
+    """Default: rope with rmsnorm, as Llama-like models have them, and with latent attention, else learned."""
     bias: bool = True
     """Whether the linear layers have biases."""
     attention: Literal["flash", "unfused"] = "flash"
@@ -57,36 +59,75 @@ class Model(Part):
     has on if nothing is said, on GPUs; on CPU ranks none."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
-    Transformer Engine's (`--cross-entropy-fusion-impl te`). Seconds know the difference, bytes do not yet."""
+    Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
+    deterministic: bool = False
+    """Whether kernels are asked for that add up in one order (`--deterministic-mode`): fused attention's backward is slower, and
+    holds more, by `cluster.ordered_attention`. A measured profile has what was measured."""
     tied_embeddings: bool = False
     """Whether input and output embedding share their weight."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of weights in forward and backward, and of activations."""
     fp8: Fp8 | None = None
     """The format in which the layers' linears compute, if not in `dtype`."""
+    latent: LatentSizes | None = None
+    """The sizes of multi-latent attention (Megatron's `--multi-latent-attention`); `kv_channels` then matters to nothing, and
+    `qk_norm` is of what was compressed. None: the usual attention."""
     experts: Experts | None = None
     """What some layers, or all, have in place of an MLP; `ffn` is that of the others. None: no layer has experts."""
 
     @model_validator(mode="before")
     @classmethod
+    def _listed_fusions(cls, data: Any) -> Any:
+        """A file's list is checked as Python's, once somebody has looked at its data."""
+        if isinstance(data, dict) and isinstance(data.get("fusions"), list):
+            return {**data, "fusions": tuple(data["fusions"])}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _usual_position(cls, data: Any) -> Any:
         if isinstance(data, dict) and "position" not in data:
-            return {**data, "position": "rope" if data.get("norm") == "rmsnorm" else "learned"}
+            rotary = data.get("norm") == "rmsnorm" or data.get("latent") is not None
+            return {**data, "position": "rope" if rotary else "learned"}
         return data
 
     @model_validator(mode="after")
     def _divisible(self) -> Model:
         problems = []
-        if self.kv_channels is None and self.hidden % self.heads:
+        if self.kv_channels is None and self.latent is None and self.hidden % self.heads:
             problems.append(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.heads % self.kv_groups:
             problems.append(f"heads ({self.heads}) must be a multiple of kv_groups ({self.kv_groups})")
         for name, found, needed in (("implementation", self.implementation, "transformer_engine"), ("dtype", self.dtype, "bf16")):
             if self.fp8 is not None and found != needed:
                 problems.append(f"fp8 needs {name} {needed}, found {found}")
+        if self.deterministic and self.cross_entropy != "unfused":
+            problems.append(f"deterministic true needs cross_entropy unfused, found {self.cross_entropy}, as Megatron refuses it")
+        problems += self._beside_latents()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _beside_latents(self) -> Iterator[str]:
+        """What a model with latent attention cannot have beside it."""
+        if self.latent is None:
+            return
+        if self.kv_groups != self.heads:
+            yield f"latent needs kv_groups {self.heads} (heads), found {self.kv_groups}: there are keys for every head"
+        if self.position != "rope":
+            yield f"latent needs position rope, found {self.position}"
+        if self.fp8 is not None:
+            yield "latent goes with no fp8 yet: what its projections keep in FP8 is not counted"
+
+    @property
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(self.latent_section)
+
+    @property
+    def latent_section(self) -> Section | None:
+        """What fills the attention halves, where that is latent attention."""
+        return latent_section(self.latent, te=self.uses_te)
 
     @property
     def element_bytes(self) -> int:
@@ -123,7 +164,7 @@ class Model(Part):
 
     def kind_sections(self, *, experts: bool) -> tuple[Section, ...]:
         """The same of one of its kinds of layers."""
-        return sections_of(experts=experts, shared_experts=self.shared_experts)
+        return sections_of(experts=experts, shared_experts=self.shared_experts, latent=self.latent_section)
 
     @property
     def moe_layers(self) -> tuple[int | str, ...]:
@@ -136,8 +177,9 @@ class Model(Part):
 
     @property
     def query_width(self) -> int:
-        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise."""
-        return self.heads * self.head_size
+        """Columns of all queries, and rows of the projection behind the attention: h, unless `kv_channels` says otherwise. Of
+        latent attention, the rows of that projection alone."""
+        return self.heads * (self.head_size if self.latent is None else self.latent.value_head_size)
 
     @property
     def qkv_width(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
+from megatron_lynx.anatomy.latent import KV_UP, Q_DOWN, Q_UP
 from megatron_lynx.anatomy.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
@@ -51,7 +52,7 @@ def _exposed_s(
     profile: Profile, section: Section, collective: Collective, message_bytes: int, deferred: Collection[str]
 ) -> float:
     """What is left of a collective: the GEMM beside it hides the rest, if it is there."""
-    seconds = profile.link_s(collective.kind, _carried_bytes(profile, collective, message_bytes))
+    seconds = profile.link_s(collective.kind, _carried_bytes(profile, section, collective, message_bytes))
     if collective.beside == "wgrad" and section.column_parallel in deferred:
         return seconds
     return max(0.0, seconds - _beside_s(profile, section, collective))
@@ -60,7 +61,7 @@ def _exposed_s(
 def _beside_s(profile: Profile, section: Section, collective: Collective) -> float:
     """The GEMM beside a collective: stock Megatron has one in the column-parallel linear's backward, userbuffers always have."""
     items = profile.half(section.half).items
-    column, row = items[section.column_parallel], items[section.row_parallel]
+    column, row = items[collective.of or section.column_parallel or section.row_parallel], items[section.row_parallel]
     if profile.hiding == "nothing":
         return 0.0
     if collective.beside is not None:
@@ -71,10 +72,31 @@ def _beside_s(profile: Profile, section: Section, collective: Collective) -> flo
     return beside_s.get(collective.carries, 0.0)
 
 
-def _carried_bytes(profile: Profile, collective: Collective, message_bytes: int) -> int:
+def _carried_bytes(profile: Profile, section: Section, collective: Collective, message_bytes: int) -> int:
+    if collective.of:
+        return message_bytes * _latent_width(profile, collective) // profile.shape.hidden
     per_tensor = profile.shape.fp8 in (None, *PER_TENSOR)
     in_fp8 = collective.carries == "input" or (collective.carries == "gradient" and per_tensor)
     return gathered_input_bytes(profile, message_bytes) if in_fp8 else message_bytes
+
+
+def _latent_width(profile: Profile, collective: Collective) -> int:
+    """Columns of what a collective of latent attention carries, over all rows."""
+    sizes, te = profile.shape.latent, profile.shape.implementation == "transformer_engine"
+    assert sizes is not None, "a profile of latent attention says its sizes"
+    if collective.carries != "latent":
+        return {Q_UP.name: sizes.q_rank or 0, KV_UP.name: sizes.kv_rank}.get(collective.of, profile.shape.hidden)
+    if collective.of == Q_DOWN.name:
+        return sizes.q_rank or 0
+    return sizes.rope_size if te else sizes.kv_down_width
+
+
+def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:
+    """What replayed up-projections gathered, which is kept for their replay (sequence parallelism)."""
+    if not profile.shape.sequence_parallel or profile.shape.tensor == 1:
+        return 0
+    inputs = (one for one in section.collectives("fwd", True) if one.carries == "input" and one.of in section.gathering_latents)
+    return sum(_carried_bytes(profile, section, one, message_bytes) for one in inputs if one.of in replay)
 
 
 def message_bytes_of(profile: Profile) -> int:
@@ -133,5 +155,5 @@ def gather_once_s(
 def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
     """Backward seconds of a section between its first collective and its column-parallel linear, or its end."""
     items = profile.half(section.half).items
-    rest = (section.column_parallel, section.norm) if whole else ()
+    rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))

@@ -9,12 +9,22 @@
     projection's backward       2            and its own gradients
 
 In fp32 there is no copy: 4 bytes all the while.
+
+Fused losses, at most    native   4 + 4 + 2    in its backward the compiler copies the softmax, to change it in place; in fp32 the
+                                               gradient is 2 first, then 4. Uncompiled, as on CPU ranks, 4 + 2 from 16 bits
+                         te       2 + 2        no fp32 copy; what becomes the gradient is the logits' own block, or, as in release
+                                               2.20, a copy of it
+
+Counted with the real loss, compiled by inductor and not (`tests/cost/test_moments.py`); `te` read in `cross_entropy_forward`.
 """
 
 from __future__ import annotations
 
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, logits_bytes
+from megatron_lynx.profiler.tensors import FP32_BYTES
+
+NATIVE_GRADIENT_BYTES = 2
+"""Megatron's own fused loss makes its gradient in bf16, whatever the logits are."""
 
 
 def embedding_gradient_bytes(shape: LayerShape) -> int:
@@ -30,8 +40,18 @@ def added_gradient_bytes(shape: LayerShape) -> int:
 
 def logits_at_loss_bytes(shape: LayerShape) -> int:
     """All copies of the logits while the loss is computed, or its backward begins."""
-    element = shape.model.element_bytes
-    return logits_bytes(shape) + (_logits(shape) * element if element < FP32_BYTES else 0)
+    return _logits(shape) * _loss_bytes(shape)
+
+
+def _loss_bytes(shape: LayerShape) -> int:
+    """Of one logit; see above."""
+    element, kind = shape.model.element_bytes, shape.model.cross_entropy
+    halved = element < FP32_BYTES
+    if kind == "te":
+        return 2 * element
+    if kind == "native" and (shape.device == "cuda" or not halved):
+        return 2 * FP32_BYTES + NATIVE_GRADIENT_BYTES
+    return FP32_BYTES + (element if halved else 0)
 
 
 def logits_gradient_bytes(shape: LayerShape) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.anatomy import EXPERTS, Section
 from megatron_lynx.config.host_time import HostTime, Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
@@ -58,7 +58,7 @@ class HostLoad:
 
 def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False) -> HostSeconds:
     """One half under a plan that replays these items of it."""
-    if profile.host_time is None or section not in DENSE.values():
+    if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
     treated = _of(profile.host_time, section, setting)
@@ -67,7 +67,7 @@ def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
-    if profile.host_time is None or section not in DENSE.values():
+    if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
     return _of(profile.host_time, section, "offloaded") + _of(profile.host_time, section, "kept") * -1
 
@@ -79,7 +79,7 @@ def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> 
         return "kept"
     if gathered:
         return "gathered"
-    return "replayed" if items & {"column_parallel", "core"} else "partly"
+    return "replayed" if items - {"norm", "inner_norm", "code", "residual"} else "partly"
 
 
 def issued(device: StageSeconds, job: Job, profile: Profile, stage: int) -> StageSeconds:
@@ -93,7 +93,9 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
     if profile.host_time is None:
         return NO_HOST_TIME
     experts = job.experts_on(stage)
-    counted = {section: job.layers_on(stage) - (experts if half == EXPERTS.half else 0) for half, section in DENSE.items()}
+    counted = {
+        section: job.layers_on(stage) - (experts if half == EXPERTS.half else 0) for half, section in job.model.halves.items()
+    }
     halves = [_of(profile.host_time, section, BY_POLICY[job.policy]) * count for section, count in counted.items()]
     return sum(halves, start=NO_HOST_TIME)
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.cost.ends import added_gradient_bytes
+from megatron_lynx.profiler.latent import LatentShape
+from megatron_lynx.profiler.ordered_attention import ordered_bytes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, half_tensors
 
@@ -49,12 +51,14 @@ class Step:
 
 def layer_in_hand_bytes(shape: LayerShape) -> int:
     """The most at once in a layer all of which is there when its backward begins: what the MLP half lets go of makes room."""
-    return _most(shape, [*_mlp(shape), *_attention(shape)], _freed(shape, MLP) | _freed(shape, ATTENTION))
+    freed = {name: size for section in shape.model.halves.values() for name, size in _freed(shape, section).items()}
+    return _most(shape, [*_mlp(shape), *_attention(shape)], freed)
 
 
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
-    return max(_most(shape, _mlp(shape), _freed(shape, MLP)), _most(shape, _attention(shape), _freed(shape, ATTENTION)))
+    attention, _ = shape.model.kind_sections(experts=False)
+    return max(_most(shape, _mlp(shape), _freed(shape, MLP)), _most(shape, _attention(shape), _freed(shape, attention)))
 
 
 def kept_blocks_bytes(shape: LayerShape) -> int:
@@ -62,9 +66,12 @@ def kept_blocks_bytes(shape: LayerShape) -> int:
     if not shape.model.uses_te or shape.device == "cpu":
         return 0
     hidden, element = shape.model.hidden, shape.model.element_bytes
+    attention = {(shape.qkv_width, hidden), (hidden, shape.query_width)}
+    if shape.model.latent is not None:
+        latent = LatentShape.of(shape)
+        attention = {latent.linear(item.name)[:0:-1] for item in latent.section.items if item.is_linear}
     weights = {
-        (shape.qkv_width, hidden),
-        (hidden, shape.query_width),
+        *attention,
         (shape.fc1_width, hidden),
         (hidden, shape.ffn),
     }
@@ -110,6 +117,9 @@ def _mlp(shape: LayerShape) -> Iterator[Step]:
 
 
 def _attention(shape: LayerShape) -> Iterator[Step]:
+    if shape.model.latent is not None:
+        yield from _latent(shape, LatentShape.of(shape))
+        return
     rows = shape.tokens * shape.model.element_bytes
     query, key, whole = (rows * width for width in (shape.query_width, shape.key_width, shape.qkv_width))
     yield from _row_parallel(shape, ATTENTION, LINEAR_PROJ, query)
@@ -119,13 +129,32 @@ def _attention(shape: LayerShape) -> Iterator[Step]:
     yield from _column_parallel(shape, ATTENTION, LINEAR_QKV, whole)
 
 
+def _latent(shape: LayerShape, latent: LatentShape) -> Iterator[Step]:
+    """Latent attention: keys and queries are wider than values, and there are two paths from the heads back."""
+    one, sizes, residual = shape.tokens * shape.model.element_bytes, latent.sizes, shape.input_bytes
+    query, value = (one * latent.heads * width for width in (sizes.query_head_size, sizes.value_head_size))
+    yield from _row_parallel(shape, latent.section, LINEAR_PROJ, value)
+    yield from _core(shape, query, (query + value) // 2)
+    heads = [item for item in latent.section.items if item.role in ("up_projection", "query_projection")]
+    made = {item.name: one * latent.linear(item.name)[2] for item in heads}
+    yield Step(ROTARY, sum(made.values()), 2 * query + value)
+    down = [item for item in latent.section.items if item.role == "down_projection"]
+    for item in (*reversed(heads), *reversed(down)):
+        rows, inside, outside = latent.linear(item.name)
+        taken = rows * inside * shape.model.element_bytes
+        weight = 0 if shape.model.uses_te and shape.device == "cuda" else inside * outside * added_gradient_bytes(shape)
+        yield Step(item.name, taken + weight, rows * outside * shape.model.element_bytes + weight)
+    temporary = EAGER_NORM_BLOCKS * residual * FP32_BYTES // shape.model.element_bytes if shape.eager else 0
+    yield Step(latent.section.norm, residual + temporary, (len(down) + 1) * residual + temporary)
+
+
 def _core(shape: LayerShape, query: int, key: int) -> Iterator[Step]:
     """From the gradient of its result to those of queries, keys and values."""
     grouped = shape.model.kv_groups < shape.model.heads
     if shape.model.attention == "flash":
         added_up = query * FP32_BYTES // shape.model.element_bytes if shape.model.element_bytes < FP32_BYTES else 0
         each_head = 2 * query if grouped else 0
-        beside = added_up + each_head + _exchanged(shape, query, key)
+        beside = added_up + each_head + _exchanged(shape, query, key) + ordered_bytes(shape)
         yield Step(CORE_ATTENTION, query + 2 * key + beside, query + beside)
         return
     scores = shape.scores * shape.model.element_bytes

@@ -12,13 +12,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, ITEMS, MLP, Section
+from megatron_lynx.anatomy import ATTENTION, ITEMS, LATENT_ITEMS, MLP, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.expert_shape import expert_flops
 from megatron_lynx.profiler.expert_tensors import expert_tensors, saved_bytes
-from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.item_seconds import flops_of
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import half_tensors
 
 BALANCED = (ATTENTION.norm, MLP.norm, ACTIVATION)
@@ -28,7 +29,7 @@ CORE_ALONE = (CORE_ATTENTION, CORE_ATTENTION)
 
 def replayed_items(policy: Policy) -> tuple[str, ...]:
     """What runs again in backward. Raises `KeyError` for `planned`, of which only a plan knows."""
-    return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": ITEMS}[policy]
+    return {"none": (), "selective": (CORE_ATTENTION,), "balanced": BALANCED, "full": (*ITEMS, *LATENT_ITEMS)}[policy]
 
 
 @lru_cache(maxsize=1024)
@@ -42,7 +43,7 @@ def kept_bytes(shape: LayerShape, policy: Policy, experts: bool = False) -> int:
         return shape.input_bytes
     sections = shape.model.kind_sections(experts=experts)
     return sum(
-        shape.input_bytes + _kept_by(section, shape, policy) if section in DENSE.values() else saved_bytes(shape)
+        saved_bytes(shape) if section.has_experts else shape.input_bytes + _kept_by(section, shape, policy)
         for section in sections
     )
 
@@ -67,7 +68,7 @@ def core_arguments_bytes(shape: LayerShape) -> int:
     """What a checkpoint of the core attention is given, and nobody else keeps. Inside it, eager kernels repeat grouped keys and
     values for every head, so it holds them as they were: keys, and the projection's whole block, of which values are a part."""
     model = shape.model
-    if not shape.eager or model.kv_groups == model.heads:
+    if not shape.eager or model.kv_groups == model.heads or model.latent is not None:
         return 0
     changed = model.position == "rope" or model.qk_norm
     return shape.tokens * model.element_bytes * (shape.qkv_width + (shape.key_width if changed else 0))
@@ -81,8 +82,8 @@ def _checkpointed(shape: LayerShape) -> LayerShape:
 
 def replayed_flops(shape: LayerShape, replay: Collection[str], *, experts: bool = False) -> int:
     """FLOPs that the replays of one layer repeat, one micro-batch, one rank. `experts`: of a layer that has them."""
-    flops = item_flops(shape) | (expert_flops(shape) if experts else {})
+    flops = flops_of(shape) | (expert_flops(shape) if experts else {})
     sections = shape.model.kind_sections(experts=experts)
-    tensors = [half_tensors(shape, each.half) if each in DENSE.values() else expert_tensors(shape) for each in sections]
+    tensors = [expert_tensors(shape) if each.has_experts else half_tensors(shape, each.half) for each in sections]
     runs = [replay_of(section, blocks, replay).runs for section, blocks in zip(sections, tensors, strict=True)]
     return sum(flops.get(item, 0) for run in runs for item in run if item in replay)

@@ -85,8 +85,13 @@ def half_memory(
 
 
 def _argument_bytes(section: Section, profile: HalfProfile) -> int:
-    """A half's input, and its column-parallel linear's; of experts everything that is read behind their dispatch's backward."""
-    read = {section.column_parallel} if section.has_windows else {*section.names[: section.index(section.item("dispatch").name)]}
+    """A half's input, and its column-parallel linear's; of experts everything that is read behind their dispatch's backward, of
+    latent attention all that comes before its heads."""
+    read = {section.column_parallel}
+    if section.two_paths:
+        read = {*section.names[: section.index(section.inner[0])]}
+    elif not section.has_windows:
+        read = {*section.names[: section.index(section.item("dispatch").name)]}
     return profile.input_bytes + sum(tensor.bytes for tensor in profile.tensors if not read.isdisjoint(tensor.saved_by))
 
 

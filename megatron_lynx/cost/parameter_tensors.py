@@ -29,10 +29,13 @@ def parameter_tensors(job: Job, stage: int) -> ParameterTensors:
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     norm = 2 if model.norm == "layernorm" else 1
     linears = 4 * layers
+    projections = 0 if model.latent is None else layers * (2 + model.latent.compressed)  # in place of linear_qkv, and more
     if model.experts is not None:
         shared = 2 if model.experts.shared_ffn else 0
         linears += experts * (2 * (model.experts.count // job.parallel.expert) + shared - 2)
-    norms = (2 * layers + last + (2 * layers if model.qk_norm else 0)) * norm
+    inner = 2 if model.latent is None or model.latent.compressed else 1
+    norms = (2 * layers + last + (inner * layers if model.qk_norm else 0)) * norm
     ends = first * (2 if model.position == "learned" else 1) + last * (not (first and model.tied_embeddings))
     routers = experts
-    return ParameterTensors(weights=linears + ends + routers, vectors=norms + (linears if model.bias else 0))
+    biased = linears - (layers if model.latent is not None else 0)
+    return ParameterTensors(weights=linears + projections + ends + routers, vectors=norms + (biased if model.bias else 0))

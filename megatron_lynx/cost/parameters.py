@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.cost.expert_parameters import beside_experts, expert_sharers, own_expert_parameters
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.profiler.quantized import weight_bytes
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
@@ -101,13 +102,23 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     positions = model.seq * model.hidden if model.position == "learned" else 0
     return Parameters(
         matrices=(mlps * layer_matrices(model) + mixtures * attention_matrices(model)) // tensor
+        + (layers * latent_down_matrices(model, model.latent) if model.latent is not None and model.uses_te else 0)
         + (mixtures * beside_experts(job) if mixtures else 0),
         vectors=layers * _layer_vectors(model, tensor) - mixtures * _mlp_biases(model, tensor) + last * _norm(model),
         embedding=first * (words + positions),
         head=last * (0 if first and model.tied_embeddings else words),
         experts=mixtures * own_expert_parameters(job) if mixtures else 0,
-        largest=max(model.hidden * max(model.fc1_width, model.qkv_width) // tensor, words if first or last else 0),
+        largest=max(_largest_matrix(model) // tensor, words if first or last else 0),
     )
+
+
+def _largest_matrix(model: Model) -> int:
+    """The largest weight of a layer, over all tensor-parallel ranks."""
+    sizes = model.latent
+    if sizes is None:
+        return model.hidden * max(model.fc1_width, model.qkv_width)
+    queries = model.heads * sizes.query_head_size * (sizes.q_rank or model.hidden)
+    return max(model.hidden * max(model.fc1_width, model.query_width), queries, model.heads * sizes.kv_head_size * sizes.kv_rank)
 
 
 def layer_matrices(model: Model) -> int:
@@ -116,8 +127,22 @@ def layer_matrices(model: Model) -> int:
 
 
 def attention_matrices(model: Model) -> int:
-    """Weights of the two linears around the attention."""
+    """Weights of the two linears around the attention; of latent attention its projections."""
+    if model.latent is not None:
+        return latent_matrices(model, model.latent)
     return model.hidden * (model.qkv_width + model.query_width)
+
+
+def latent_matrices(model: Model, sizes: LatentSizes) -> int:
+    """Weights of latent attention that are cut over tensor-parallel ranks: all but Transformer Engine's down-projections."""
+    cut = model.heads * ((sizes.q_rank or model.hidden) * sizes.query_head_size + sizes.kv_rank * sizes.kv_head_size)
+    whole = 0 if model.uses_te else latent_down_matrices(model, sizes)
+    return cut + whole + model.query_width * model.hidden
+
+
+def latent_down_matrices(model: Model, sizes: LatentSizes) -> int:
+    """Weights of the down-projections."""
+    return model.hidden * ((sizes.q_rank or 0) + sizes.kv_down_width)
 
 
 def fp8_copies_bytes(job: Job, stage: int) -> int:
@@ -190,6 +215,10 @@ def _mlp_biases(model: Model, tensor: int) -> int:
 
 
 def _layer_vectors(model: Model, tensor: int) -> int:
+    if model.latent is not None:
+        inner = (model.latent.q_rank or 0) + model.latent.kv_rank if model.qk_norm else 0
+        biases = 2 * model.hidden + model.fc1_width // tensor if model.bias else 0  # projections of latent attention have none
+        return 2 * _norm(model) + (_norm(model, inner) if inner else 0) + biases
     row_parallel, column_parallel = 2 * model.hidden, (model.qkv_width + model.fc1_width) // tensor
     heads = 2 * _norm(model, model.head_size) if model.qk_norm else 0  # one norm for all queries, one for all keys
     return 2 * _norm(model) + heads + (row_parallel + column_parallel if model.bias else 0)

@@ -16,7 +16,7 @@ These are the rules of `runtime.record`, for sizes instead of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -68,19 +68,45 @@ def replay_of(section: Section, tensors: Sequence[SavedTensor], replay: Collecti
     return Replay(runs, tuple(stays), regenerated, there)
 
 
-def sensible_choices(section: Section, tensors: Sequence[SavedTensor], context: int = 1) -> Iterator[tuple[str, ...]]:
-    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5.
+def sensible_choices(
+    section: Section, tensors: Sequence[SavedTensor], context: int = 1, *, sequence_parallel: bool = False, te: bool = False
+) -> Iterator[tuple[str, ...]]:
+    """Every set of replayed items in which each is run by a replay, and each run is replayed: there are at most 2^5, and fewer
+    than that of latent attention that are worth anything.
 
-    `context`: among how many ranks a sequence is cut; among several the core attention is kept.
+    `context`: among how many ranks a sequence is cut; among several the core attention is kept. `sequence_parallel`, `te`: what
+    latent attention can replay depends on these, too.
 
     A set beside these says the same as one of them: an item that saves nothing is kept for nothing, and code that runs
     again anyway need not hold what it saves.
     """
-    replayable = section.replayable_among(context)
-    for size in range(len(replayable) + 1):
-        for chosen in combinations(replayable, size):
-            if replay_of(section, tensors, chosen).runs == chosen:
-                yield chosen
+    replayable = section.replayable_among(context, sequence_parallel=sequence_parallel)
+    found = (
+        chosen
+        for size in range(len(replayable) + 1)
+        for chosen in combinations(replayable, size)
+        if replay_of(section, tensors, chosen).runs == chosen and not (te and norms_apart(section, chosen))
+    )
+    yield from found if section.column_parallel else _worth_it(section, tensors, found)
+
+
+def norms_apart(section: Section, replay: Collection[str]) -> bool:
+    """Whether an up-projection is replayed without the norm that Transformer Engine makes inside it."""
+    return any(item.name in replay and item.norm_inside and item.norm_inside not in replay for item in section.items)
+
+
+def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Of a section with two paths, whose items can be chosen in hundreds of ways: only sets without which more would be held, or
+    run again. Of two that hold as much, one runs no more than what the other runs: the first that runs fewest is taken."""
+    fewest: dict[int, tuple[str, ...]] = {}
+    for chosen in choices:
+        held = replay_of(section, tensors, chosen).stays_bytes
+        fewest.setdefault(held, chosen)
+    kept: list[tuple[int, frozenset[str]]] = []
+    for held, chosen in sorted(fewest.items()):
+        if not any(less <= held and again <= set(chosen) for less, again in kept):
+            kept.append((held, frozenset(chosen)))
+            yield chosen
 
 
 def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:
@@ -90,7 +116,10 @@ def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collectio
     if item in section.code or not _is_argument(section, tensor, item) or tensor.made_by == "input":
         return False
     from_kept_site = tensor.output and tensor.made_by not in replay
-    return section.before(item) in replay and not from_kept_site  # [2] [3]
+    if not section.two_paths:
+        return section.before(item) in replay and not from_kept_site  # [2] [3]
+    before = section.names[section.index(item) - 1]
+    return tensor.made_by in replay and not from_kept_site and (before in replay or before not in section.code)
 
 
 def _is_argument(section: Section, tensor: SavedTensor, item: str) -> bool:

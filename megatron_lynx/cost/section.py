@@ -7,12 +7,13 @@ rehearsal of a plan, which has made its choices, and for the table of trade-offs
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
+from megatron_lynx.cost.communication import gathered_input_bytes, kept_gathers_bytes, message_bytes_of
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.profiler.profile import Profile
@@ -56,8 +57,11 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
         for stop in section.stops
     }
     exchanging = section.exchanges and profile.shape.expert > 1
+    memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
+    if kept := kept_gathers_bytes(profile, section, replay, message_bytes_of(profile)):
+        memory = dataclasses.replace(memory, resident=memory.resident + kept)
     return PricedSection(
-        half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging),
+        memory,
         sum(costs.items[item].forward_s for item in replayed.runs),
         sum(costs.items[item].flops for item in replayed.runs if item in replay),
         gathered_bytes,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.profiler.profile import BlockProfile, Profile
@@ -75,7 +74,7 @@ class ExpertSeconds:
 
 def layer_seconds(profile: Profile, message_bytes: int) -> LayerSeconds:
     """A layer of stock Megatron that recomputes nothing."""
-    halves = [(section, profile.half(half)) for half, section in DENSE.items()]
+    halves = [(section, profile.half(half)) for half, section in profile.shape.halves.items()]
     return LayerSeconds(
         forward_s=tuple(each.forward_s + sum(window_lengths_s(profile, "fwd", own, message_bytes)) for own, each in halves),
         backward_s=tuple(each.backward_s + sum(window_lengths_s(profile, "bwd", own, message_bytes)) for own, each in halves),

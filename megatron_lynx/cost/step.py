@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_lynx.anatomy import DENSE, Section, sections_of
+from megatron_lynx.anatomy import Section
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.host import issued
@@ -92,10 +92,10 @@ def replaying_stage_s(job: Job, profile: Profile, stage: int, message_bytes: int
 
 def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> LayerSeconds:
     stock, items = layer_seconds(profile, message_bytes), replayed_items(policy)
-    stock = replace(stock, replay_s=_replay_s(policy, items, profile, DENSE.values(), message_bytes))
+    stock = replace(stock, replay_s=_replay_s(policy, items, profile, profile.shape.halves.values(), message_bytes))
     if stock.experts is None:
         return stock
-    others = [section for section in sections_of(experts=True) if section in DENSE.values()]
+    others = [section for section in profile.shape.sections_with_experts if not section.has_experts]
     again_s = _replay_s(policy, items, profile, others, message_bytes)
     again_s += stock.experts.forward_s if policy == "full" else 0.0
     return replace(stock, experts=replace(stock.experts, replay_s=again_s))

@@ -48,7 +48,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("windows", "good", f"tensor {tensor}, pipeline {pipeline}")
         yield _weight_gradients(reading)
     if given["num_experts"]:
-        costs = "their MLP half is kept whole: plans replay, hide and offload attention halves and dense layers"
+        costs = "routers and exchanges of tokens are kept, and run once: what experts compute between them may be replayed"
         yield Finding("experts", "note", given.origin("num_experts"), costs)
     if pipeline > 1:
         yield _messages(reading)

@@ -60,11 +60,12 @@ READ = names_in(
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
-    cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap
+    cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode
     """
 )
-"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `layer_facts`, `context_facts`, `batch_facts`,
-`optimizer_facts`, `overlap_facts`."""
+"""The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `latent_facts`, `layer_facts`, `context_facts`,
+`batch_facts`, `optimizer_facts`, `overlap_facts`."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -78,7 +79,8 @@ _SHARDED = "sharded parameters are not modelled"
 _OPTIMIZER = "all of the optimizer's state on the device"
 
 REFUSED = {
-    "multi_latent_attention": "multi-latent attention is not modelled: its projections are no sites",
+    "cache_mla_latents": "it is for inference",
+    "mla_down_proj_fusion": "one linear does what two items stand for",
     "mtp_num_layers": "multi-token prediction has layers outside those that are planned",
     "experimental_attention_variant": "its projections are no sites",
     "linear_attention_freq": "linear attention is not modelled",
@@ -205,7 +207,6 @@ PRICED_AS = {
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
-    "deterministic_mode": "kernels that are as fast as any: leave room for attention's backward, which is slower",
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
     "bias_dropout_fusion": _FUSED,

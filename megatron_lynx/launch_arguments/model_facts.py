@@ -112,6 +112,11 @@ def _kinds(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if given["cross_entropy_loss_fusion"]:
         name = "cross_entropy_fusion_impl"
         yield Fact("model.cross_entropy", given[name], f"{given.origin('cross_entropy_loss_fusion')}, {given.origin(name)}")
+    if given["deterministic_mode"]:
+        if given["cross_entropy_loss_fusion"]:
+            found = f"also {given.origin('cross_entropy_loss_fusion')}"
+            problems.append(Problem(given.origin("deterministic_mode"), found, "one of them: Megatron refuses both"))
+        yield Fact("model.deterministic", True, given.origin("deterministic_mode"))
     if given["fp16"] and given["bf16"]:
         problems.append(Problem("--fp16", "also --bf16", "one of them"))
     half = given["bf16"] or given["fp16"]

@@ -26,9 +26,3 @@ def overlap_facts(given: Given) -> Iterator[Fact]:
         yield Fact("overlap.weight_gradients", "none", given.origin(IN_PLACE))
     if given[USERBUFFERS]:
         yield Fact("overlap.userbuffers", True, given.origin(USERBUFFERS))
-
-
-def unlike_the_simulator(given: Given) -> Iterator[tuple[str, str]]:
-    """What a plan's simulation does not know, as `PRICED_AS` says it."""
-    if given[MESSAGES] is False:
-        yield given.origin(MESSAGES), "messages behind passes: a plan's simulation knows no others"

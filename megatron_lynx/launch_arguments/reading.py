@@ -31,11 +31,12 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
 from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
+from megatron_lynx.launch_arguments.latent_facts import latent_facts
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
-from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts, unlike_the_simulator
+from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
 
 
@@ -71,7 +72,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         given, problems = given_file(Path(file), given, problems)
     gpus = command.gpus if gpus is None else gpus
     facts = [*model_facts(given, problems), *fp8_facts(given, problems, planning=planning), *group_facts(given)]
-    facts += context_facts(given, problems)
+    facts += [*context_facts(given, problems), *latent_facts(given, problems, planning=planning)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
     facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
@@ -89,7 +90,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
-    priced += [*_positions(given), *_dispatch(given), *(unlike_the_simulator(given) if planning else ())]
+    priced += [*_positions(given), *_dispatch(given)]
     silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
     return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))

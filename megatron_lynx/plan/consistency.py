@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half, Section
+from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, is_forward, window_at
-from megatron_lynx.plan import double_buffered, experts, order, userbuffers, weight_gradients
+from megatron_lynx.plan import double_buffered, experts, latent, order, userbuffers, weight_gradients
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
@@ -23,16 +23,18 @@ from megatron_lynx.schedule.groups import groups_needed
 def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
-    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan)]
+    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
-            unmet = [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule), *userbuffers.problems(plan, rule)]
+            unmet = list(latent.problems(plan, rule)) or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
+            unmet += userbuffers.problems(plan, rule)
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in unmet]
     if found:
         return found
-    te = plan.model.implementation == "transformer_engine"
+    te, halves = plan.model.implementation == "transformer_engine", plan.model.halves
     for at, stage in enumerate(plan.stages):
-        found += [f"stages.{at}: {text}" for text in order.problems(stage, plan.parallel, te=te, exchanging=plan.exchanging)]
+        misplaced = order.problems(stage, plan.parallel, te=te, exchanging=plan.exchanging, halves=halves)
+        found += [f"stages.{at}: {text}" for text in misplaced]
         for rule in stage.rules:
             found += [f"stages.{at} layers {rule.layers}: {text}" for text in weight_gradients.problems(plan, stage, rule)]
     return found
@@ -118,7 +120,7 @@ def _unmade_inputs(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
 def _reduced_amaxes(plan: PlanContents, rule: Rule, half: Half) -> Iterator[str]:
     """With sequence parallelism each rank has a part of a norm's output, and current scaling finds one scale for all of it: the
     amax is reduced in every call, so a replay in a window would communicate (rule R2)."""
-    norm = DENSE[half].norm
+    norm = rule.filling(half).norm
     if plan.model.fp8 != "tensorwise" or not plan.parallel.sequence_parallel or norm not in rule.replay:
         return
     windows = {rule.windows.of(half, phase) for phase in BACKWARD_PHASES}

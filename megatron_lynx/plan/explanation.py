@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half, names_in
+from megatron_lynx.anatomy import HALVES, Half, names_in
 from megatron_lynx.anatomy.stretch import THEN
 from megatron_lynx.plan.layout import in_words
 from megatron_lynx.plan.plan import Plan
@@ -59,6 +59,10 @@ def _heading(plan: Plan) -> Iterator[Text]:
     context = f", context {layout.context}" if layout.context > 1 else ""
     yield Text(f"layout  tensor {layout.tensor}{context}, pipeline {layout.pipeline}{chunks}{sequence}")
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
+    if (sizes := model.latent_attention) is not None:
+        queries = f"queries compressed to {sizes.q_rank}, " if sizes.compressed else ""
+        heads = f"heads of {sizes.head_size} + {sizes.rope_size} rotary, values of {sizes.value_head_size}"
+        yield Text(f"latent attention: {queries}keys and values to {sizes.kv_rank}; {heads}")
     if model.moe_layers:
         layers = ", ".join(map(str, model.moe_layers))
         load = f", of the largest rank {model.moe_load:g} of that" if model.moe_load > 1 else ""
@@ -118,7 +122,7 @@ def _window(rule: Rule, half: Half) -> Text:
 def _deferred(rule: Rule, half: Half) -> Text:
     """The linears that defer their weight gradients, and where these run."""
     waits = rule.weight_gradients
-    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in DENSE[half].linears if linear in waits])
+    return _listed([f"{linear}: {', '.join(waits[linear])}" for linear in rule.filling(half).linears if linear in waits])
 
 
 def _beside(stage: Stage) -> Text | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Section, sections_of
+from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.fp8_recipes import Recipe
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
 
@@ -34,6 +36,19 @@ class ModelFacts(Part):
     """The load that the plan was made for: the largest rank's share of tokens over the share that each would have if all experts
     were asked as often."""
 
+    latent_attention: LatentSizes | None = None
+    """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+
+    @property
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(self.latent)
+
+    @property
+    def latent(self) -> Section | None:
+        """What fills the attention halves, where that is latent attention."""
+        return latent_section(self.latent_attention, te=self.implementation == "transformer_engine")
+
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
         if self.fp8 is not None and self.implementation != "transformer_engine":
@@ -52,7 +67,7 @@ class ModelFacts(Part):
 
     def sections_of(self, layer: int) -> tuple[Section, Section]:
         """What fills the halves of a layer."""
-        return sections_of(experts=self.has_experts(layer), shared_experts=self.shared_experts)
+        return sections_of(experts=self.has_experts(layer), shared_experts=self.shared_experts, latent=self.latent)
 
 
 class ParallelFacts(Part):

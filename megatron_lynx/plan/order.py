@@ -11,9 +11,9 @@ before most saved tensors are needed: it may hide the half's own replay, where `
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, Pass
+from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, Half, Pass, Section
 from megatron_lynx.anatomy.address import (
     BACKWARD_PHASES,
     ON_DEMAND,
@@ -34,29 +34,40 @@ def frames_of(stage: Stage) -> Iterator[FrameKey]:
     return ((layer, half) for layer in reversed(list(stage.layers)) for half in reversed(HALVES))
 
 
+Halves = Mapping[Half, Section]
+"""What fills the halves of a layer."""
+
+
 def windows_in_order(
-    stage: Stage, sequence_parallel: bool, phase: BackwardPhase, exchanging: Container[int] = ()
+    stage: Stage,
+    sequence_parallel: bool,
+    phase: BackwardPhase,
+    exchanging: Container[int] = (),
+    halves: Halves = DENSE,
 ) -> list[Window]:
     """Every window from which a backward of this stage can be served, in the order in which they come.
 
-    `exchanging`: the layers whose windows in the MLP half are exchanges of tokens.
+    `exchanging`: the layers whose windows in the MLP half are exchanges of tokens. `halves`: what fills those of others.
     """
     order: list[Window] = []
     layers = stage.layers if phase == "steady" else ()
     frames = ((layer, half) for layer in layers for half in HALVES)
-    order += [at for frame in frames for at in _windows_in("fwd", frame, sequence_parallel, exchanging)]
+    order += [at for frame in frames for at in _windows_in("fwd", frame, sequence_parallel, exchanging, halves)]
     order.append(RECV_BACKWARD)
     for layer, half in frames_of(stage):
         served = 1 if sequence_parallel and _replays_gemm(stage, (layer, half)) else None  # gathered once, before: no wait
-        order += [at for at in _windows_in("bwd", (layer, half), sequence_parallel, exchanging) if at.ordinal != served]
+        windows = _windows_in("bwd", (layer, half), sequence_parallel, exchanging, halves)
+        order += [at for at in windows if at.ordinal != served]
     return order
 
 
-def _windows_in(passing: Pass, frame: FrameKey, sequence_parallel: bool, exchanging: Container[int]) -> Iterator[WindowAddress]:
+def _windows_in(
+    passing: Pass, frame: FrameKey, sequence_parallel: bool, exchanging: Container[int], halves: Halves
+) -> Iterator[WindowAddress]:
     """The windows of one half in one pass, in order."""
     layer, half = frame
     exchanges = half == EXPERTS.half and layer in exchanging
-    count = len(EXPERTS.exchanges_of[passing] if exchanges else DENSE[half].collectives(passing, sequence_parallel))
+    count = len(EXPERTS.exchanges_of[passing] if exchanges else halves[half].collectives(passing, sequence_parallel))
     return (WindowAddress(passing, layer, half, ordinal) for ordinal in range(count))
 
 
@@ -84,25 +95,27 @@ def gather_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window | N
     return None if name is None else window_at(name, layer)
 
 
-def problems(stage: Stage, layout: ParallelFacts, *, te: bool = False, exchanging: Container[int] = ()) -> Iterator[str]:
+def problems(
+    stage: Stage, layout: ParallelFacts, *, te: bool = False, exchanging: Container[int] = (), halves: Halves = DENSE
+) -> Iterator[str]:
     """Everything that keeps the runtime from following this stage's windows, in words.
 
-    `te`: the layers are Transformer Engine's. `exchanging`: see `windows_in_order`.
+    `te`: the layers are Transformer Engine's. `exchanging`, `halves`: see `windows_in_order`.
     """
     for phase in BACKWARD_PHASES:
-        windows = windows_in_order(stage, layout.sequence_parallel, phase, exchanging)
+        windows = windows_in_order(stage, layout.sequence_parallel, phase, exchanging, halves)
         for frame in frames_of(stage):
-            in_time = _last_in_time(stage, frame, layout, windows, te, exchanging)
+            in_time = _last_in_time(stage, frame, layout, windows, te, exchanging, halves[frame[1]])
             yield from _misplaced(stage, frame, phase, windows, in_time)
     for phase in BACKWARD_PHASES:
-        deepest, where = _deepest(stage, layout.sequence_parallel, phase, exchanging)
+        deepest, where = _deepest(stage, layout.sequence_parallel, phase, exchanging, halves)
         if deepest > stage.ahead_depth:
             yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead in {phase} at {where}"
 
 
-def depth(stage: Stage, sequence_parallel: bool, exchanging: Container[int] = ()) -> int:
+def depth(stage: Stage, sequence_parallel: bool, exchanging: Container[int] = (), halves: Halves = DENSE) -> int:
     """How many frames its windows regenerate ahead at once."""
-    return max(_deepest(stage, sequence_parallel, phase, exchanging)[0] for phase in BACKWARD_PHASES)
+    return max(_deepest(stage, sequence_parallel, phase, exchanging, halves)[0] for phase in BACKWARD_PHASES)
 
 
 def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: list[Window], in_time: int) -> Iterator[str]:
@@ -141,11 +154,18 @@ def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: lis
 
 def _replays_gemm(stage: Stage, frame: FrameKey) -> bool:
     layer, half = frame
-    return DENSE[half].column_parallel in stage.rule_for(layer).replay
+    rule = stage.rule_for(layer)
+    return rule.filling(half).column_parallel in rule.replay
 
 
 def _last_in_time(
-    stage: Stage, frame: FrameKey, layout: ParallelFacts, windows: list[Window], te: bool, exchanging: Container[int]
+    stage: Stage,
+    frame: FrameKey,
+    layout: ParallelFacts,
+    windows: list[Window],
+    te: bool,
+    exchanging: Container[int],
+    section: Section,
 ) -> int:
     """The index of the last window before backward needs a tensor of the half."""
     layer, half = frame
@@ -153,10 +173,12 @@ def _last_in_time(
     replay = stage.rule_for(layer).replay
     if half == EXPERTS.half and layer in exchanging:
         return first_own - 1 + own_exchanges_in_time(EXPERTS, replay)
-    return first_own - 1 + own_windows_in_time(DENSE[half], replay, sequence_parallel=layout.sequence_parallel, te=te)
+    return first_own - 1 + own_windows_in_time(section, replay, sequence_parallel=layout.sequence_parallel, te=te)
 
 
-def _deepest(stage: Stage, sequence_parallel: bool, phase: BackwardPhase, exchanging: Container[int] = ()) -> tuple[int, str]:
+def _deepest(
+    stage: Stage, sequence_parallel: bool, phase: BackwardPhase, exchanging: Container[int], halves: Halves
+) -> tuple[int, str]:
     """The most frames that are ahead at once, and the window where it happens."""
     served: dict[Window, list[FrameKey]] = {}
     for frame in frames_of(stage):
@@ -164,7 +186,7 @@ def _deepest(stage: Stage, sequence_parallel: bool, phase: BackwardPhase, exchan
             served.setdefault(stretches_of(stage, frame, phase)[0][0], []).append(frame)
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
-    for window in windows_in_order(stage, sequence_parallel, phase, exchanging):
+    for window in windows_in_order(stage, sequence_parallel, phase, exchanging, halves):
         entered = window.frame if isinstance(window, WindowAddress) and window.passing == "bwd" else None
         ahead.discard(entered)
         ahead.update(frame for frame in served.get(window, []) if frame != entered)

@@ -9,10 +9,10 @@ Exact both ways: `load_plan` of a dumped plan equals it, and dumping that gives 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ROW_PARALLEL
+from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, HALVES, ROW_PARALLEL, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.stretch import THEN, UNTIL
 from megatron_lynx.errors import ConfigError, Problem
@@ -22,7 +22,13 @@ from megatron_lynx.version import __version__
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, FlowSequence, read_yaml, write_yaml
 
-_ITEMS = "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in DENSE.items())
+
+def _listed(halves: Mapping[Half, Section]) -> str:
+    """The items of each half, as the header lists them."""
+    return "\n".join(f"#     {half:<12}{' '.join(section.names)}" for half, section in halves.items())
+
+
+_ITEMS = _listed(DENSE)
 _STRETCHES = f"{window_name('bwd', HALVES[1], 0)}{UNTIL}{DENSE[HALVES[0]].stops[-1]}{THEN}{window_name('bwd', HALVES[1], 2)}"
 _WINDOWS = f"{window_name('bwd', HALVES[1], 0)}, {window_name('bwd', HALVES[0], 0, 1)}, {window_name('fwd', HALVES[1], 0)}"
 HEADER = f"""\
@@ -65,6 +71,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with a header for whoever opens it."""
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
+    if plan.model.latent is not None:
+        header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
 
 

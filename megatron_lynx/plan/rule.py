@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, LINEARS, Half, Section, names_in
+from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, Half, Section, names_in
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
 from megatron_lynx.anatomy.section import WHY_KEPT
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
@@ -93,12 +93,14 @@ class Rule(Part):
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
-        return tuple(item for item in names_in(half) if item in self.replay)
+        known = dict.fromkeys((*self.filling(half).names, *names_in(half)))
+        return tuple(item for item in known if item in self.replay)
 
     def filling(self, half: Half) -> Section:
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
         named, (dense, *others) = {*self.keep, *self.replay}, FILLING[half]
-        return next((section for section in others if named & set(section.names) - set(dense.names)), dense)
+        found = [section for section in others if named & set(section.names) - set(dense.names)]
+        return max(found, key=lambda section: len(named & set(section.names)), default=dense)
 
     @model_validator(mode="after")
     def _whole(self) -> Rule:
@@ -111,7 +113,8 @@ class Rule(Part):
                 problems += self._stops(half)
             gathered = self.filling(half).gathered
             if gather is not None and gathered not in self.replay:
-                problems.append(f"gather.{half} is given, but {gathered} is kept")
+                kept = f"{gathered} is kept" if gathered else "the half's input is gathered for no single linear"
+                problems.append(f"gather.{half} is given, but {kept}")
         problems += self._deferred()
         if problems:
             raise ValueError("; ".join(problems))
@@ -121,9 +124,13 @@ class Rule(Part):
         """Items that the rule lists twice, or should list and does not."""
         listed = self.keep + self.replay
         yield from (f"{item} is listed twice" for item in ALL_ITEMS if listed.count(item) > 1)
-        for half, dense in DENSE.items():
-            if self.filling(half) is dense:
-                yield from (f"{item} is neither kept nor replayed" for item in dense.names if item not in listed)
+        for half in HALVES:
+            section = self.filling(half)
+            if section.has_experts:
+                continue
+            yield from (f"{item} is neither kept nor replayed" for item in section.names if item not in listed)
+            others = (item for item in names_in(half) if item in listed and item not in section.names)
+            yield from (f"{item} is no item of a layer that has {section.names[1]}" for item in others)
 
     def _never_replayed(self) -> Iterator[str]:
         roles = {item.name: item.role for sections in FILLING.values() for section in sections for item in section.items}
@@ -133,9 +140,11 @@ class Rule(Part):
 
     def _deferred(self) -> Iterator[str]:
         """What is wrong with the names of linears whose weight gradients are deferred, and with their lists of waits."""
+        filling = ((half, self.filling(half)) for half in HALVES)
+        linears = [linear for half, section in filling for linear in (DENSE[half] if section.has_experts else section).linears]
         for linear, waits in self.weight_gradients.items():
-            if linear not in LINEARS:
-                yield f"weight_gradients.{linear} is no linear of a layer: there are {', '.join(LINEARS)}"
+            if linear not in linears:
+                yield f"weight_gradients.{linear} is no linear of a layer: there are {', '.join(linears)}"
             elif not waits:
                 yield f"weight_gradients.{linear} names no wait: leave it out, and it is computed where stock computes it"
             for wait in dict.fromkeys(wait for wait in waits if waits.count(wait) > 1):

@@ -115,7 +115,10 @@ class Stage(Part):
     predicted: Predicted = Predicted()
 
     def rule_for(self, layer: int) -> Rule:
-        return next(rule for rule in self.rules if layer in rule.layers)
+        for rule in self.rules:  # asked for thousands of times while a plan is made
+            if rule.layers.first <= layer <= rule.layers.last:
+                return rule
+        raise LookupError(f"layer {layer} is none of {self.layers}")
 
     @property
     def defers(self) -> bool:

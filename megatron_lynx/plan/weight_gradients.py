@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.anatomy import EXPERTS, Section
 from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress, window_at
 from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.order import windows_in_order
@@ -24,7 +24,7 @@ from megatron_lynx.schedule import interleaved, one_f_one_b
 def problems(plan: PlanContents, stage: Stage, rule: Rule) -> Iterator[str]:
     """What keeps the weight gradients that a rule defers from running in the waits that it names, in words."""
     for linear, waits in rule.weight_gradients.items():
-        section = next(section for section in DENSE.values() if linear in section.linears)
+        section = next(section for section in plan.model.halves.values() if linear in section.linears)
         inside = [layer for layer in rule.layers if section.half == EXPERTS.half and plan.model.has_experts(layer)]
         if inside:
             yield f"weight_gradients.{linear} is deferred, but the MLP of layer {inside[0]} is a mixture of experts: leave it out"
@@ -56,7 +56,7 @@ def _never_in_forward(plan: PlanContents, stage: Stage, window: WindowAddress) -
     """A forward's windows are known by where their layer stands in its chunk: the forward may be any chunk's of the stage."""
     place, chunks = window.layer - stage.layers.first, plan.chunks_of(stage.stage)
     there = [entry.layers.first + place for entry in chunks if 0 <= place < len(entry.layers)]
-    if not there or window.ordinal >= len(DENSE[window.half].collectives("fwd", plan.parallel.sequence_parallel)):
+    if not there or window.ordinal >= len(plan.model.halves[window.half].collectives("fwd", plan.parallel.sequence_parallel)):
         yield "which is no wait of this stage"
     elif window.half == EXPERTS.half and all(plan.model.has_experts(layer) for layer in there):
         yield "which lies in a mixture of experts"
@@ -81,7 +81,7 @@ def _never_in_backward(
     plan: PlanContents, stage: Stage, where: tuple[int, Section, str], window: WindowAddress, another: bool
 ) -> Iterator[str]:
     layer, section, linear = where
-    windows = windows_in_order(stage, plan.parallel.sequence_parallel, "cooldown")
+    windows = windows_in_order(stage, plan.parallel.sequence_parallel, "cooldown", halves=plan.model.halves)
     if window not in windows:
         yield "which is no wait of this stage"
     elif window.half == EXPERTS.half and plan.model.has_experts(window.layer):

@@ -3,7 +3,8 @@
 job, profile ──partitioned──> layers of each stage ──Stages──> what each keeps, replays, offloads ──write, rehearse──┬──> Plan
                                                        ├── again without shares that hold more in the rehearsal than fits ┤
                                                        ├── once more with layers that differ, if that is much faster ─────┤
-                                                       └── with weight gradients in what waits are left (`filling`) ──────┘
+                                                       ├── with weight gradients in what waits are left (`filling`) ──────┤
+                                                       └── all of it with less for the layers, where these lack memory ───┘
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
-from megatron_lynx.planner.filling import Filler
+from megatron_lynx.planner.filling import Filler, Refused
 from megatron_lynx.planner.load import loads_that_fit
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
@@ -34,6 +35,9 @@ from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_READING = 1e-3
 """The part of a step that must be gained for a plan with layers that differ, which is harder to read."""
+
+WORTH_SPARING = 1e-2
+"""The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
 
 PLACED_AGAIN = 3
 """How often weight gradients are placed at most."""
@@ -80,8 +84,28 @@ def decide(job: Job, profile: Profile) -> Decision:
         decisions = [_fitting(job, parted, profile) for parted in partitioned(job, profile)]
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
-    refined = _refined(min(decisions, key=lambda decision: decision.simulation.step_s), job, profile)
-    return _with_loads(_filled(refined, profile), profile)
+    decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
+    return _with_loads(_with_both_fillers(job, decision, stages, profile), profile)
+
+
+def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile) -> Decision:
+    """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
+    filled, refused = _filled(_refined(decision, stages, job, profile), profile)
+    offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
+    if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
+        return filled
+    sparing = _sparing(job, decision.job, profile, refused.bytes)
+    enough_s = (1 - WORTH_READING) * filled.simulation.step_s
+    return filled if sparing is None or sparing.simulation.step_s > enough_s else sparing
+
+
+def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int) -> Decision | None:
+    """The decision whose layers leave so many bytes of their budget to weight gradients; None where they cannot."""
+    try:
+        decision, stages = _fitting(job, parted, profile, spared_bytes)
+    except Infeasible:
+        return None
+    return _filled(_refined(decision, stages, job, profile), profile)[0]
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
@@ -109,13 +133,13 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
-def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
-    """The decision for a job whose partition is known.
+def _fitting(job: Job, parted: Job, profile: Profile, spared_bytes: int = 0) -> tuple[Decision, Stages]:
+    """The decision for a job whose partition is known, and what has solved its stages. `spared_bytes`: of every stage's budget.
 
     Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
     and all stages are solved again.
     """
-    stages = Stages(parted, profile)
+    stages = Stages(parted, profile, spared_bytes=spared_bytes)
     while True:
         answers = _answers(stages)
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
@@ -127,15 +151,14 @@ def _fitting(job: Job, parted: Job, profile: Profile) -> Decision:
         }
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
-            return Decision(parted, answers, rehearsed, simulation, host)
-        stages = Stages(parted, profile, stages.excluded | over)
+            return Decision(parted, answers, rehearsed, simulation, host), stages
+        stages = Stages(parted, profile, stages.excluded | over, spared_bytes)
 
 
-def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
+def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
     """The decision with the exact solver's answers, if they shorten the step by `WORTH_READING`."""
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
-    stages = Stages(decision.job, profile)
     passes = job.microbatches + job.parallel.pipeline - 1
     enough_s = WORTH_READING * decision.simulation.step_s / passes
     answers = tuple(stages.refined(answer, enough_s) for answer in decision.stages)
@@ -150,18 +173,18 @@ def _refined(decision: Decision, job: Job, profile: Profile) -> Decision:
     return Decision(decision.job, answers, rehearsed, simulation, host)
 
 
-def _filled(decision: Decision, profile: Profile) -> Decision:
-    """The decision with weight gradients deferred into waits, where that is faster and fits. What the simulation holds beyond the
-    budget is taken from what they may hold, and they are placed again."""
+def _filled(decision: Decision, profile: Profile) -> tuple[Decision, Refused]:
+    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory. What
+    the simulation holds beyond the budget is taken from what they may hold, and they are placed again."""
     if (why := why_none_deferred(decision.job)) is not None:
-        return replace(decision, weight_gradients=f"none deferred: {why}")
+        return replace(decision, weight_gradients=f"none deferred: {why}"), Refused()
     filler = Filler(decision.plan, decision.job, profile, decision.simulation)
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     for _ in range(PLACED_AGAIN):
         plan = filler.filled(budgets)
         if plan == decision.plan:
             break
-        simulation = rehearse(plan, profile)
+        simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients)
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
             if simulation.step_s >= decision.simulation.step_s - 10**-SECOND_DIGITS:
@@ -169,11 +192,10 @@ def _filled(decision: Decision, profile: Profile) -> Decision:
             rehearsed = with_rehearsed(plan, decision.job, decision.stages, simulation)
             host, gained = HostReport.of(profile, simulation.host_bound), 1 - simulation.step_s / decision.simulation.step_s
             said = f"deferred into waits: the step is {100 * gained:.1f} % shorter"
-            return Decision(decision.job, decision.stages, rehearsed, simulation, host, said)
+            return Decision(decision.job, decision.stages, rehearsed, simulation, host, said), filler.refused
         budgets = [budget - size for budget, size in zip(budgets, over, strict=True)]
-    return replace(
-        decision, weight_gradients="none deferred: no wait that is left, and for which there is memory, makes it faster"
-    )
+    none = "none deferred: no wait that is left, and for which there is memory, makes it faster"
+    return replace(decision, weight_gradients=none), filler.refused
 
 
 def _budget_bytes(decision: Decision, answer: StageAnswer) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, Half
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
@@ -27,6 +28,16 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
 
+
+class Refused(NamedTuple):
+    """What had no memory to wait for a window of the same backward."""
+
+    seconds: float = 0.0
+    """The most that it would have hidden in a step, on the stage where that is most."""
+    bytes: int = 0
+    """The largest entry of it."""
+
+
 HALF_OF: Mapping[str, Half] = {linear: half for half, section in DENSE.items() for linear in section.linears}
 
 
@@ -39,18 +50,21 @@ class Filler:
         self._simulation = simulation
         self._rooms = [_rooms(plan, entry, job, profile) for entry in plan.stages]
         self._known = Known()
+        self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:
         """The plan with weight gradients in its waits; the same plan where there is nothing to gain, or no memory for it.
 
         `budgets`: what every stage's layers may hold, in bytes.
         """
-        entries = tuple(self._filled(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms)
+        fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
+        entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
+        found = [filling.refused for filling in fillings]
+        self.refused = Refused(self._job.microbatches * max(each.seconds for each in found), max(each.bytes for each in found))
         return self._plan.model_copy(update={"stages": entries})
 
-    def _filled(self, rooms: Rooms, budget_bytes: int) -> Stage:
-        slack = Slack(self._simulation, rooms.entry.stage, rooms.entry.chunk, budget_bytes)
-        return _Filling(rooms, slack, self._known).filled(receives=_receives(self._job, rooms.entry))
+    def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
+        return _Filling(rooms, Slack(self._simulation, rooms.entry.stage, rooms.entry.chunk, budget_bytes), self._known)
 
 
 def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile) -> Rooms:
@@ -94,6 +108,17 @@ class _Filling:
             if -layer in self.chosen and other.seconds < self.chosen[-layer].seconds:
                 self._choose(-layer, other)
         return self._entry(receives)
+
+    @property
+    def refused(self) -> Refused:
+        """What found no memory, though it was to wait for a window of the same backward only."""
+        seconds, most_bytes = 0.0, 0
+        for layer in self.rooms.entry.layers:
+            longest_s = max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.profile.interference
+            chosen = self.chosen[layer].waits if layer in self.chosen else {}
+            for cost in (self.rooms.cost(linear) for linear in self._packings(layer)[0].waits if linear not in chosen):
+                seconds, most_bytes = seconds + min(cost.seconds, longest_s), max(most_bytes, cost.bytes)
+        return Refused(seconds, most_bytes)
 
     def _packings(self, layer: int) -> list[Packed]:
         waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)

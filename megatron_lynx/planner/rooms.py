@@ -93,7 +93,7 @@ class Rooms:
     @cached_property
     def _backward(self) -> list[WindowAddress]:
         """The windows of a backward, in order."""
-        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown")
+        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown", halves=self.plan.model.halves)
         return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, Half, Section
+from megatron_lynx.anatomy import ALL_ITEMS, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, window_name
 from megatron_lynx.anatomy.in_time import own_exchanges_in_time, own_window, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -34,11 +34,12 @@ def uniform_plan(
     are kept in any case, and only messages between stages are windows.
     """
     check_plannable(job)
-    known = [section for sections in FILLING.values() for section in sections]
-    replayable = [item for section in known for item in section.replayable_among(job.parallel.context)]
+    sliced = job.parallel.sequence_parallel
+    known = list(dict.fromkeys(each for mixed in (False, True) for each in job.model.kind_sections(experts=mixed)))
+    replayable = [item for each in known for item in each.replayable_among(job.parallel.context, sequence_parallel=sliced)]
     asked = replayable if replay == "all" else () if replay == "none" else replay
     items = tuple(item for item in ALL_ITEMS if item in asked)
-    if job.parallel.sequence_parallel:
+    if sliced:
         kept = [each.gathered for each in known if gather == "keep" or job.userbuffers or not each.has_windows]
         items = tuple(item for item in items if item not in kept)
     places = ((stage, chunk) for chunk in range(job.chunks) for stage in range(job.parallel.pipeline))
@@ -54,7 +55,7 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in own if section in DENSE.values() or not _whole(job)]
+        replayed = [section for section, _ in own if not section.has_experts or not _whole(job)]
         some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
         flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)

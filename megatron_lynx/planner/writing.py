@@ -123,6 +123,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
         model=ModelFacts(
             **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name)},
             fp8=job.model.fp8_recipe,
+            latent_attention=job.model.latent,
         ),
         parallel=ParallelFacts(
             tensor=job.parallel.tensor,
@@ -157,7 +158,7 @@ def stage_of(
         offload=offload,
         predicted=predicted,
     )
-    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job))
+    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job), job.model.halves)
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
 
 

@@ -9,6 +9,8 @@ Tensor-parallel groups talk over NVLink if a node holds them and has it, over it
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
@@ -46,7 +48,7 @@ def analytic_profile(job: Job) -> Profile:
     return Profile(
         source=Source(how="analytic", machine=job.cluster.name, made_by=f"megatron-lynx {__version__}", repetitions=1),
         shape=shape_of(job),
-        attention=_half(shape, ATTENTION, roof),
+        attention=_half(shape, job.model.halves[ATTENTION.half], roof),
         mlp=_half(shape, MLP, roof),
         links=_links(job, shape),
         experts=_experts(job, shape, roof),
@@ -54,7 +56,7 @@ def analytic_profile(job: Job) -> Profile:
         head=_head(shape, roof),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
-        hiding=hiding_of(job),
+        **_said_by(job),
     )
 
 
@@ -64,8 +66,13 @@ def on_cluster(profile: Profile, job: Job) -> Profile:
     Roofline.of(job)
     source = profile.source.model_copy(update={"interconnect": f"figures of {job.cluster.name}"})
     host_time = profile.host_time or job.cluster.host_time
-    changed = {"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time, "hiding": hiding_of(job)}
-    return profile.model_copy(update=changed)
+    changed = {"source": source, "links": _links(job, LayerShape.of(job)), "host_time": host_time}
+    return profile.model_copy(update=changed | _said_by(job))
+
+
+def _said_by(job: Job) -> dict[str, Any]:
+    """What nobody measures."""
+    return {"hiding": hiding_of(job), "messages_between_passes": not job.overlap.messages}
 
 
 def _half(shape: LayerShape, section: Section, roof: Roofline) -> HalfProfile:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import Item
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.profiler.context_exchange import exchanging_s
+from megatron_lynx.profiler.latent import LatentShape
+from megatron_lynx.profiler.ordered_attention import ordered_s
 from megatron_lynx.profiler.profile import ItemProfile
 from megatron_lynx.profiler.quantized import FP8_BYTES
 from megatron_lynx.profiler.roofline import Passes, Roofline
@@ -26,7 +28,7 @@ FUSED_BACKWARD = 2.5
 
 def item_profile(shape: LayerShape, item: Item, roof: Roofline) -> ItemProfile:
     """One item of a layer. What it saves is counted elsewhere (`profiler.tensors`)."""
-    flops = item_flops(shape)[item.name]
+    flops = flops_of(shape)[item.name]
     if item.is_linear:
         return _linear(shape, item, flops, roof)
     if item.role == "core":
@@ -42,6 +44,12 @@ def item_profile(shape: LayerShape, item: Item, roof: Roofline) -> ItemProfile:
     )
 
 
+def flops_of(shape: LayerShape) -> dict[str, int]:
+    """FLOPs of every item of a layer, whatever fills its attention half."""
+    latent = {} if shape.model.latent is None else LatentShape.of(shape).flops()
+    return item_flops(shape) | latent
+
+
 def unmultiplied_s(shape: LayerShape, item: Item, roof: Roofline) -> Passes:
     """An item without a GEMM, whose kernels read and write; nothing where there are none."""
     forward_s, backward_s = (roof.seconds(0, moved) if moved else 0.0 for moved in _traffic(shape, item))
@@ -52,11 +60,11 @@ def _linear(shape: LayerShape, item: Item, flops: int, roof: Roofline) -> ItemPr
     """The weight's gradient is added to an fp32 buffer: read and written."""
     size = LinearShape.of(shape, item)
     element, read, weight = shape.model.element_bytes, size.read_bytes, size.inside * size.outside
-    taken, made = shape.tokens * size.inside, shape.tokens * size.outside
+    taken, made = size.rows * size.inside, size.rows * size.outside
     forward_s = roof.linear_s(flops, read * (taken + weight) + element * made)
     dgrad_s = roof.linear_s(flops, read * (made + weight) + element * taken)
     wgrad_s = roof.linear_s(flops, read * (taken + made) + 2 * FP32_BYTES * weight)
-    if item.role == "column_parallel":
+    if item.role in ("column_parallel", "up_projection", "query_projection"):
         dgrad_s, wgrad_s = (roof.slowed_s(*both) for both in zip((dgrad_s, wgrad_s), roof.beside_s, strict=True))
     cast_forward_s, cast_backward_s = _casts_s(shape, item, size, roof)
     return ItemProfile(
@@ -72,8 +80,9 @@ def _linear(shape: LayerShape, item: Item, flops: int, roof: Roofline) -> ItemPr
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear of one rank: columns of what it takes and of what it makes, and in how many bytes its GEMMs read."""
+    """A linear of one rank: its rows, columns of what it takes and of what it makes, and in how many bytes its GEMMs read."""
 
+    rows: int
     inside: int
     outside: int
     read_bytes: int
@@ -81,13 +90,15 @@ class LinearShape:
     @classmethod
     def of(cls, shape: LayerShape, item: Item) -> LinearShape:
         hidden = shape.model.hidden
+        if shape.model.latent is not None and item in LatentShape.of(shape).section.items:
+            return cls(*LatentShape.of(shape).linear(item.name), shape.model.element_bytes)
         inside, outside = {
             LINEAR_QKV: (hidden, shape.qkv_width),
             LINEAR_PROJ: (shape.query_width, hidden),
             LINEAR_FC1: (hidden, shape.fc1_width),
             LINEAR_FC2: (shape.ffn, hidden),
         }[item.name]
-        return cls(inside, outside, shape.model.element_bytes if shape.model.fp8 is None else FP8_BYTES)
+        return cls(shape.tokens, inside, outside, shape.model.element_bytes if shape.model.fp8 is None else FP8_BYTES)
 
 
 def _casts_s(shape: LayerShape, item: Item, size: LinearShape, roof: Roofline) -> tuple[float, float]:
@@ -110,10 +121,13 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
     """Unfused: two batched GEMMs, a head of a sequence each, and softmax with its mask and dropout pass over all scores."""
     element = shape.model.element_bytes
     read = element * shape.tokens * 2 * (shape.query_width + shape.key_width)
+    if shape.model.latent is not None:
+        read = LatentShape.of(shape).attention_bytes()
     if shape.model.attention == "flash":
         causal = flops / 2
         kernel = shape.model.attention_kernel
-        return Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+        free = Passes(roof.attention_s(causal, read, kernel), roof.attention_s(FUSED_BACKWARD * causal, 2 * read, kernel))
+        return ordered_s(free, shape, roof)
     scores, heads = element * shape.scores, shape.micro * shape.model.heads // shape.parallel.tensor
     gemms_s = 2 * roof.batched_s(heads, flops / 2, read / 2 + scores)
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
@@ -130,6 +144,8 @@ def _traffic(shape: LayerShape, item: Item) -> tuple[int, int]:
         mask = MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
         dropped = 2 * residual + mask if shape.model.hidden_dropout else 0
         return 3 * residual + mask, dropped + 3 * residual  # backward: the dropout, and the sum with the residual's gradient
+    if shape.model.latent is not None and (item.role == "inner_norm" or item.name == ROTARY):
+        return LatentShape.of(shape).traffic(item)
     if item.name == ROTARY:
         both = element * shape.tokens * (shape.query_width + shape.key_width)
         turned = 2 * both if shape.model.position == "rope" else 0
@@ -143,5 +159,11 @@ def _traffic(shape: LayerShape, item: Item) -> tuple[int, int]:
 def _output(shape: LayerShape, item: Item) -> int:
     if not item.is_site:
         return 0
+    if shape.model.latent is not None and item.role in ("down_projection", "up_projection", "query_projection"):
+        rows, _, outside = LatentShape.of(shape).linear(item.name)
+        return rows * outside * shape.model.element_bytes
+    if item.role == "inner_norm":
+        latent = LatentShape.of(shape)
+        return latent.latent_rows * latent.rank_of(item) * shape.model.element_bytes
     widths = {LINEAR_QKV: shape.qkv_width, CORE_ATTENTION: shape.query_width, LINEAR_FC1: shape.fc1_width}
     return shape.tokens * widths[item.name] * shape.model.element_bytes if item.name in widths else shape.input_bytes

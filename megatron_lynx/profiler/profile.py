@@ -12,17 +12,19 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import DENSE, Half, Section
+from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.parallel import ContextExchange
+from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import read_yaml, write_yaml
@@ -150,6 +152,8 @@ class Shape(Part):
     qk_norm: bool = False
     kv_channels: int | None = None
     """The width of a head where it is not hidden / heads."""
+    latent: LatentSizes | None = None
+    """The sizes of multi-latent attention."""
     fp8: str | None = None
     """The FP8 recipe of its linears."""
     experts: Experts | None = None
@@ -157,10 +161,22 @@ class Shape(Part):
     expert_tensor: int = 1
     """Ranks among which experts are shared out, and among which each is cut; 1 without experts."""
 
+    @property
+    def sections_with_experts(self) -> tuple[Section, Section]:
+        """What fills those of a layer of experts."""
+        latent = latent_section(self.latent, te=self.implementation == "transformer_engine")
+        return sections_of(experts=True, latent=latent)
+
+    @property
+    def halves(self) -> Mapping[Half, Section]:
+        """What fills the halves of a layer without experts."""
+        return halves_of(latent_section(self.latent, te=self.implementation == "transformer_engine"))
+
 
 LATER: dict[str, Any] = {
     "qk_norm": False,
     "kv_channels": None,
+    "latent": None,
     "fp8": None,
     "experts": None,
     "expert": 1,
@@ -217,11 +233,13 @@ class Profile(Part):
     """How long the host takes to issue a layer. None: not known, as in profiles from before it was measured."""
     hiding: Hiding = "stock"
     """Nobody measures it: the job says it (`config.overlap`)."""
+    messages_between_passes: bool = False
+    """Whether stages with several chunks exchange messages between passes, not behind them. The job says that, too."""
 
     @model_validator(mode="after")
     def _whole(self) -> Profile:
         problems = []
-        for half, section in DENSE.items():
+        for half, section in self.shape.halves.items():
             problems += _misnamed(self.half(half), half, section.names)
         if self.shape.experts is not None and self.experts is not None:
             problems += _misnamed(self.experts, self.shape.experts.section.name, self.shape.experts.section.names)
@@ -240,7 +258,7 @@ class Profile(Part):
 
     def of(self, section: Section) -> HalfProfile:
         """The figures of what fills a half."""
-        if not section.exchanges:
+        if not section.has_experts:
             return self.half(section.half)
         assert self.experts is not None, "a profile with such a section has its figures"
         return self.experts
@@ -272,8 +290,9 @@ class Profile(Part):
         else:
             known = {name for name, value in IN_EXPERTS.items() if getattr(self.shape.experts, name) == value}
             off["shape"] = dict.fromkeys(off["shape"], True) | {"experts": known}
-        if self.hiding == "stock":
-            off["hiding"] = True
+        for name in ("hiding", "messages_between_passes"):
+            if getattr(self, name) == type(self).model_fields[name].default:
+                off[name] = True
         off["source"] = {name for name in ("stood_in_for", "fusions") if getattr(self.source, name) is None}
         return hashlib.sha256(self.model_dump_json(exclude=off).encode()).hexdigest()
 
@@ -300,7 +319,8 @@ def shape_of(job: Job) -> Shape:
     model, parallel = job.model, job.parallel
     names = ("hidden", "ffn", "heads", "kv_groups", "seq", "dtype", "implementation", "qk_norm")
     facts = {name: getattr(model, name) for name in names} | {"fp8": model.fp8_recipe, "experts": model.experts}
-    facts["kv_channels"] = model.head_size if model.query_width != model.hidden else None
+    usual = model.latent is not None or model.query_width == model.hidden
+    facts |= {"kv_channels": None if usual else model.head_size, "latent": model.latent}
     layout = {name: getattr(parallel, name) for name in ("tensor", "sequence_parallel", "context")}
     if parallel.context > 1:
         layout |= {"context_exchange": parallel.context_exchange, "context_levels": parallel.context_levels}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, ITEMS, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV
+from megatron_lynx.config.cluster import OrderedAttention
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
@@ -25,6 +26,8 @@ class LayerShape:
     micro: int
     device: Literal["cpu", "cuda"] = "cpu"
     """Decides with `model.attention` whose kernels save what: see `profiler.tensors`."""
+    ordered: OrderedAttention | None = None
+    """Of fused attention that must add up in one order, what that costs these devices."""
 
     @classmethod
     def of(cls, job: Job) -> LayerShape:
@@ -36,7 +39,8 @@ class LayerShape:
             layout = layout.model_copy(update=exchange)
         if job.model.experts is not None:
             layout = layout.model_copy(update={"expert": given.expert, "expert_tensor": given.expert_tensor})
-        return cls(job.model, layout, job.batch.micro, job.cluster.device)
+        ordered = job.cluster.ordered_attention if job.model.deterministic and job.model.attention == "flash" else None
+        return cls(job.model, layout, job.batch.micro, job.cluster.device, ordered)
 
     @property
     def tokens(self) -> int:

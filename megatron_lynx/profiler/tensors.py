@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from megatron_lynx.anatomy import ATTENTION, MLP, Half, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
+from megatron_lynx.profiler.latent import FP32_BYTES as FP32_BYTES
+from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape
 
-FP32_BYTES = 4
 MASK_BYTES = 1
 """One element of a dropout mask on CUDA."""
 
@@ -31,6 +32,8 @@ def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
 
 
 def _attention(shape: LayerShape) -> list[SavedTensor]:
+    if shape.model.latent is not None:
+        return [*LatentShape.of(shape).tensors(), *_core(shape), *_context(shape), _dropout(shape, ATTENTION)]
     return [*_norm(shape, ATTENTION), *_queries_keys_values(shape), *_core(shape), *_context(shape), _dropout(shape, ATTENTION)]
 
 

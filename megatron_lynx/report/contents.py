@@ -89,7 +89,8 @@ def _predicted(asked: Asked) -> tuple[Plan | None, Simulation | None, list[Point
     """The plan, its step as far as there are figures, and its point on the front."""
     given, costs = asked.given, asked.costs
     if given.plan is not None:
-        simulation = None if costs is None else rehearse(given.plan, costs)
+        reduced = given.job is not None and given.job.overlap.gradients
+        simulation = None if costs is None else rehearse(given.plan, costs, reduced_in_backward=reduced)
         return (
             given.plan,
             simulation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.plan.plan import Plan, Rule, Stage
 from megatron_lynx.plan.stage import ALWAYS
@@ -76,7 +76,7 @@ def _treatment(rule: Rule, half: Half) -> Treatment:
         window=" / ".join(_by_phase(rule.windows.of(half, "steady"), rule.windows.of(half, "cooldown"))) if replayed else "",
         deferred=[
             f"{linear}: {', '.join(rule.weight_gradients[linear])}"
-            for linear in DENSE[half].linears
+            for linear in rule.filling(half).linears
             if linear in rule.weight_gradients
         ],
         gather=" / ".join(_by_phase(rule.gather.of(half, "steady"), rule.gather.of(half, "cooldown"))),

@@ -256,6 +256,11 @@ class Engine:
         if isinstance(self._progress.scope, Recorder):
             self._progress.scope.gathered(whole)
 
+    @property
+    def owns_gathered(self) -> bool:
+        """Whether what the present site gathers must not lie in a buffer that others use, because it is kept for a replay."""
+        return isinstance(self._progress.scope, Recorder) and self._progress.scope.owns_gathered
+
     def gathered_input(self) -> Tensor | None:
         """The buffer that a gather of the present site's input would fill, if its gather was started already."""
         return self._waits.gathered_input()

@@ -49,7 +49,7 @@ class Absent:
     def made(self) -> Tensor:
         if not self.requires_grad:
             return self._empty()
-        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)
+        made: Tensor = _Made.apply(torch.empty(0, requires_grad=True), self._empty)  # type: ignore[no-untyped-call]
         return made
 
     def _empty(self) -> Tensor:
@@ -99,6 +99,8 @@ class Frame:
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
     let_go_bytes: int = 0
+    gathered: dict[int, Tensor] = field(default_factory=dict)
+    """What replayed sites gathered in the record and find again in the replay, by segment."""
     gathering: tuple[Tensor, Any] | None = None
     """The gathered input and the Work that fills it, from its start to the end of this half's backward."""
     told: Callable[[Tensor], None] | None = None
@@ -144,6 +146,7 @@ class Frame:
         self.inputs = self.random = None
         self.memos.clear()
         self.site_states.clear()
+        self.gathered.clear()
         self.views.clear()
         self.sites.clear()
 

@@ -36,6 +36,8 @@ class HalfPolicy:
     gather_site: str | None = None
     """The replayed site whose first argument is gathered once (sequence parallelism)."""
     gather: Gather | None = None
+    keeps_gathered: frozenset[str] = frozenset()
+    """The replayed sites whose gathered argument is small, and kept (sequence parallelism)."""
     chunk: int = 0
     """Which of the stage's chunks the layer is in."""
     may_draw: Callable[[], bool] = lambda: True
@@ -50,7 +52,7 @@ class HalfPolicy:
     @cached_property
     def keeping(self) -> HalfPolicy:
         """The same half where nothing is let go."""
-        return replace(self, replay=frozenset(), gather_site=None, gather=None)
+        return replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
 
     @property
     def half(self) -> Half:

@@ -11,6 +11,7 @@
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
 [7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
+[9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
 from megatron_lynx.runtime.lesson import Lesson
@@ -29,7 +31,10 @@ from megatron_lynx.runtime.offload import Hosted, Shipment
 from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
-from megatron_lynx.runtime.site_call import SiteCall
+from megatron_lynx.runtime.site_call import Site, SiteCall
+
+GATHERED = Item("gathered latents", "code")
+"""What ranks gather between the sites of latent attention: always kept."""
 
 
 class Recorder:
@@ -84,14 +89,25 @@ class Recorder:
         return outputs
 
     def gathered(self, whole: Tensor) -> None:
-        """The present site has gathered its input. Nobody wants to know."""
+        """The present site has gathered its input. Where that is small and the site is replayed, it is kept for that. [9]"""
+        if self._keeps_gathered:
+            self.frame.gathered[self._segment] = whole.detach()
+
+    @property
+    def owns_gathered(self) -> bool:
+        """Whether what the present site gathers must lie in a buffer of its own."""
+        return self._keeps_gathered
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
         segment = self._segment + (1 if site.first is None else 2)
         if segment in self._recipe.inert:
             return self._pass_over(call, segment)
-        if self._teaches and self._item not in self._replay and not self.frame.policy.section.of_name[site.name].exchanges:
+        if self._teaches and self._hands_on_what_stays and not self._of(site).exchanges:
             self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
         if site.first is not None:
             self._enter(site.first.item)
@@ -105,6 +121,18 @@ class Recorder:
         if site.state is None and code not in self._replay and self._shipment is None:
             self._maybe_inert.append(segment)
         return outputs
+
+    @property
+    def _hands_on_what_stays(self) -> bool:
+        """Whether what is handed to a site stays because the item right before it is kept. Where there are two paths, that is
+        code, or the half's beginning: what a kept site returned stays in any case, and what comes from the other path may be
+        made again, whatever is kept here."""
+        section = self.frame.policy.section
+        return self._item not in self._replay and (not section.two_paths or self._item is None or self._item in section.code)
+
+    def _of(self, site: Site) -> Item:
+        """The item that a site is. A gather between two is none of the plan's."""
+        return self.frame.policy.section.of_name.get(site.name, GATHERED)
 
     def _pass_over(self, call: SiteCall, segment: int) -> Any:
         """A site of which nothing is let go or remembered, and neither of the code behind it."""
@@ -151,7 +179,7 @@ class Recorder:
             pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, arguments))
 
     def _lesson(self, call: SiteCall) -> Lesson:
-        item = self.frame.policy.section.of_name[call.name]
+        item = self._of(call.site)
         return Lesson(
             call,
             self._segment,
@@ -200,7 +228,7 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        ends = call.site.goes_on or self.frame.policy.section.of_name[call.name].ends_values
+        ends = call.site.goes_on or self._of(call.site).ends_values
         if self._teaches:
             if ends:
                 self._ends_at = self._segment

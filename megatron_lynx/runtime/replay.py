@@ -62,6 +62,11 @@ class Replayer:
         """Whether the site runs whose input is gathered: the hook on that gather finds what was gathered."""
         return self._site is not None and self._site == self.frame.policy.gather_site
 
+    @property
+    def gathered(self) -> Tensor | None:
+        """What the site that runs gathered in the record, where that was kept."""
+        return None if self._site is None else self.frame.gathered.get(self._segment)
+
     def run(self) -> Tensor | None:
         """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
         wanted any more before it was reached."""
@@ -90,7 +95,8 @@ class Replayer:
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
-        once = self.frame.policy.section.of_name[call.name].runs_once
+        item = self.frame.policy.section.of_name.get(call.name)  # a gather between two sites is no item
+        once = item is None or item.runs_once
         assert memo is not None or not once, f"a replay of {self.frame.policy.name} came to {call.name}"
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()

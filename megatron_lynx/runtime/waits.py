@@ -38,6 +38,16 @@ class _Tasks(NamedTuple):
     """When the wait is over."""
 
 
+class _Done:
+    """The `Work` of a gather that was over long ago."""
+
+    def wait(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
 class Waits:
     """All windows of one engine. `windows`, by chunk, say which tasks run where."""
 
@@ -127,6 +137,8 @@ class Waits:
         scope = self._progress.scope
         if scope is None:
             frame = self._ledger.entered
+        elif isinstance(scope, Replayer) and scope.gathered is not None:
+            return scope.gathered, DONE
         else:
             frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
         return frame.gathering if frame is not None else None

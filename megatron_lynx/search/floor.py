@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, PASSES
+from megatron_lynx.anatomy import EXPERTS, PASSES
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import embedding_of, head_of, window_lengths_s
 from megatron_lynx.cost.step import replaying_stage_s, waited_messages
@@ -87,9 +87,9 @@ def _collectives_s(job: Job, profile: Profile, message_bytes: int) -> float:
     """The mean over layers. Those with experts have the exchanges of these in place of their MLPs' collectives."""
     mixtures = len(job.model.expert_layers) / job.model.layers
     waits_s = [
-        (1 - mixtures if half == EXPERTS.half else 1.0) * sum(window_lengths_s(profile, passing, DENSE[half], message_bytes))
+        (1 - mixtures if half == EXPERTS.half else 1.0) * sum(window_lengths_s(profile, passing, section, message_bytes))
         for passing in PASSES
-        for half in HALVES
+        for half, section in job.model.halves.items()
     ]
     exchanged_s = 0.0 if profile.experts is None else profile.experts.communication_s
     return sum(waits_s) + mixtures * exchanged_s

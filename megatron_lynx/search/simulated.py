@@ -52,7 +52,7 @@ def _step_s(job: Job, chunks: list[list[ChunkPasses]], microbatches: int, messag
         schedule = interleaved(pipeline, microbatches, job.chunks, job.microbatch_group)
     else:
         schedule = one_f_one_b(pipeline, microbatches)
-    return simulate(schedule, chunks, message_s).step_s
+    return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages).step_s
 
 
 def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkPasses]:

@@ -70,11 +70,14 @@ def stage_passes(
     head: BlockProfile | None = None,
     others: Mapping[int, Sequence[Treated]] = MappingProxyType({}),
     deferral: tuple[int, int] = (0, 0),
+    *,
+    reduced_in_backward: bool = False,
 ) -> ChunkPasses:
     """The passes of one stage. `treated`: its halves in forward order. `embedding`, `head`: on the stages that have them.
     `others`: the halves of the stage's other chunks, by chunk; a forward may hide their replays. `deferral`: which chunk
-    this is, and how many bytes its deferred weight gradients may hold."""
-    kinds = {half.kind for half in treated}
+    this is, and how many bytes its deferred weight gradients may hold. `reduced_in_backward`: gradients are reduced while the
+    chunk's last backward of a step runs (--overlap-grad-reduce), so nothing is deferred in it."""
+    kinds = {half.kind for half in treated} | {(half.section, frozenset[str]()) for half in treated if reduced_in_backward}
     forward, backward = (
         {(section, off): segments(profile, passing, section, message_bytes, off) for section, off in kinds} for passing in PASSES
     )
@@ -95,19 +98,33 @@ def stage_passes(
         if kind == "R":
             return _received(Walk(1.0, queue), own[which][0])
         walk = Walk(profile.interference, queue, back[0])
-        return _backward(walk, treated, *own[which], backward, back[1], last).issued_in(host.backward_s)
+        defers = not (last and reduced_in_backward)
+        return _backward(walk, treated, *own[which], backward, back[1], last, defers).issued_in(host.backward_s)
 
     def queue(pending: Pending) -> Queue:
         return Queue(*deferral, due, pending)
 
+    first_alike = {phase: next(each for each in PHASES if own[each] == own[phase]) for phase in PHASES}
+    hides = any(isinstance(window, WindowAddress) and window.passing == "fwd" for each in own["steady"] for window in each)
+
+    def plain(key: PassKey) -> PassKey:
+        """The first of all keys whose passes are alike, so that none is walked twice."""
+        kind, which, last = key
+        if isinstance(which, int):
+            return key
+        return (
+            (kind, which if which == "steady" and hides else "warmup", last) if kind == "F" else (kind, first_alike[which], last)
+        )
+
     due = _due(treated, others)
+    filled = Filled(walked, queue, plain, frozenset(others))
     if due:
-        return ChunkPasses(filled=Filled(walked, queue, frozenset(others)))
+        return ChunkPasses(filled=filled)
     return ChunkPasses(
-        forward={phase: walked(("F", phase, False), queue(())) for phase in PHASES},
-        backward={phase: walked(("B", phase, False), queue(())) for phase in PHASES},
-        received={phase: walked(("R", phase, False), queue(())) for phase in PHASES},
-        hiding={chunk: walked(("F", chunk, False), queue(())) for chunk in others},
+        forward={phase: filled.of(("F", phase, False), ())[0] for phase in PHASES},
+        backward={phase: filled.of(("B", phase, False), ())[0] for phase in PHASES},
+        received={phase: filled.of(("R", phase, False), ())[0] for phase in PHASES},
+        hiding={chunk: filled.of(("F", chunk, False), ())[0] for chunk in others},
     )
 
 
@@ -141,7 +158,7 @@ def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
 
 
 def _between_forward(items: Mapping[str, ItemProfile], section: Section, waited: Waited) -> Iterator[float]:
-    cuts = [section.items.index(section.item(collective.behind)) + 1 for collective in waited]
+    cuts = [section.place_behind(collective) + 1 for collective in waited]
     for begin, end in pairwise([0, *cuts, len(section.names)]):
         yield sum(items[name].forward_s for name in section.names[begin:end])
 
@@ -150,7 +167,7 @@ def _between_backward(items: Mapping[str, ItemProfile], section: Section, waited
     """What is waited for beside the dgrad of a linear has its wgrad behind it."""
     end, behind_s = len(section.names), 0.0
     for collective in waited:
-        begin = section.items.index(section.item(collective.behind))
+        begin = section.place_behind(collective)
         seconds = behind_s + _backward_s(items, section, begin, end)
         beside_dgrad = isinstance(collective, Collective) and collective.beside == "dgrad"
         wgrad_s = items[section.names[begin]].wgrad_s if beside_dgrad else 0.0
@@ -185,15 +202,24 @@ def _forward(
 
 
 def _backward(
-    walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float, last: bool
+    walk: Walk,
+    treated: Sequence[Treated],
+    served: Served,
+    gathered: Gathered,
+    halves: Parts,
+    end_s: float,
+    last: bool,
+    defers: bool,
 ) -> TimedPass:
-    """One backward. `last`: the chunk's last one in a step, behind which nothing stays deferred."""
+    """One backward. `last`: the chunk's last one in a step, behind which nothing stays deferred. `defers`: whether it defers
+    anything itself."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
     for half in reversed(treated):
         if (part := late.get((half.layer, half.half))) is not None:
             walk.on_demand(part)
         start_s = walk.clock_s
-        _back_through(walk, half, halves[half.kind], served, gathered)
+        kind = half.kind if defers else (half.section, frozenset())
+        _back_through(walk, half, halves[kind], served, gathered, defers)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -201,12 +227,12 @@ def _backward(
     return walk.over()
 
 
-def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered) -> None:
+def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, defers: bool) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
-        ran_s = _defer(walk, half, ordinal, last)
+        ran_s = _defer(walk, half, ordinal, last, defers)
         if ordinal == last:  # [3]
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
@@ -227,18 +253,20 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
             walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
 
 
-def _defer(walk: Walk, half: Treated, ordinal: int, last: int) -> float:
+def _defer(walk: Walk, half: Treated, ordinal: int, last: int, defers: bool) -> float:
     """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
-    `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit."""
+    `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
+    backward puts none off: then those that a linear has left come right before its own."""
     ran_s = 0.0
     for linear, deferral in half.deferred.items():
         column = linear == half.section.column_parallel
         if ordinal == max(0, last if column else last - 1):
-            ran = walk.defer(LinearOf(half.layer, half.half, linear), deferral.cost)
+            of = LinearOf(half.layer, half.half, linear)
+            ran = walk.defer(of, deferral.cost) if defers else walk.catch_up(of)
             if column:
                 ran_s += ran
             else:
-                walk.holds(LinearOf(half.layer, half.half, linear), deferral.cost.gradient_bytes)
+                walk.holds(of, deferral.cost.gradient_bytes)
     return ran_s
 
 

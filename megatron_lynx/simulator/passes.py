@@ -78,6 +78,8 @@ class Filled:
     walks: Callable[[PassKey, Queue], TimedPass]
     """Makes a pass, and leaves what is then pending in the queue."""
     queue: Callable[[Pending], Queue]
+    plain: Callable[[PassKey], PassKey]
+    """Of the keys of passes that are alike always the same one."""
     others: Collection[int] = ()
     """The other chunks of the stage."""
     known: dict[tuple[PassKey, Pending], tuple[TimedPass, Pending]] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Filled:
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
         """A pass, and what is pending after it."""
+        key = self.plain(key)
         if (key, pending) not in self.known:
             queue = self.queue(pending)
             self.known[key, pending] = self.walks(key, queue), queue.pending

@@ -2,7 +2,8 @@
 
     backward reaches a linear ──put──> [ oldest ... newest ] ──due──> its oldest runs in a wait, as the plan says
                                           │ more bytes than its chunk's bound
-                                          └──> the chunk's oldest run at once, exposed; all that are left, in its last backward
+                                          └──> the chunk's oldest run at once, exposed; all that are left, in its last backward:
+                                               behind it, or, where gradients are reduced meanwhile, each before its linear's own
 
 As in the runtime, a wait takes one of each linear that the plan has put there, behind the replays: a forward's of any chunk's
 linears, the receive of a gradient of the linears of the chunk whose gradient it is.
@@ -74,6 +75,12 @@ class Queue:
             if found is not None:
                 self._entries.remove(found)
                 yield found
+
+    def take(self, of: LinearOf) -> Iterator[Entry]:
+        """Takes everything that is left of one linear."""
+        own = [entry for entry in self._entries if entry.of == of]
+        self._entries = [entry for entry in self._entries if entry.of != of]
+        yield from own
 
     def flush(self) -> Iterator[Entry]:
         """Takes everything that is left of the chunk."""

@@ -3,6 +3,8 @@
     blocking (Megatron's 1F1B)                              overlapping (interleaved, overlap_p2p_comm)
     stage 0   F0 [send F0]  F1 [send F1, receive B0] ...    F0  F1 ...        messages leave when a pass ends, one after
     stage 1      [receive F0]  F0 [send B0, receive F1]         F0  B0 ...    another on each link; only receivers wait
+                                                            between passes (without overlap_p2p_comm): every pass is followed
+                                                            by an exchange, as long as one message, and nothing runs meanwhile
 
  [1] a blocking message is under way from the moment at which both sides are there, and holds up both until it has arrived
  [2] between a forward and a backward, one exchange sends and receives; between two passes of a kind, first one, then the other
@@ -39,13 +41,19 @@ class Message(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float = 0.0, interference: float = 1.0
+    schedule: Schedule,
+    chunks: Sequence[Sequence[ChunkPasses]],
+    p2p_s: float = 0.0,
+    interference: float = 1.0,
+    *,
+    between_passes: bool = False,
 ) -> Simulation:
     """Simulates one step. `chunks` by stage and chunk; `p2p_s` is one message between stages that are neighbours.
 
+    `between_passes`: of a schedule that does not block, that no message overlaps a pass.
     Raises ValueError where the orders of the stages cannot be run together.
     """
-    return Run(schedule, chunks, p2p_s, interference).simulation()
+    return Run(schedule, chunks, p2p_s, interference, between_passes=between_passes).simulation()
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,14 @@ class RunningStage:
 class Run:
     """A schedule on its way; `simulation` is called once."""
 
-    def __init__(self, schedule: Schedule, chunks: Sequence[Sequence[ChunkPasses]], p2p_s: float, interference: float) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        chunks: Sequence[Sequence[ChunkPasses]],
+        p2p_s: float,
+        interference: float,
+        between_passes: bool = False,
+    ) -> None:
         self._schedule = schedule
         self._stages = [
             RunningStage(
@@ -117,7 +132,9 @@ class Run:
             )
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
-        self._p2p_s = p2p_s
+        between = between_passes and not schedule.blocking
+        self._p2p_s, self._behind_each_s = (0.0, p2p_s) if between else (p2p_s, 0.0)
+        """What a message takes after the pass that made it; for how long each pass is followed by an exchange."""
         self._interference = interference
         self._pipeline = schedule.pipeline
         self._last = schedule.pipeline * schedule.chunks - 1
@@ -172,7 +189,7 @@ class Run:
             synchronised = max(arrived, self._copied_s(stage, before, action)) if stage.copying else arrived
             held_up_s, arrived = over - free + synchronised - arrived, synchronised
             begin = self._replayed(stage, action, phase, replay, ready, arrived) if replay.seconds else arrived
-            free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s))
+            free = self._execute(stage, action, phase, behind, (arrived, begin, held_up_s)) + self._behind_each_s
             before, replay = action, NOTHING
         yield from self._end(stage, before, free)
 

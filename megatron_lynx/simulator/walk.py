@@ -85,6 +85,13 @@ class Walk:
             self._weight_gradient(oldest, 0.0, FLUSHED)
         return self.clock_s - start_s
 
+    def catch_up(self, of: LinearOf) -> float:
+        """Runs whatever of a linear is still deferred; for how many seconds."""
+        start_s = self.clock_s
+        for entry in self._queue.take(of):
+            self._weight_gradient(entry, 0.0, FLUSHED)
+        return self.clock_s - start_s
+
     def holds(self, of: LinearOf, size_bytes: int) -> None:
         """So much of what the newest entry of a linear holds is from now on held for it alone."""
         if of in self._unheld:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_lynx.anatomy import ATTENTION, MLP
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
@@ -30,14 +29,19 @@ def of_policy(problem: StageProblem, policy: Policy) -> Solved:
     """The answer of a policy, every replay on demand. Raises `KeyError` for `planned`, which has to be solved for."""
     if policy == "full":
         return on_demand(replay_all(problem))
-    items = replayed_items(policy)
-    kinds = (ATTENTION, problem.attention), (MLP, problem.mlp), (MLP, problem.last_mlp)
+    items = set(replayed_items(policy))
+    kinds = (problem.attention, problem.mlp, problem.last_mlp)
     mixture = () if problem.mixed is None else (problem.mixed.experts, problem.mixed.last_experts)
     return _everywhere(
         problem,
-        *(choices.replaying(set(items) & set(section.names)) for section, choices in kinds),
+        *(choices.replaying(items & _ever_replayed(choices)) for choices in kinds),
         mixture=[choices.replaying(set()) for choices in mixture],
     )
+
+
+def _ever_replayed(choices: Choices) -> set[str]:
+    """The items that any of these choices replays."""
+    return {item for option in choices for item in option.replay}
 
 
 def block(problem: StageProblem, count: int) -> Solved:

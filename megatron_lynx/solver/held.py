@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, Half
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, HALVES, MLP, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress, window_at
 from megatron_lynx.cost.memory import AHEAD, HalfMemory
 from megatron_lynx.cost.section import Stop
@@ -28,12 +28,14 @@ def held_in(
     *,
     sequence_parallel: bool,
     exchanging: bool = False,
+    attention: Section = ATTENTION,
 ) -> HalfMemory:
     """What is held where it is replayed there. `memory`: on demand. `gather`: behind which window its input is gathered.
-    `exchanging`: whether the windows of the half before are exchanges of tokens."""
+    `exchanging`: whether the windows of the half before are exchanges of tokens. `attention`: what fills attention halves."""
+    sections = {attention.half: attention, MLP.half: MLP}
     steps: list[tuple[str, int]] = []
     if gather is not None and gather != ON_DEMAND:
-        steps.append((gather, stops[DENSE[half].column_parallel].bytes))
+        steps.append((gather, stops[sections[half].column_parallel].bytes))
     for portion in placement:
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
     early, there = 0, dict.fromkeys(AHEAD, 0)
@@ -41,17 +43,21 @@ def held_in(
         if is_early(window):
             early = size
             continue
-        for moment in AHEAD[: moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanging=exchanging)]:
+        ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanging=exchanging, attention=attention)
+        for moment in AHEAD[:ahead]:
             there[moment] = size
     return replace(memory, early=early, **{moment: max(0, size - early) for moment, size in there.items()})
 
 
 @lru_cache(maxsize=256)
-def moments_ahead(window: str, half: Half, *, sequence_parallel: bool, exchanging: bool = False) -> int:
+def moments_ahead(
+    window: str, half: Half, *, sequence_parallel: bool, exchanging: bool = False, attention: Section = ATTENTION
+) -> int:
     """How many moments before a half's own backward begins a window of an earlier backward is: 0 for its own."""
     at = window_at(window, 0)
     assert isinstance(at, WindowAddress), f"{window} is no collective"
     count = 2 * at.layer + HALVES.index(at.half) - HALVES.index(half)
     exchanges = EXPERTS.exchanges_of["bwd"] if exchanging and at.half == EXPERTS.half else None
-    last = len(DENSE[at.half].collectives("bwd", sequence_parallel) if exchanges is None else exchanges) - 1
+    section = attention if at.half == attention.half else MLP
+    last = len(section.collectives("bwd", sequence_parallel) if exchanges is None else exchanges) - 1
     return 2 * count - (at.ordinal == last) if count else 0

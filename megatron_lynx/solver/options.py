@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, MLP, Section
+from megatron_lynx.anatomy import ATTENTION, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -27,9 +27,6 @@ from megatron_lynx.solver.seats import HalfKind, Seats
 from megatron_lynx.solver.stage_budget import loss_bytes
 from megatron_lynx.solver.stage_seats import StageSeats
 from megatron_lynx.units import MIB
-
-KINDS = (HalfKind(ATTENTION, before=MLP), HalfKind(MLP, before=ATTENTION), HalfKind(MLP, before=None))
-"""The halves of a stage without experts."""
 
 SeatsOf = Callable[[HalfKind, Collection[str], Sequence[Placement], PricedSection], Iterable[Seat]]
 """The seats of a set of replayed items, given its placements in its backward: `Seats.everywhere` or `StageSeats.of`."""
@@ -62,23 +59,22 @@ class Subset:
         )
 
     def _held(self, placement: Placement, gather: str | None, profile: Profile) -> HalfMemory:
-        sequence_parallel = profile.shape.sequence_parallel
-        price = self.price
-        exchanging = self.kind.before is not None and self.kind.before.exchanges and profile.shape.expert > 1
+        price, shape, before = self.price, profile.shape, self.kind.before
         return held_in(
             price.memory,
             self.kind.half,
             placement,
             gather,
             price.stops,
-            sequence_parallel=sequence_parallel,
-            exchanging=exchanging,
+            sequence_parallel=shape.sequence_parallel,
+            exchanging=before is not None and before.exchanges and shape.expert > 1,
+            attention=shape.halves[ATTENTION.half],
         )
 
 
 def experts_stay(job: Job, section: Section) -> bool:
     """Whether a section is one of experts that are kept whole, on the device."""
-    return section not in DENSE.values() and job.model.experts is not None and job.model.experts.whole
+    return section.has_experts and job.model.experts is not None and job.model.experts.whole
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class StageProblems:
     def _at_top(self, attention: Choices) -> Choices | None:
         """The choices as they are in the last layer of a stage: where it has no window for a gather, the best seat that needs
         none. None: as they are everywhere."""
-        kind = KINDS[0]
+        kind = self._kinds[0]
         if all(self._seats.at_top(kind, option.seat) for option in attention):
             return None
         known = self._tops.get(id(attention))
@@ -213,8 +209,14 @@ class StageProblems:
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:
-        """For each of `KINDS`, from keeping everything to replaying everything."""
-        return tuple(tuple(self._subsets_of(kind)) for kind in KINDS)
+        """For each of `_kinds`, from keeping everything to replaying everything."""
+        return tuple(tuple(self._subsets_of(kind)) for kind in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> tuple[HalfKind, HalfKind, HalfKind]:
+        """The halves of a stage without experts: of an attention, an MLP, and its last MLP."""
+        attention, mlp = self.job.model.kind_sections(experts=False)
+        return HalfKind(attention, before=mlp), HalfKind(mlp, before=attention), HalfKind(mlp, before=None)
 
     @cached_property
     def _mixed_subsets(self) -> tuple[tuple[Subset, ...], ...]:
@@ -226,7 +228,9 @@ class StageProblems:
     def _subsets_of(self, kind: HalfKind) -> Iterator[Subset]:
         whole_inputs = self.job.userbuffers or (self.job.parallel.sequence_parallel and not kind.section.has_windows)
         stays = experts_stay(self.job, kind.section)
-        for items in sensible_choices(kind.section, self.profile.of(kind.section).tensors, self.profile.shape.context):
+        shape, tensors = self.profile.shape, self.profile.of(kind.section).tensors
+        sliced, te = shape.sequence_parallel, self.job.model.uses_te
+        for items in sensible_choices(kind.section, tensors, shape.context, sequence_parallel=sliced, te=te):
             if stays and items:
                 continue
             if whole_inputs and kind.section.gathered in items:

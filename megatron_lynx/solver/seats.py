@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from megatron_lynx.anatomy import DENSE, HALVES, PASSES, Half, Pass, Section
+from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
@@ -175,8 +175,8 @@ class Seats:
                 (window_name(passing, half, ordinal, above), seconds)
                 for ordinal, (seconds, collective) in enumerate(
                     zip(
-                        window_lengths_s(self.profile, passing, DENSE[half], self.shape.gathered_bytes),
-                        DENSE[half].collectives(passing, self.job.parallel.sequence_parallel),
+                        window_lengths_s(self.profile, passing, self._halves[half], self.shape.gathered_bytes),
+                        self._halves[half].collectives(passing, self.job.parallel.sequence_parallel),
                         strict=False,
                     )
                 )
@@ -189,14 +189,18 @@ class Seats:
         """Exposed seconds of gathering a half's input behind another half's first collective."""
         key = half, behind, whole
         if key not in self._gathers_s:
-            section = None if behind is None else DENSE[behind]
-            lost_s = gather_once_s(self.profile, DENSE[half], section, self.shape.gathered_bytes, whole=whole)
+            section = None if behind is None else self._halves[behind]
+            lost_s = gather_once_s(self.profile, self._halves[half], section, self.shape.gathered_bytes, whole=whole)
             self._gathers_s[key] = lost_s
         return self._gathers_s[key]
 
     @cached_property
     def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], float]:
         return {}
+
+    @cached_property
+    def _halves(self) -> Mapping[Half, Section]:
+        return self.job.model.halves
 
     @cached_property
     def p2p_s(self) -> float:

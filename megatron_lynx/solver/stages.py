@@ -48,6 +48,8 @@ class Stages:
     profile: Profile
     excluded: frozenset[tuple[int, float]] = field(default_factory=frozenset)
     """Pairs of a stage and a share of which it is not to offload."""
+    spared_bytes: int = 0
+    """What every stage's layers leave of their budget to weight gradients that wait."""
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
@@ -65,10 +67,10 @@ class Stages:
         if answer.exposed_s == answer.host_late_s == 0:
             return answer
         solver = partial(self._refined, solver=partial(host_bound.solve, solver=partial(exact.solve, enough_s=enough_s)))
-        return self._offloading(answer.stage, answer.offload_ratio, layers_budget_bytes(self.job, answer.stage), solver)
+        return self._offloading(answer.stage, answer.offload_ratio, self._budget_bytes(answer.stage), solver)
 
     def _best(self, stage: int) -> StageAnswer:
-        budget_bytes = layers_budget_bytes(self.job, stage)
+        budget_bytes = self._budget_bytes(stage)
         best: StageAnswer | None = None
         problems: Callable[[], list[Problem]] = partial(_lagging, stage)
         for ratio in self._ratios(stage):
@@ -87,6 +89,10 @@ class Stages:
         if best is None:
             raise Infeasible(NOTHING_FITS, problems())
         return best
+
+    def _budget_bytes(self, stage: int) -> int | None:
+        budget_bytes = layers_budget_bytes(self.job, stage)
+        return None if budget_bytes is None else budget_bytes - self.spared_bytes
 
     def _ratios(self, stage: int) -> list[float]:
         asked = self.job.offload_ratio

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_lynx.anatomy import DENSE, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.cost.communication import gather_once_s, message_bytes_of
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import gathers, priced
@@ -45,13 +45,14 @@ def pareto_front(profile: Profile) -> tuple[TradeOff, ...]:
 
 def _sections(profile: Profile) -> tuple[Section, ...]:
     """What fills the halves of a layer: of one with experts, if there are any."""
-    attention, mlp = DENSE.values()
+    attention, mlp = profile.shape.halves.values()
     return attention, mlp if profile.shape.experts is None else profile.shape.experts.section
 
 
 def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     costs = profile.of(section)
-    for replay in sensible_choices(section, costs.tensors, profile.shape.context):
+    sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
+    for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
         gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

@@ -18,7 +18,7 @@ from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.stock.held import HalfBytes
 from megatron_lynx.stock.offload import offload_module
-from megatron_lynx.stock.recompute import recompute_module
+from megatron_lynx.stock.recompute import recompute_module, runs_again
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -55,17 +55,19 @@ class Treatment:
 def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Treatment:
     """With Transformer Engine the norm is a part of the linear behind it: a module for norms finds none, and one for the linear
     has both."""
-    joined = {section.norm, section.column_parallel} if shape.model.uses_te else set[str]()
+    joined = {section.norm, section.column_parallel} if shape.model.uses_te and section.fuses_norm else set[str]()
+    inside = {item.name: item.norm_inside for item in section.items if item.norm_inside and shape.model.uses_te}
     again, discarded = set[str](), set[str]()
     for module in map(recompute_module, setting.recompute):
-        names = {item.name for item in section.items if section in module.sections and item.role in module.roles}
+        names = set(runs_again(module, section))
+        names |= {norm for linear, norm in inside.items() if linear in names}
         if module.discards_output:
             discarded |= names - joined
         else:
             again |= names | (joined if names & joined else set())
     groups = []
     for asked in map(offload_module, setting.offload):
-        names = {item.name for item in section.items if section is asked.section and item.role == asked.role}
+        names = {item.name for item in section.items if section.half == asked.section.half and item.role == asked.role}
         if asked.role == "norm":
             names -= joined
         groups.append(frozenset(names | joined if names & joined else names) - again)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron_lynx.anatomy import DENSE
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.dense_bytes import dense_half_bytes
 from megatron_lynx.stock.expert_bytes import expert_half_bytes
@@ -22,9 +21,9 @@ def layer_bytes(shape: LayerShape, setting: StockSetting, experts: bool = False,
     """One layer whose modules are recomputed or offloaded. `least`: elements of the smallest tensor that is offloaded."""
     least_bytes = least * shape.model.element_bytes
     return tuple(
-        dense_half_bytes(shape, setting, section, least_bytes)
-        if section in DENSE.values()
-        else expert_half_bytes(shape, setting, least_bytes)
+        expert_half_bytes(shape, setting, least_bytes)
+        if section.has_experts
+        else dense_half_bytes(shape, setting, section, least_bytes)
         for section in shape.model.kind_sections(experts=experts)
     )
 

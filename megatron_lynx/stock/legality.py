@@ -52,6 +52,8 @@ class Facts:
             has.add("experts")
             has |= {"grouped_gemm"} if model.uses_te else set()
             has |= {"shared_experts"} if model.experts.shared_ffn else set()
+        if model.latent is not None:
+            has.add("latent")
         return cls(
             release,
             frozenset(has),

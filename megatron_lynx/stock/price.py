@@ -51,7 +51,8 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
     message_s = profile.link_s("p2p", LayerShape.of(job).input_bytes) if pipeline > 1 else 0.0
 
     def step_s(microbatches: int) -> float:
-        return simulate(schedule_of(job, microbatches), chunks, message_s).step_s
+        schedule = schedule_of(job, microbatches)
+        return simulate(schedule, chunks, message_s, between_passes=not job.overlap.messages).step_s
 
     return Priced(
         setting,

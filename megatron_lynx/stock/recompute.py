@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, MLP, SHARED_EXPERTS, Role, Section
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
 from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
@@ -25,7 +25,7 @@ class RecomputeModule:
 
     name: str
     sections: tuple[Section, ...] = ()
-    """The sections of a dense layer of which it runs a part again."""
+    """The sections of which it runs a part again: those of these halves, as far as they have items of `roles`."""
     roles: tuple[Role, ...] = ()
     """Which items of these."""
     discards_output: bool = False
@@ -43,9 +43,20 @@ RECOMPUTED = (
     RecomputeModule("moe", experts=EXPERTS_WITH_SHARED.names[1:-1]),
     RecomputeModule("moe_act", discards_output=True, experts=(EXPERTS_ACTIVATION,), needs="grouped_gemm"),
     RecomputeModule("shared_experts", experts=SHARED_EXPERTS),
-    RecomputeModule("mla_up_proj", discards_output=True, needs="latent"),
+    RecomputeModule(
+        "mla_up_proj", (LATENT[True, True],), ("up_projection", "query_projection", "code"), discards_output=True, needs="latent"
+    ),
     RecomputeModule("gdn_norm_out", discards_output=True, needs="gated_delta", since="0.19"),
 )
+
+
+def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
+    """The items of a section that a module makes again. A word that only latent attention has says nothing of another."""
+    if section.half not in {each.half for each in module.sections} or section.has_experts:
+        return frozenset()
+    if module.needs == "latent" and section.column_parallel:
+        return frozenset()
+    return frozenset(item.name for item in section.items if item.role in module.roles)
 
 
 def recompute_module(name: str) -> RecomputeModule:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_lynx.anatomy import DENSE, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.experts import DISPATCH, SHARED_FC1
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.profiler.profile import Profile
@@ -42,7 +42,7 @@ LayerSeconds = tuple[HalfSeconds, ...]
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, experts: bool = False) -> LayerSeconds:
     """A layer whose modules are recomputed."""
     return tuple(
-        _dense_half(shape, profile, setting, section) if section in DENSE.values() else _expert_half(shape, profile, setting)
+        _expert_half(shape, profile, setting) if section.has_experts else _dense_half(shape, profile, setting, section)
         for section in shape.model.kind_sections(experts=experts)
     )
 

@@ -61,10 +61,12 @@ def compiler_for(job: Job) -> Backend | None:
 def fusion_problems(job: Job) -> list[Problem]:
     """Fusions that a job says and that its layers cannot have on this machine: Megatron would stop at them."""
     model, said = job.model, job.model.fusions or ()
-    problems = []
-    if "rope" in said and (job.cluster.device == "cpu" or importlib.util.find_spec(PACKAGE) is None):
-        needed = "a GPU and Transformer Engine, whose kernel it is"
+    problems, needed = [], "a GPU and Transformer Engine, whose kernel it is"
+    without_te = job.cluster.device == "cpu" or importlib.util.find_spec(PACKAGE) is None
+    if "rope" in said and without_te:
         problems.append(Problem("job: model.fusions", "rope", needed, "leave it out"))
+    if model.cross_entropy == "te" and without_te:
+        problems.append(Problem("job: model.cross_entropy", "te", needed, "take native, or unfused"))
     if "bias_activation" in said and model.activation == "gelu" and not model.bias:
         problems.append(Problem("job: model.fusions", "bias_activation", "biases (model.bias), or swiglu", "leave it out"))
     if "bias_activation" in said and model.activation == "squared_relu":

@@ -18,11 +18,15 @@ from megatron_lynx.testbed.transformer_engine.imports import PACKAGE, has_compil
 
 def check_measurable(job: Job) -> None:
     """Raises `ConfigError` for context parallelism and experts, whose exchanges are between more ranks than are measured, for
-    FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same path."""
+    latent attention, for FP8, and where a job wants Transformer Engine's layers and there is none. Ranks import from the same
+    path."""
     todo = "plan for a described cluster: seconds and bytes then follow from shapes"
     if job.parallel.context > 1:
         problem = Problem("job: parallel.context", str(job.parallel.context), "1: a layer is measured without its exchange", todo)
         raise ConfigError("layers that exchange keys and values cannot be measured yet", [problem])
+    if job.model.latent is not None:
+        problem = Problem("job: model.latent", "latent attention", "none", todo)
+        raise ConfigError("Layers with latent attention cannot be measured yet.", [problem])
     if job.model.experts is not None:
         problem = Problem("job: model.experts", f"{job.model.experts.count} experts", "none", todo)
         raise ConfigError("Layers of experts cannot be measured yet.", [problem])

@@ -19,14 +19,16 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_lynx.anatomy import DENSE
+from megatron_lynx.anatomy.latent import KV_NORM, Q_NORM
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields
+from megatron_lynx.testbed.latent_core import LatentCore
 from megatron_lynx.testbed.userbuffers import make_userbuffers
 from megatron_lynx.testbed.weights import draw_weights, share_weights
 
@@ -77,17 +79,38 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
+    if model.cross_entropy != "unfused":
+        fields |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": model.cross_entropy}
     if model.fp8 is not None:
         fields |= {"fp8": model.fp8.format, "fp8_recipe": model.fp8.recipe}
     if job.chunks > 1:
         fields |= {"virtual_pipeline_model_parallel_size": job.chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = job.microbatch_group
-    fields |= fusion_fields(job) | expert_fields(job)
+    fields |= fusion_fields(job) | expert_fields(job) | latent_fields(job)
     if job.userbuffers:
         fields["tp_comm_overlap"] = True
     if len(set(job.partition)) > 1:
         fields["pipeline_model_parallel_layout"] = layout_text(job.partition)
-    return TransformerConfig(**{**fields, **overrides})
+    kind = TransformerConfig if model.latent is None else MLATransformerConfig
+    return kind(**{**fields, **overrides})
+
+
+def latent_fields(job: Job) -> dict[str, Any]:
+    """Fields of MLATransformerConfig for a job's latent attention; none without."""
+    sizes = job.model.latent
+    if sizes is None:
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": sizes.q_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_head_dim": sizes.head_size,
+        "qk_pos_emb_head_dim": sizes.rope_size,
+        "v_head_dim": sizes.value_head_size,
+        "kv_channels": sizes.value_head_size,
+        "rope_type": "rope",
+        "apply_rope_fusion": False,
+    }
 
 
 def expert_fields(job: Job) -> dict[str, Any]:
@@ -159,23 +182,29 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
         layers, block.layer_norm = block.layer_specs, Norm
     else:
-        layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_local_spec(
+            normalization=config.normalization,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
         layers = [layer] * get_num_layers_to_build(config, vp_stage)
         block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     for layer in layers:
         exchange_norms(layer.submodules)
         if config.context_parallel_size > 1:
             layer.submodules.self_attention.submodules.core_attention = ContextAttention
+        elif config.multi_latent_attention:
+            layer.submodules.self_attention.submodules.core_attention = LatentCore
     return block
 
 
 def exchange_norms(layer: Any) -> None:
     """Put ours in the place of one layer's norms. Layers that are alike share their submodules: a second call changes nothing."""
     attention = layer.self_attention.submodules
+    inner = (Q_NORM.name, "k_layernorm", KV_NORM.name)  # of queries and keys, or of what was compressed
     for owner, name in (
         *((layer, section.norm) for section in DENSE.values()),
-        (attention, "q_layernorm"),
-        (attention, "k_layernorm"),
+        *((attention, name) for name in inner if hasattr(attention, name)),
     ):
         if getattr(owner, name) is not IdentityOp:
             setattr(owner, name, Norm)
@@ -188,7 +217,9 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
 
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    )
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
 
 

@@ -50,7 +50,7 @@ def test_names_that_are_no_collective() -> None:
             "",
             "bwd.mlp",
             "bwd.mlp.",
-            "bwd.mlp.10",
+            "bwd.mlp.100",
             "bwd.mlp.0+",
             "bwd.mlp.0 ",
             "bwd.mlp.0\n",

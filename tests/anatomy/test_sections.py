@@ -23,6 +23,7 @@ from megatron_lynx.anatomy import (
     sections_of,
 )
 from megatron_lynx.anatomy.dense import CODE_ITEMS, ItemName
+from megatron_lynx.anatomy.latent import LatentItemName
 from megatron_lynx.anatomy.section import Section
 
 ALL = [ATTENTION, MLP, EXPERTS, EXPERTS_WITH_SHARED]
@@ -40,7 +41,7 @@ def test_items_are_named_once_and_roles_that_are_asked_for_are_unique(section: S
 
 
 def test_a_plan_knows_every_item() -> None:
-    assert get_args(ItemName) == ALL_ITEMS
+    assert {*get_args(ItemName), *get_args(LatentItemName)} == {*ALL_ITEMS}
     assert set(ITEMS) < set(ALL_ITEMS)
     assert len(set(ALL_ITEMS)) == len(ALL_ITEMS)
     for section in ALL:

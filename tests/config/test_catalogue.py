@@ -9,6 +9,7 @@ import pytest
 from megatron_lynx.config import Cluster, Model
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.expert_parameters import expert_matrices
+from megatron_lynx.cost.parameters import attention_matrices
 from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
@@ -32,6 +33,8 @@ BILLION_PARAMETERS = {
     "llama3-405b": 405,
     "mixtral-8x7b": 46.7,
     "qwen3-30b-a3b": 30.5,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
 }
 
 
@@ -44,7 +47,7 @@ def test_models_have_the_size_of_their_name(path: Path) -> None:
     model = loaded_model(path)
     if path.stem.startswith("tiny"):
         return
-    attention = model.hidden * (model.qkv_width + model.query_width)
+    attention = attention_matrices(model)
     mlp = model.hidden * (model.fc1_width + model.ffn)
     layers = model.layers * attention + (model.layers - len(model.expert_layers)) * mlp
     if model.experts is not None:

@@ -255,6 +255,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
     job = load_job("jobs/llama-7b-h800-80g")
     written = job.model_dump_json(by_alias=True)
     units, host_time = job.cluster.fp8.model_dump_json(), job.cluster.host_time
+    ordered = job.cluster.ordered_attention
     old = (
         written.replace(f'"fp8":{units},', "")
         .replace(f',"host_time":{host_time.model_dump_json() if host_time else "null"}', "")
@@ -265,15 +266,18 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace('"fusions":null,', "")
         .replace('"attention_kernel":"usual",', "")
         .replace('"kv_channels":null,', "")
+        .replace('"latent":null,', "")
         .replace('"cross_entropy":"unfused",', "")
+        .replace('"deterministic":false,', "")
+        .replace(f'"ordered_attention":{ordered.model_dump_json()},', "")
         .replace('"scattered_messages":false,', "")
         .replace('"context_exchange":"p2p","context_levels":null,', "")
         .replace('"flash_attention_2_efficiency":null,', "")
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
     )
     assert job.digest == sha256(old.encode()).hexdigest()
-    changed = ({"model.qk_norm": True}, {"model.fp8": {}}, {"overlap.gradients": True}, {"parallel.scattered_messages": True})
-    for changes in changed:
+    changed = ("model.qk_norm", "model.deterministic", "overlap.gradients", "parallel.scattered_messages")
+    for changes in ({"model.fp8": {}}, *({place: True} for place in changed)):
         assert load_job("jobs/llama-7b-h800-80g", changes).digest != job.digest
 
 

@@ -6,13 +6,17 @@ tables of rotary embeddings, random states that stock's recomputation remembers,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_lynx.config.optimizer import Optimizer
+from megatron_lynx.cost.ends import logits_at_loss_bytes
 from megatron_lynx.cost.moments import MOMENTS, Parts, StageMemory
 from megatron_lynx.cost.parameters import stage_parameters
 from megatron_lynx.cost.stage_memory import stage_parts
 from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
@@ -94,6 +98,37 @@ def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(pool_of):
     assert parts.update_copies == 4 * parameters
     assert 0 <= half["forward"] - parts.at("forward").total <= small
     assert 0 <= parts.at("update").total - half["update"] + small <= 4 * stage_parameters(less, 0).largest + 2 * small
+
+
+LOSS = {"layers": 2, "hidden": 32, "ffn": 64, "vocab": 4096, "seq": 64, "micro": 1, "tied_embeddings": False}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_megatrons_fused_loss_holds(pool_of, dtype):
+    job = tiny_job("gpt", **LOSS, dtype=dtype, cross_entropy="native")
+    (counted,) = pool_of(1).run(count, job, {})
+    predicted = stage_parts(job.model_copy(update={"policy": "none"}), 0).at("loss").total
+    assert 0 <= counted["loss"] - predicted <= ROW_BYTES * job.model.seq
+
+
+@pytest.mark.streams
+def test_compiled_it_copies_its_softmax():
+    """On GPUs `jit_fuser` is on: there 10 bytes a logit are predicted, in place of 6."""
+    job = tiny_job("gpt", **LOSS, dtype="bf16", cross_entropy="native").model_copy(update={"policy": "none"})
+    with RankPool(1, compiler="inductor") as pool:
+        (counted,) = pool.run(count, job, {})
+    copy = 4 * job.model.seq * job.model.vocab
+    assert 0 <= counted["loss"] - stage_parts(job, 0).at("loss").total - copy <= ROW_BYTES * job.model.seq
+
+
+def test_bytes_of_a_logit_by_the_kind_of_loss():
+    shape = LayerShape.of(catalogued_job("llama3-8b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 1}))
+    logits = shape.tokens * shape.model.vocab
+    kinds = {kind: replace(shape, model=shape.model.model_copy(update={"cross_entropy": kind})) for kind in KINDS}
+    assert {kind: logits_at_loss_bytes(each) // logits for kind, each in kinds.items()} == KINDS
+
+
+KINDS = {"unfused": 6, "native": 10, "te": 4}
 
 
 def test_the_fullest_moment_is_the_one_that_is_named():

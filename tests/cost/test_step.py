@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.layer import replayed_items
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, step_s
 from megatron_lynx.cost.stage_memory import chunk_bytes
 from megatron_lynx.cost.step import replaying_stage_s, step_seconds
+from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.shape import LayerShape
@@ -54,7 +56,7 @@ def test_a_policy_costs_what_it_replays(policy):
     message = LayerShape.of(job).gathered_bytes
     stock, replaying = (replaying_stage_s(each, profile, 0, message) for each in (priced(job), job))
     items = {name: item for half in HALVES for name, item in profile.half(half).items.items()}
-    replayed = sum(items[name].forward_s for name in replayed_items(policy))
+    replayed = sum(items[name].forward_s for name in replayed_items(policy) if name in items)
     collectives = 2 * 0.25 if policy == "full" else 0.0
     assert replaying.forward_s == stock.forward_s
     assert replaying.backward_s - stock.backward_s == pytest.approx(job.model.layers * (replayed + collectives))
@@ -133,3 +135,26 @@ def test_messages_between_passes_hold_up_every_pass_of_a_chunk():
     job = catalogued_job(gpus=8, batch=16, parallel=layout, policy="none", overlap={"messages": False})
     message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)
     assert step_seconds(job, analytic_profile(job)).messages_s == pytest.approx(2 * (16 * 2 + 7) * message_s)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_messages_between_passes_cost_what_they_cost_in_the_simulator(chunks):
+    """But for one: nothing follows the last pass."""
+    passes = [[plain_passes(1.0, 2.0)] * chunks] * 4
+    between_s, never_s = (simulate(interleaved(4, 16, chunks), passes, each, between_passes=True).step_s for each in (0.125, 0.0))
+    layout = {"pipeline": 4, "layers_per_chunk": 20 // chunks}
+    job = catalogued_job(gpus=4, batch=16, parallel=layout, policy="none", overlap={"messages": False})
+    message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)
+    counted = step_seconds(job, analytic_profile(job)).messages_s / message_s
+    assert (between_s - never_s) / 0.125 == pytest.approx(counted - 1)
+
+
+def test_a_plan_knows_messages_between_passes():
+    """Plans were priced as if messages ran behind passes, whatever the launch said."""
+    layout = {"tensor": 2, "pipeline": 4, "layers_per_chunk": 4, "sequence_parallel": True}
+    job = catalogued_job("llama-7b", gpus=8, batch=8, parallel=layout, policy="planned")
+    between = job.model_copy(update={"overlap": Overlap(messages=False)})
+    steps_s = [decide(each, analytic_profile(each)).simulation.step_s for each in (job, between)]
+    message_s = analytic_profile(job).link_s("p2p", LayerShape.of(job).input_bytes)
+    assert steps_s[1] - steps_s[0] > 2 * 8 * 2 * message_s / 2
+    assert analytic_profile(between).digest != analytic_profile(job).digest

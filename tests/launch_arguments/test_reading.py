@@ -157,7 +157,10 @@ def test_layers_that_do_not_come_out_even_are_named(flags: str) -> None:
         (f"--num-experts 8 --moe-layer-freq {'[1]+' * 5000}[1]", "characters (at most 10000)"),
         ("--num-experts 8 --moe-layer-freq [0]+2", "needed a number, or lists of 0 and 1"),
         ("--num-experts 8 --overlap-moe-expert-parallel-comm", "round the windows"),
-        ("--multi-latent-attention", "multi-latent"),
+        ("--multi-latent-attention", "--no-rope-fusion: found not given, needed given"),
+        ("--multi-latent-attention --no-rope-fusion --group-query-attention --num-query-groups 2", "keys for every head"),
+        ("--multi-latent-attention --cache-mla-latents", "it is for inference"),
+        ("--multi-latent-attention --mla-down-proj-fusion", "two items"),
         ("--fp4-format e2m1", "FP4"),
         (
             "--fp8-format hybrid --fp8-recipe mxfp8",
@@ -395,6 +398,8 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
 def test_fusions_that_are_switched_off(flags: str, fusions: list[str] | None) -> None:
     """A profile is measured with the others."""
     assert facts(f"{SMALL} {flags}").get("model.fusions") == fusions
+    if fusions is not None:  # a job is made of it, too
+        assert job_of(read_launch(f"{SMALL} {flags}".split(), gpus=1), "a100-80g").model.fusions == tuple(fusions)
 
 
 def test_norms_of_queries_and_keys_and_fp8_as_megatron_has_it() -> None:
@@ -539,6 +544,14 @@ def test_heads_activation_and_loss_are_read() -> None:
     assert (found["model.kv_channels"], found["model.activation"], found["model.cross_entropy"]) == (128, "squared_relu", "te")
     assert facts(f"{SMALL} --cross-entropy-loss-fusion")["model.cross_entropy"] == "native"
     assert "model.kv_channels" not in facts(f"{SMALL} --kv-channels 64"), "hidden / heads"
+
+
+def test_deterministic_kernels_are_read_and_have_no_fused_loss() -> None:
+    assert facts(f"{SMALL} --deterministic-mode")["model.deterministic"] is True
+    assert "model.deterministic" not in facts(SMALL)
+    assert problems(f"{SMALL} --deterministic-mode") == ""
+    both = problems(f"{SMALL} --deterministic-mode --cross-entropy-loss-fusion")
+    assert "--deterministic-mode: found also --cross-entropy-loss-fusion, needed one of them" in both
 
 
 def test_flash_attention_is_another_kernel_than_transformer_engines_own() -> None:

@@ -8,10 +8,12 @@ from megatron_lynx.anatomy import MLP
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.in_hand import layer_in_hand_bytes
 from megatron_lynx.cost.parameters import layer_matrices
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import make_plan
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.ordered_attention import ordered_bytes
 from megatron_lynx.profiler.profile import shape_of
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape, item_flops
@@ -281,3 +283,35 @@ def test_a_fused_loss_reads_and_writes_less():
     logits, rate = 8192 * 128256, job.cluster.hbm.byte_per_s
     assert heads["unfused"].forward_s - heads["native"].forward_s == pytest.approx(16 * logits / rate)
     assert heads["native"].backward_s - heads["te"].backward_s == pytest.approx(2 * logits / rate)
+
+
+def deterministic(job):
+    return job.model_copy(update={"model": job.model.model_copy(update={"deterministic": True})})
+
+
+def test_flash_attention_adds_up_in_one_order_in_a_copy_for_every_block():
+    """16 heads of one sequence on 108 multiprocessors: 7 copies of the queries' gradient, one of which there is anyway."""
+    job = catalogued_job("llama-7b", "a100-80g", gpus=8, batch=8, parallel={"tensor": 2, "sequence_parallel": True})
+    shape, more = LayerShape.of(job), 6 * 4 * 4096 * 2048
+    cores = [analytic_profile(each).attention.items["core_attention"] for each in (job, deterministic(job))]
+    cleared_and_read_s = job.cluster.hbm.latency_us * 1e-6 + 2 * more / job.cluster.hbm.byte_per_s
+    assert cores[1].backward_s - cores[0].backward_s == pytest.approx(cleared_and_read_s)
+    assert cores[1].forward_s == cores[0].forward_s
+    assert ordered_bytes(LayerShape.of(deterministic(job))) == more
+    assert ordered_bytes(shape) == 0
+    many = deterministic(catalogued_job("llama-7b", "a100-80g", gpus=8, batch=32, micro=4, parallel={"tensor": 1}))
+    assert ordered_bytes(LayerShape.of(many)) == 0, "as many heads as blocks"
+
+
+def test_cudnn_adds_up_in_one_order_from_products_that_it_writes_down():
+    job = catalogued_job("llama-7b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 2, "sequence_parallel": True})
+    cores = [analytic_profile(each).attention.items["core_attention"].backward_s for each in (job, deterministic(job))]
+    assert cores[1] == pytest.approx(cores[0] / 0.82)
+    assert layer_in_hand_bytes(LayerShape.of(deterministic(job))) - layer_in_hand_bytes(LayerShape.of(job)) > 0
+    assert ordered_bytes(LayerShape.of(deterministic(job))) == 2 * 16 * 4096**2
+    around_a_ring = catalogued_job("llama-7b", "h100-80g", gpus=8, batch=8, parallel={"tensor": 2, "context": 2})
+    assert ordered_bytes(LayerShape.of(deterministic(around_a_ring))) == 2 * 16 * 2048**2, "one turn's"
+    flash = job.model.model_copy(update={"attention_kernel": "flash_attention_2", "deterministic": True})
+    assert ordered_bytes(LayerShape.of(job.model_copy(update={"model": flash}))) == 8 * 4 * 4096 * 2048, "9 copies on 132"
+    blackwell = catalogued_job("llama-7b", "b200-180g", gpus=8, batch=8, parallel={"tensor": 2})
+    assert analytic_profile(deterministic(blackwell)) == analytic_profile(blackwell)

@@ -23,7 +23,7 @@ A_SECOND = WeightGradient(1.0, 3, 4)
 PLENTY = 10**6
 
 
-def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0):
+def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0, **reduced):
     """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
     halves = tuple(
         Treated(
@@ -34,7 +34,7 @@ def passes_of(waits, tensor=2, most_bytes=PLENTY, interference=1.0):
         )
         for section in DENSE.values()
     )
-    return stage_passes(halves, profile_of(interference, tensor=tensor), 100, deferral=(0, most_bytes))
+    return stage_passes(halves, profile_of(interference, tensor=tensor), 100, deferral=(0, most_bytes), **reduced)
 
 
 def step_of(passes, microbatches=2):
@@ -114,6 +114,21 @@ def test_entries_of_a_linear_run_in_the_order_in_which_they_came():
     assert list(other.flush()) == []
     assert other.pending == (second,), "another chunk's are not its own"
     assert list(other.put(Entry(first.of, 1, WeightGradient(1.0, 8, 0)))) != [], "what is larger than the bound runs itself"
+
+
+@pytest.mark.parametrize(("wait", "filled_s"), [(at("fwd", "mlp"), 1.0), (at("bwd", "mlp", 2), 0.0)])
+def test_the_last_backward_defers_nothing_where_gradients_are_reduced_meanwhile(wait, filled_s):
+    """What a linear has left then runs right before its own (as in the runtime, with --overlap-grad-reduce)."""
+    waits = {"linear_fc2": (wait,)}
+    stock, later, reduced = (
+        step_of(passes).executed[0] for passes in (passes_of({}), passes_of(waits), passes_of(waits, reduced_in_backward=True))
+    )
+    contents = [each.content for each in reduced if each.action.kind != "R"]
+    assert [each.action for each in reduced] == [each.action for each in later]
+    assert (sum(content.filled_s for content in contents), contents[-1].unfilled_s) == (filled_s, 1.0 - filled_s)
+    assert contents[-1].seconds == stock[-1].content.seconds + 1.0 - filled_s
+    assert contents[1].seconds == stock[1].content.seconds - 1.0, "the one before defers"
+    assert sum(change for content in contents for _, change in content.memory) == 0
 
 
 def zero_bubble_step_s(pipeline, microbatches, forward_s, backward_s, weight_s):

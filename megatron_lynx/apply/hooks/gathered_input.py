@@ -3,9 +3,9 @@
 Replaces              `get_global_memory_buffer` in `megatron.core.tensor_parallel.layers`.
 Why                   Megatron gathers into one global buffer. The input of a replayed GEMM is gathered once: it must outlive that
                       buffer, and serves the replay and then the weight gradient. And a weight gradient that is deferred must own
-                      what it reads, which the next gather would overwrite.
-Calls the original    whenever no frame holds the input asked for; where a weight gradient will be deferred, for a buffer of the
-                      same kind to make a new one of.
+                      what it reads, which the next gather would overwrite, as must a replay whose gathered input is kept.
+Calls the original    whenever no frame holds the input asked for; where a weight gradient will be deferred, or what is gathered
+                      is kept, for a buffer of the same kind to make a new one of.
 Holds                 which column-parallel linears defer.
 Passes through when   the present site or backward has no gathered input, and its weight gradient is computed at once.
 """
@@ -60,7 +60,7 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
             gathered = engine.gathered_input() if engine.in_half else None
             if gathered is not None:
                 return _OneTensor(gathered)
-            return _NewTensor(original()) if puts_off() else original()
+            return _NewTensor(original()) if puts_off() or engine.owns_gathered else original()
 
         return get_global_memory_buffer
 

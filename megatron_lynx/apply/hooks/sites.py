@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy import Half, Item, Section
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.site import Place, places_of, sections_in
 from megatron_lynx.apply.transformer_engine import TeRelease
@@ -52,16 +52,23 @@ def claims(
 def _site_at(place: Place, section: Section, release: TeRelease | None, *, fp8: bool) -> Callable[..., Site]:
     """What makes the site at a place of its own code."""
     item, module = place.item, place.module
-    fused = release is not None and section.fuses_norm and item.role == "column_parallel"
+    norm = norm_of(section, item, place.owner) if release is not None else ""
     return partial(
         Site,
         item.name,
         module,
-        first=norm_inside(place.owner, section.norm, release) if fused and release is not None else None,
+        first=norm_inside(place.owner, norm, release) if norm and release is not None else None,
         state=Fp8Linear(place.owner) if fp8 and item.is_linear else None,
         may_draw=item.may_draw,
         goes_on=place.goes_on,
     )
+
+
+def norm_of(section: Section, item: Item, module: Module) -> str:
+    """The norm that Transformer Engine makes inside a site's linear; empty where it makes none."""
+    if item.role == "column_parallel" and section.fuses_norm:
+        return section.norm
+    return item.norm_inside if hasattr(module, "layer_norm_weight") else ""
 
 
 def _as_site(engine: Engine, site_of: Callable[..., Site]) -> Callable[[Any], Any]:

@@ -61,8 +61,8 @@ def claims(engine: Engine, group: Any) -> Iterator[Claim]:
     for module in (linear, layernorm_linear):
         yield Claim(module, "reduce_scatter_along_first_dim", in_window, "scatters a half's output or gradient")
     yield Claim(base, "gather_along_first_dim", in_window, "gathers a gradient")
-    yield Claim(linear, "gather_along_first_dim", served_or_in_window, "gathers the input of shared experts")
-    yield Claim(layernorm_linear, "gather_along_first_dim", served_or_in_window, "gathers a norm's output")
+    for module in (linear, layernorm_linear):
+        yield Claim(module, "gather_along_first_dim", served_or_in_window, "gathers a linear's input")
 
 
 class _Waited:

@@ -64,6 +64,16 @@ CORE_0_15 = Release(  # recorded from 0.15.3
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "465c54982e8e295b",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "ce1c79ce3769810b",
     },
+    beside_latent={
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "71d60bfea63bd2e3",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b4e522b0b5abe19b",
+        "megatron.core.tensor_parallel.mappings:gather_from_tensor_model_parallel_region": "b1f2515482bfd8b8",
+        "megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region": "157735a551a8e564",
+        "megatron.core.tensor_parallel.mappings:scatter_to_sequence_parallel_region": "1a0631dfffd94043",
+        "megatron.core.tensor_parallel.mappings:_gather_along_last_dim": "78507d5543935a72",
+        "megatron.core.tensor_parallel.mappings:_split_along_first_dim": "0c1e41ac726e8e67",
+        "megatron.core.tensor_parallel.mappings:_split_along_last_dim": "6fde549a71823fa5",
+    },
 )
 
 CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
@@ -107,6 +117,10 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "825cfd022c67dd30",
         "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "77d706ef87314f97",
     },
+    beside_latent={
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "49a5a948c69c08c7",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "d884dd41c755342e",
+    },
 )
 
 CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
@@ -136,6 +150,10 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
         "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess": "234d7f1092187f32",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "3b11d1747084a908",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "1828d60c95208ce5",
+    },
+    beside_latent={
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "bf7980d17485b537",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection": "6e1c7d106c8c3ac1",
     },
 )
 
@@ -169,6 +187,11 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "c96b986108352679",
         "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "af955e3082552662",
     },
+    beside_latent={
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "0e7f3882003575b9",
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention": "157911d9c9458347",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b57ff9fdfb152d25",
+    },
 )
 
 CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
@@ -194,6 +217,10 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     beside_experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "2cc410c1d5786e62",
         "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "a56ec1eb78c10de2",
+    },
+    beside_latent={
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "b0d8e69892f35651",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "e19fa46a2a0b1b23",
     },
 )
 

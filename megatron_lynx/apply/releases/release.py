@@ -38,6 +38,9 @@ class Release:
     beside_experts: Mapping[str, str] = field(default_factory=dict)
     """The functions that matter only with mixtures of experts."""
 
+    beside_latent: Mapping[str, str] = field(default_factory=dict)
+    """The functions that matter only with latent attention."""
+
     def then(self: Table, version: str, **changed: Mapping[str, str]) -> Table:
         """The next release, which is like this one but for what is said here.
 
@@ -56,6 +59,10 @@ class Release:
     def stale_beside_experts(self) -> list[Problem]:
         """The same for layers with a mixture of experts."""
         return differing(self.beside_experts)
+
+    def stale_beside_latent(self) -> list[Problem]:
+        """The same for layers with latent attention."""
+        return differing(self.beside_latent)
 
     def stale_beside_te(self) -> list[Problem]:
         """The same for layers of Transformer Engine."""

@@ -36,7 +36,7 @@ def blocks_of(run: HalfRun) -> tuple[tuple[SavedTensor, ...], dict[str, int]]:
     tensors = tuple(
         SavedTensor(bytes=block.bytes, made_by=block.made_by, saved_by=tuple(block.saved_by), output=block.output)
         for block in own
-        if block.saved_by or block.made_by == run.section.column_parallel
+        if block.saved_by or block.made_by in run.section.handing_on
     )
     return tensors, second[1]
 

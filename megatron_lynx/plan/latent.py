@@ -1,0 +1,49 @@
+"""Checks of plans for latent attention: whether rules speak of the attention that the model has, and of what may run again.
+
+up-projections       replayed anywhere: what they gather (sequence parallelism) is small, and kept for their replay
+linears that gather  the residual stream, with sequence parallelism: kept. Those are Megatron's own down-projections, and
+                     `linear_q_proj` where queries are not compressed
+weight gradients     computed where stock computes them, as in all of the attention half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lynx.anatomy import HALVES
+from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.rule import Rule
+
+
+def misplaced(plan: PlanContents) -> Iterator[str]:
+    """What a model with latent attention cannot have beside it."""
+    model = plan.model
+    if model.latent_attention is None:
+        return
+    if model.kv_groups != model.heads:
+        yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
+    if model.fp8 is not None:
+        yield f"model.fp8 is {model.fp8}, needed none: latent attention in FP8 is not planned"
+    if plan.parallel.context > 1:
+        yield f"parallel.context is {plan.parallel.context}, needed 1: latent attention cut by sequence is not planned"
+    if plan.parallel.userbuffers:
+        yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
+
+
+def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
+    """What a rule wrongly asks of an attention half, in words, with what to do."""
+    half, section = HALVES[0], plan.model.halves[HALVES[0]]
+    found = rule.filling(half).names
+    if found != section.names:
+        needed = f"{', '.join(section.names)}, as model.latent_attention says"
+        yield f"found items {', '.join(found)} of the {half} half, needed {needed}"
+        return
+    if plan.parallel.sequence_parallel:
+        for linear in section.gathering_rows:
+            if linear in rule.replay:
+                yield f"{linear} is replayed, but gathers the residual stream under sequence_parallel: keep it"
+    if plan.model.implementation == "transformer_engine":
+        for item in section.items:
+            if item.norm_inside and item.role == "up_projection" and item.name in rule.replay and item.norm_inside in rule.keep:
+                inside = "Transformer Engine makes the norm inside the linear"
+                yield f"{item.name} is replayed, and {item.norm_inside} with it: {inside}"

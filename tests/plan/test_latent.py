@@ -1,0 +1,82 @@
+"""Plans for latent attention: their items, what may run again in them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy import LATENT, MLP
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan_file import dump_plan, load_plan
+from megatron_lynx.validation import validated
+
+SIZES = {"q_rank": 48, "kv_rank": 32, "head_size": 16, "rope_size": 8, "value_head_size": 16}
+
+
+def plan_data(*, compressed: bool = True, te: bool = False, replay: tuple[str, ...] = (), **parallel: Any) -> dict[str, Any]:
+    items = (*LATENT[compressed, te].names, *MLP.names)
+    sizes = {name: size for name, size in SIZES.items() if compressed or name != "q_rank"}
+    facts = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_groups": 4, "seq": 32, "latent_attention": sizes}
+    rule = {"layers": "1-2", "keep": [item for item in items if item not in replay], "replay": list(replay)}
+    return {
+        "version": 1,
+        "model": facts | ({"implementation": "transformer_engine"} if te else {}),
+        "parallel": {"tensor": 1, "pipeline": 1, **parallel},
+        "batch": {"micro": 1, "microbatches": 2},
+        "stages": [{"stage": 0, "layers": "1-2", "ahead_depth": 0, "rules": [rule]}],
+        "provenance": {"made_by": "a test"},
+    }
+
+
+def problems(data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        validated(Plan, data, "plan.yaml")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_plan_of_latent_attention_is_read_as_it_was_written(compressed: bool, tmp_path: Any) -> None:
+    replay = ("input_layernorm", "linear_kv_up_proj", "rotary")
+    plan = validated(Plan, plan_data(compressed=compressed, replay=replay), "plan.yaml")
+    text = dump_plan(plan)
+    (tmp_path / "plan.yaml").write_text(text)
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert dump_plan(load_plan(tmp_path / "plan.yaml")) == text
+    assert " ".join(LATENT[compressed, False].names) in text.split("version")[0]
+    assert plan.stages[0].rules[0].replays("attention") == replay
+    assert plan.model.latent is LATENT[compressed, False]
+
+
+def test_a_rule_speaks_of_the_attention_that_the_model_has() -> None:
+    other = plan_data(compressed=False)
+    other["model"]["latent_attention"] = SIZES
+    assert "needed input_layernorm, linear_q_down_proj" in problems(other)
+    dense = plan_data()
+    del dense["model"]["latent_attention"]
+    assert "needed input_layernorm, linear_qkv" in problems(dense)
+    mixed = plan_data()
+    mixed["stages"][0]["rules"][0]["keep"].append("linear_qkv")
+    assert "linear_qkv is no item of a layer that has linear_q_down_proj" in problems(mixed)
+
+
+def test_what_gathers_the_residual_stream_is_kept() -> None:
+    sliced = {"tensor": 2, "sequence_parallel": True}
+    for compressed, te, linear in ((True, False, "linear_kv_down_proj"), (False, True, "linear_q_proj")):
+        text = problems(plan_data(compressed=compressed, te=te, replay=(linear,), **sliced))
+        assert f"{linear} is replayed, but gathers the residual stream" in text
+    validated(Plan, plan_data(replay=("linear_kv_up_proj", "kv_layernorm"), **sliced), "plan.yaml")
+    validated(Plan, plan_data(te=True, replay=("linear_kv_down_proj",), **sliced), "plan.yaml")
+
+
+def test_what_is_not_planned_with_latent_attention_is_refused_by_name() -> None:
+    gathered = plan_data(replay=("linear_kv_up_proj", "kv_layernorm"), tensor=2, sequence_parallel=True)
+    gathered["stages"][0]["rules"][0]["gather"] = {"attention": "on_demand"}
+    assert "the half's input is gathered for no single linear" in problems(gathered)
+    deferred = plan_data()
+    deferred["stages"][0]["rules"][0]["weight_gradients"] = {"linear_q_up_proj": ["bwd.mlp.0"]}
+    assert "weight_gradients.linear_q_up_proj is no linear of a layer: there are linear_fc1, linear_fc2" in problems(deferred)
+    alone = problems(plan_data(te=True, replay=("linear_kv_up_proj",)))
+    assert "linear_kv_up_proj is replayed, and kv_layernorm with it" in alone
+    assert "kv_groups is 2, needed 4" in problems({**(data := plan_data()), "model": data["model"] | {"kv_groups": 2}})

@@ -1,0 +1,145 @@
+"""Latent attention under plans equals stock in every bit: two paths of items, gathers between sites, inputs kept gathered.
+
+Megatron's module asks whether its projections are Transformer Engine's, so that must be importable; its compiled part is stood in
+for. Megatron's own layers come with a core attention of ours, because its own refuses the widths of latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_lynx.anatomy import HALVES, MLP
+from megatron_lynx.apply.features import refused_features
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import PlanMismatch
+from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.ranks import RankPool
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.apply import on_ranks
+from tests.te_releases import pool_with, pools_with
+from tests.transparency.plans import plan_for
+from tests.transparency.test_every_bit import checked
+from tests.transparency.trials import Trial
+
+Pools = Callable[[int], RankPool]
+
+SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
+DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}
+TP2 = {"tensor": 2}
+SP2 = {"tensor": 2, "sequence_parallel": True}
+PP2 = {"pipeline": 2, "microbatches": 4, "layers": 4}
+TE = {"implementation": "transformer_engine"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"latent": SIZES, "qk_norm": True, **TE},
+    "one rank, queries as they are": {"latent": DIRECT, "norm": "rmsnorm", "bias": False, **TE},
+    "one rank, local": {"latent": SIZES, "qk_norm": True},
+    "TP2": {"latent": SIZES, **TP2, **TE},
+    "TP2, local": {"latent": DIRECT, "qk_norm": True, **TP2},
+    "TP2+SP": {"latent": SIZES, "qk_norm": True, **SP2, **TE},
+    "TP2+SP, queries as they are": {"latent": DIRECT, **SP2, **TE},
+    "TP2+SP, local": {"latent": SIZES, "qk_norm": True, **SP2},
+    "PP2": {"latent": SIZES, **PP2, **TE},
+    "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
+}
+INNER_NORMS = ("q_layernorm", "kv_layernorm")
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Pools]:
+    yield from pools_with("2.9")
+
+
+def job_of(layout: str) -> Job:
+    return tiny_job("gpt", **{"layers": 2, **LAYOUTS[layout]})
+
+
+def all_of(job: Job) -> tuple[str, ...]:
+    """Everything that may be replayed in this layout, of the attention half."""
+    section = job.model.latent_section
+    assert section is not None
+    return section.replayable_among(job.parallel.context, sequence_parallel=job.parallel.sequence_parallel)
+
+
+def latent_plan(job: Job, replay: Collection[str], window: Any = "on_demand") -> Plan:
+    """Every layer replays those of these items that it has; its attention half, if it replays anything, in `window`."""
+    section = job.model.latent_section
+    usual = job.model_copy(update={"model": job.model.model_copy(update={"latent": None})})
+    data = plan_for(usual, lambda _: [item for item in MLP.names if item in replay], windows=False).model_dump()
+    assert section is not None
+    assert job.model.latent is not None
+    data["model"]["latent_attention"] = job.model.latent.model_dump()
+    for stage in data["stages"]:
+        stage["ahead_depth"] = int(window != "on_demand")
+        for rule in stage["rules"]:
+            for key, chosen in (("keep", [item for item in section.names if item not in replay]), ("replay", replay)):
+                rule[key] = [*(item for item in section.names if item in chosen), *(i for i in rule[key] if i in MLP.names)]
+            if window != "on_demand" and set(replay) & set(section.names):
+                rule["windows"] = {**(rule["windows"] or {}), HALVES[0]: window}
+    return Plan.model_validate(data)
+
+
+def candidates(job: Job) -> list[Plan]:
+    everything, heads = all_of(job), ("kv_layernorm", "linear_kv_up_proj", "rotary")
+    plans = [
+        latent_plan(job, everything),
+        latent_plan(job, heads),
+        latent_plan(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]]),
+        latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
+        latent_plan(job, INNER_NORMS if job.model.qk_norm else ["input_layernorm", "rotary"]),
+    ]
+    if job.parallel.tensor > 1:
+        last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
+        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
+        plans += [latent_plan(job, everything, f"bwd.mlp.0 until rotary then bwd.mlp.{last}")] if last else []
+    return plans
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bit(pool_of: Pools, layout: str) -> None:
+    """Exchanges of a step are stock's, and each runs once."""
+    job = job_of(layout)
+    for outcomes in checked(pool_of, job, candidates(job), Trial(counted=True, canaries=True)):
+        for outcome in outcomes:
+            assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
+
+
+def test_yarn(pool_of: Pools) -> None:
+    """Queries and keys are turned otherwise, by the same code."""
+    job = job_of("one rank")
+    checked(pool_of, job, [latent_plan(job, all_of(job))], Trial(model=YARN, backward_thread=True))
+
+
+@pytest.mark.streams
+@pytest.mark.parametrize(("te", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
+def test_other_releases(te: str, core: str) -> None:
+    """Each of megatron-core beside another of Transformer Engine."""
+    job = job_of("TP2+SP")
+    pool = pool_with(te, job.gpus, core)
+    try:
+        checked(lambda _: pool, job, candidates(job)[:3])
+    finally:
+        pool.close()
+
+
+def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:
+    job = job_of("one rank")
+    narrow = job.model_copy(update={"model": job.model.model_copy(update={"latent": LatentSizes(**SIZES | {"kv_rank": 4})})})
+    [refusal] = pool_of(1).run(on_ranks.refused, job, latent_plan(narrow, ["rotary"]), None)
+    assert isinstance(refusal.error, PlanMismatch)
+    assert refusal.places == ["plan: model.latent_attention"]
+    assert refusal.changed == []
+
+
+def test_what_does_not_go_with_latent_attention_is_named() -> None:
+    """The fused rotary kernel turns in place what a kept linear returned: a replay would turn it twice."""
+    wrong = ("cache_mla_latents", "apply_rope_fusion", "mla_down_proj_fusion", "qk_clip", "tp_comm_overlap")
+    config = SimpleNamespace(num_moe_experts=None, fp8=None, multi_latent_attention=True, **dict.fromkeys(wrong, True))
+    assert [problem.where for problem in refused_features(config, te=False)] == [f"config.{name}" for name in wrong]
+    config.multi_latent_attention = False
+    assert list(refused_features(config, te=False)) == []
