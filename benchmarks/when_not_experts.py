@@ -4,7 +4,7 @@
     python -m benchmarks.when_not_experts --json      the rows with their seconds, for programs
 
 Nothing runs, as in `benchmarks.when_not`. Each row is given what the fullest device holds where stock recomputes the modules that
-cost least: `layernorm` and `moe_act`, and `shared_experts` where there are any.
+cost least: `layernorm` and `moe_act`, `shared_experts` where there are any, `mla_up_proj` with latent attention.
 
     stock's best    of all that releases 0.16 to 0.19 offer within these bytes: module sets, blocks of layers, offloading
     ours            the fastest plan within these bytes, which offloads nothing
@@ -40,7 +40,7 @@ REFERENCE: dict[str, Any] = {
 }
 """The layout that rows are variations of."""
 
-QWEN3, MIXTRAL = "qwen3-30b-a3b", "mixtral-8x7b"
+QWEN3, MIXTRAL, DEEPSEEK = "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"
 
 CASES: tuple[tuple[str, Mapping[str, Any]], ...] = tuple(
     (f"{what}, {cluster.split('-')[0].upper()}", {**change, "cluster": cluster})
@@ -49,6 +49,7 @@ CASES: tuple[tuple[str, Mapping[str, Any]], ...] = tuple(
         ("Qwen3 30B-A3B, p=1, experts over two nodes", {"model": QWEN3, "pipeline": 1, "expert": 16, "micro": 1}),
         ("Mixtral 8x7B, p=4, experts in a node", {"model": MIXTRAL, "pipeline": 4, "gpus": 64}),
         ("Mixtral 8x7B, t=2, p=4, experts in a node", {"model": MIXTRAL, "tensor": 2, "pipeline": 4, "gpus": 64}),
+        ("DeepSeek-V2-Lite, p=1, experts in a node", {"model": DEEPSEEK, "pipeline": 1}),
     )
     for cluster in ("h100-80g", "h800-80g")
 )
@@ -145,7 +146,9 @@ def row(what: str, job: Job) -> Row:
 
 def cheapest(job: Job) -> StockSetting:
     """The modules whose recomputation costs stock least."""
-    return StockSetting(recompute=("layernorm", "moe_act", *(("shared_experts",) if job.model.shared_experts else ())))
+    latent = ("mla_up_proj",) if job.model.latent is not None else ()
+    shared = ("shared_experts",) if job.model.shared_experts else ()
+    return StockSetting(recompute=("layernorm", "moe_act", *shared, *latent))
 
 
 def within(job: Job, budget_bytes: int) -> Job:

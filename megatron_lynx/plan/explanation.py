@@ -80,7 +80,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
 
 def _load(plan: Plan) -> Iterator[Text]:
     """Where a load that is twice as large would not fit: which one would."""
-    fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load is not None]
+    fitting = [(stage.predicted.moe_load, stage.stage) for stage in plan.stages if stage.predicted.moe_load]
     if fitting:
         load, stage = min(fitting)
         made_for = f"the plan is made for {plan.model.moe_load:g}, and twice that does not fit"

@@ -49,9 +49,9 @@ class Predicted(Part):
     """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
     device_s: float = 0.0
     """Of such a stage: seconds of the device to run what the host issues, if it never waited for the host."""
-    moe_load: float | None = None
+    moe_load: float = 0.0
     """The largest load of experts (`model.moe_load`) with which the stage fits its device, where twice the one that the plan was
-    made for would not."""
+    made for would not. 0 where it would, and where there are none."""
 
     def held_at(self, moment: str) -> Mapping[str, int] | None:
         """Bytes by kind at one moment, as planned; None where the plan does not say."""

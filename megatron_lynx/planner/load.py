@@ -27,27 +27,25 @@ DIGITS = 100
 """A load is said in hundredths, rounded down."""
 
 
-def loads_that_fit(
-    job: Job, answers: Sequence[StageAnswer], plan: Plan, profile: Profile, simulation: Simulation
-) -> list[float | None]:
-    """The largest load of each stage's experts; None where it has none, nothing bounds it, or twice the load fits as well.
+def loads_that_fit(job: Job, answers: Sequence[StageAnswer], plan: Plan, profile: Profile, simulation: Simulation) -> list[float]:
+    """The largest load of each stage's experts; 0 where it has none, nothing bounds it, or twice the load fits as well.
 
     `job`: with its layers. `simulation`: of the plan at the load it assumes.
     """
     if job.model.experts is None or not bounded_by_device(job) or job.cluster.matmul is None:
-        return [None] * len(answers)
+        return [0.0] * len(answers)
     heavier = with_load(job, min(DOUBLED * job.model.moe_load, job.model.experts.most_load(job.parallel.expert)))
     if heavier.model.moe_load <= job.model.moe_load:
-        return [None] * len(answers)
+        return [0.0] * len(answers)
     later = _rehearsed(heavier, plan, profile)
     held = [(_held_bytes(job, each, simulation), _held_bytes(heavier, each, later)) for each in answers]
-    return [_largest(job, heavier, *both) if job.experts_on(stage) else None for stage, both in enumerate(held)]
+    return [_largest(job, heavier, *both) if job.experts_on(stage) else 0.0 for stage, both in enumerate(held)]
 
 
-def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float | None:
+def _largest(job: Job, heavier: Job, held_bytes: int, more_bytes: int) -> float:
     """The load at which a stage holds what its device has, between two loads of which it holds so much."""
     if more_bytes <= job.memory_budget_bytes:
-        return None
+        return 0.0
     share = max(0.0, (job.memory_budget_bytes - held_bytes) / (more_bytes - held_bytes))
     return floor(DIGITS * (job.model.moe_load + share * (heavier.model.moe_load - job.model.moe_load))) / DIGITS
 

@@ -1,4 +1,4 @@
-"""Sizes of replays inside experts by hand for Mixtral; their FLOPs against the real runtime and the real megatron-core."""
+"""Sizes and FLOPs of replays inside experts: by hand for Mixtral, and against the real runtime and the real megatron-core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_lynx.cost.replay import replay_of, sensible_choices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.profiler.expert_tensors import expert_tensors
+from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -20,7 +21,14 @@ from tests.cost.on_ranks import count
 from tests.profiler.test_experts import mixtral
 
 LAYERS = 8
+STATES_PER_HALF = 8
+"""A frame remembers at most so many random states; they are no activations."""
 Replay = tuple[str, ...]
+
+
+def let_go(section: Section, tensors: Sequence[SavedTensor], replay: Sequence[str]) -> int:
+    """Bytes that replaying these items saves."""
+    return replay_of(section, tensors, ()).stays_bytes - replay_of(section, tensors, replay).stays_bytes
 
 
 def test_what_a_replay_lets_go_of_in_mixtral() -> None:
@@ -28,16 +36,15 @@ def test_what_a_replay_lets_go_of_in_mixtral() -> None:
     shape = LayerShape.of(mixtral())
     row, own = 2 * 8192, 2 * 4096
 
-    def let_go(*replay: str) -> int:
-        tensors = expert_tensors(shape)
-        return replay_of(EXPERTS, tensors, ()).stays_bytes - replay_of(EXPERTS, tensors, replay).stays_bytes
+    def saved(*replay: str) -> int:
+        return let_go(EXPERTS, expert_tensors(shape), replay)
 
     norm, activation, fc1 = own * 4096 + own, row * 14336, row * 2 * 14336
-    assert let_go("pre_mlp_layernorm") == norm
-    assert let_go("experts_activation") == activation, "what comes out of the first GEMM is remembered"
-    assert let_go("experts_fc1") == 0, "kept code behind it reads what it makes"
-    assert let_go("experts_fc1", "experts_activation") == fc1 + activation
-    assert let_go("pre_mlp_layernorm", "experts_fc1", "experts_activation") == norm + fc1 + activation
+    assert saved("pre_mlp_layernorm") == norm
+    assert saved("experts_activation") == activation, "what comes out of the first GEMM is remembered"
+    assert saved("experts_fc1") == 0, "kept code behind it reads what it makes"
+    assert saved("experts_fc1", "experts_activation") == fc1 + activation
+    assert saved("pre_mlp_layernorm", "experts_fc1", "experts_activation") == norm + fc1 + activation
 
 
 def test_shared_experts_run_on_the_way_to_the_others() -> None:
@@ -64,7 +71,7 @@ def plan_of(job: Job, section: Section, layers: Sequence[Replay]) -> Plan:
 
 
 @pytest.mark.parametrize(("like", "section", "shared_ffn"), [("gpt", EXPERTS, 0), ("llama", EXPERTS_WITH_SHARED, 48)])
-def test_real_replays_inside_experts_compute_what_is_predicted(
+def test_real_replays_inside_experts_cost_what_is_predicted(
     pool_of: Callable[[int], RankPool], like: str, section: Section, shared_ffn: int
 ) -> None:
     """Every set of items that is ever planned; layers of GELU and dropout, and of SwiGLU with shared experts."""
@@ -74,6 +81,13 @@ def test_real_replays_inside_experts_compute_what_is_predicted(
     tensors = expert_tensors(shape)
     sets = list(sensible_choices(section, tensors))
     planned = [(sets[first:] + sets)[:LAYERS] for first in range(0, len(sets), LAYERS)]
-    stock, *found = pool_of(1).run(count, job, [None, *(plan_of(job, section, layers) for layers in planned)])[0]
+    plans = [plan_of(job, section, layers) for layers in ([()] * LAYERS, *planned)]
+    _, kept, *found = pool_of(1).run(count, job, [None, *plans])[0]  # what comes first holds what it was the first to need
     for layers, counted in zip(planned, found, strict=True):
-        assert counted.flops - stock.flops == sum(replayed_flops(shape, replay, experts=True) for replay in layers)
+        assert counted.flops - kept.flops == sum(replayed_flops(shape, replay, experts=True) for replay in layers)
+        saved = sum(let_go(section, tensors, replay) for replay in layers)
+        states = saved - (kept.resident_bytes - counted.resident_bytes)
+        assert -shape.tokens * 8 <= states <= counted.frames * STATES_PER_HALF * counted.state_bytes
+        # What is no random state is what gloo has in flight when the forward returns: a float per token, or two.
+        rest = (states + counted.state_bytes // 2) % counted.state_bytes - counted.state_bytes // 2
+        assert abs(rest) <= shape.tokens * 8

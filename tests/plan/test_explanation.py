@@ -40,7 +40,7 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
     experts = Experts(count=4, per_token=2, ffn=64)
     plan = uniform_plan(tiny_job("llama", pipeline=2, layers=4, microbatches=4, experts=experts))
     assert "balanced share" not in shown(plan)
-    loads = {0: None, 1: 1.43}
+    loads = {0: 0.0, 1: 1.43}
     stages = (
         stage.model_copy(update={"predicted": stage.predicted.model_copy(update={"moe_load": loads[stage.stage]})})
         for stage in plan.stages
