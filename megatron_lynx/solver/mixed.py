@@ -157,6 +157,6 @@ def _fewer(choices: Choices, in_flight: float) -> Choices:
 
 
 def _every_second(choices: Choices) -> Choices:
-    """Half of them, from the one that holds least to the one that keeps most, both of these included."""
-    ordered = sorted(choices, key=lambda option: (option.memory.resident, option.exposed_s))
-    return Choices(option for at, option in enumerate(ordered) if not at & 1 or option is ordered[-1])
+    """Half of them, from the one that holds least to the fastest of those that keep most, both of these included."""
+    ordered = sorted(choices, key=lambda option: (option.memory.resident, -option.exposed_s))
+    return Choices((*ordered[:-1:2], ordered[-1]))
