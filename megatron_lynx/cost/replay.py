@@ -16,7 +16,7 @@ These are the rules of `runtime.record`, for sizes instead of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -87,7 +87,7 @@ def sensible_choices(
         for chosen in combinations(replayable, size)
         if replay_of(section, tensors, chosen).runs == chosen and not (te and norms_apart(section, chosen))
     )
-    yield from found if section.column_parallel else _worth_it(section, tensors, found)
+    yield from _worth_it(section, tensors, tuple(found)) if section.two_paths else found
 
 
 def norms_apart(section: Section, replay: Collection[str]) -> bool:
@@ -95,18 +95,18 @@ def norms_apart(section: Section, replay: Collection[str]) -> bool:
     return any(item.name in replay and item.norm_inside and item.norm_inside not in replay for item in section.items)
 
 
-def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Of a section with two paths, whose items can be chosen in hundreds of ways: only sets without which more would be held, or
     run again. Of two that hold as much, one runs no more than what the other runs: the first that runs fewest is taken."""
     fewest: dict[int, tuple[str, ...]] = {}
     for chosen in choices:
         held = replay_of(section, tensors, chosen).stays_bytes
         fewest.setdefault(held, chosen)
-    kept: list[tuple[int, frozenset[str]]] = []
-    for held, chosen in sorted(fewest.items()):
-        if not any(less <= held and again <= set(chosen) for less, again in kept):
-            kept.append((held, frozenset(chosen)))
-            yield chosen
+    kept: list[tuple[str, ...]] = []
+    for _, chosen in sorted(fewest.items()):  # each holds more than those before it
+        if not any(set(again) <= set(chosen) for again in kept):
+            kept.append(chosen)
+    yield from (chosen for chosen in choices if chosen in kept)
 
 
 def _lets_go(section: Section, tensor: SavedTensor, item: str, replay: Collection[str]) -> bool:

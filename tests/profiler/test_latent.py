@@ -14,6 +14,7 @@ from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameter_tensors import parameter_tensors
 from megatron_lynx.cost.parameters import stage_parameters
+from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import load_plan, save_plan
 from megatron_lynx.planner import make_plan
@@ -128,3 +129,14 @@ def test_a_plan_lets_go_of_heads_first_and_is_simulated(tmp_path: Path) -> None:
 def write(plan: Plan, folder: Path) -> Path:
     save_plan(plan, folder / "plan.yaml")
     return folder / "plan.yaml"
+
+
+def test_sets_of_items_are_few_and_begin_with_none() -> None:
+    """Hundreds of sets can be made again; of those that hold as much, one is enough. Solvers count on the first keeping all."""
+    job = tiny_job("gpt", latent=SIZES, qk_norm=True)
+    section, tensors = job.model.kind_sections(experts=False)[0], half_tensors(LayerShape.of(job), "attention")
+    chosen = list(sensible_choices(section, tensors))
+    assert chosen[0] == ()
+    assert [len(each) for each in chosen] == sorted(len(each) for each in chosen)
+    assert section.replayable in chosen
+    assert len(chosen) < 2 ** len(section.replayable) / 2
