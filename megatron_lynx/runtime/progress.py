@@ -77,6 +77,7 @@ class Progress:
             chunk=micro_batch.chunk if micro_batch is not None else 0,
             half=frame.key if frame is not None else None,
             replays=isinstance(scope, Replayer),
+            expert_load=self.counts.expert_load,
         )
 
     def take_counts(self, *, exact: bool) -> Counts:

@@ -29,6 +29,8 @@ class Whereabouts:
     half: FrameKey | None = None
     """The half that ran, or that backward had reached; of a replay, the half that was made again."""
     replays: bool = False
+    expert_load: float = 0.0
+    """Of this step so far, as counted (`counts`)."""
 
 
 def note(error: BaseException, where: Whereabouts) -> None:

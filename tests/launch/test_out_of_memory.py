@@ -18,6 +18,7 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Pending
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.weight_gradients import WeightGradients
+from megatron_lynx.runtime.whereabouts import Whereabouts, note
 from megatron_lynx.testbed.device_memory import MEMORY_BYTES, LimitedMemory, out_of_memory
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB, KIB, MIB, format_bytes
@@ -124,6 +125,17 @@ def test_what_was_planned_is_said_by_kind():
     assert "stage 0, outside of passes and updates: found 70.50 GiB allocated and 2.00 GiB asked for, of 72.05 GiB" in said
     assert f"planned: {format_bytes(predicted.memory_bytes)} at the stage's fullest" in said
     assert explained(ValueError("another"), Rank(decision.plan, 0), "", "") is None
+
+
+def test_the_load_of_experts_is_said_where_it_is_more_than_planned():
+    plan = uniform_plan(LONG_SEQUENCES)
+    more = "experts: found 1.52 of a balanced share of tokens on this rank, in this step, needed 1.00"
+    for load, words in ((1.0, ""), (1.52, more)):
+        error = torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB"))
+        note(error, Whereabouts("forward", 0, expert_load=load))
+        said = str(explained(error, Rank(plan, 0), "in step 1 of this run", "plan.yaml"))
+        assert ("experts: " in said) == bool(words)
+        assert words in said
 
 
 def test_an_error_that_was_raised_from_one_of_memory():

@@ -18,6 +18,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
@@ -97,10 +98,15 @@ def candidates(job: Job) -> list[Plan]:
         last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
         plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
         plans += [latent_plan(job, everything, f"bwd.mlp.0 until rotary then bwd.mlp.{last}")] if last else []
+        plans += [uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
     return plans
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = ("one rank, queries as they are", "TP2, local", "TP2+SP, queries as they are", "PP2")
+"""Layouts of which the others show, one by one, what each combines."""
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in LAYOUTS])
 def test_every_bit(pool_of: Pools, layout: str) -> None:
     """Exchanges of a step are stock's, and each runs once."""
     job = job_of(layout)

@@ -12,6 +12,7 @@ from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
 from megatron_lynx.plan.stage import Predicted
+from megatron_lynx.runtime.whereabouts import whereabouts_of
 from megatron_lynx.units import format_bytes
 
 LARGEST = 5
@@ -53,11 +54,21 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
         found = f"{format_bytes(allocator.allocated_bytes)} allocated and {format_bytes(allocator.asked_bytes)} asked for, of"
         yield Problem(where, f"{found} {format_bytes(allocator.limit_bytes)}", _needed(at_most))
     yield Problem("planned", _planned(predicted, at_most), "")
+    yield from _load(error, rank)
     if allocator is not None:
         yield Problem("held", _held(states_held(rank.chunks, rank.optimizer), allocator), "")
         yield Problem("fragmentation", _fragmented(allocator), "")
         to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked)
         yield Problem("nearest change that fits", to_do, "")
+
+
+def _load(error: BaseException, rank: Rank) -> Iterator[Problem]:
+    """Experts of this rank that got more tokens than the plan was made for."""
+    where, planned = whereabouts_of(error), rank.plan.model.moe_load
+    if where is not None and where.expert_load > planned:
+        found = f"{where.expert_load:.2f} of a balanced share of tokens on this rank, in this step"
+        todo = "make a plan for such a load (model.experts.load)"
+        yield Problem("experts", found, f"{planned:.2f}, for which the plan was made", todo)
 
 
 def _needed(at_most: tuple[int, str] | None) -> str:

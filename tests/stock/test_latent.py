@@ -1,0 +1,37 @@
+"""Stock's `mla_up_proj`: what it lets go of and runs again, and of whom it is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import half_tensors
+from megatron_lynx.stock.layer_bytes import layer_bytes
+from megatron_lynx.stock.legality import Facts, refused
+from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+SIZES = {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6}
+UP = StockSetting(recompute=("mla_up_proj",))
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_heads_are_made_again_of_what_was_compressed(implementation: str) -> None:
+    """With Transformer Engine the norms inside the up-projections, too: they are in the same checkpoint."""
+    job = tiny_job("gpt", latent=SIZES, qk_norm=True, implementation=implementation)
+    shape = LayerShape.of(job)
+    attention, mlp = layer_bytes(shape, UP)
+    inside = {"linear_q_up_proj", "linear_kv_up_proj", "rotary"}
+    if implementation == "transformer_engine":
+        inside |= {"q_layernorm", "kv_layernorm"}
+    made = sum(tensor.bytes for tensor in half_tensors(shape, "attention") if tensor.made_by in inside and tensor.saved_by)
+    assert attention.again == made > 0
+    whole, same = layer_bytes(shape, StockSetting())
+    assert (attention.stays + made, mlp) == (whole.stays, same)
+
+
+def test_it_is_for_latent_attention_alone() -> None:
+    usual = tiny_job("gpt")
+    assert refused(UP, Facts.of(tiny_job("gpt", latent=SIZES))) == []
+    assert refused(UP, Facts.of(usual)) == ["mla_up_proj needs a model with latent"]
+    assert layer_bytes(LayerShape.of(usual), UP) == layer_bytes(LayerShape.of(usual), StockSetting())
