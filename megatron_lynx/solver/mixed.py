@@ -150,10 +150,11 @@ def _with(below: Solved, above: Solved, count: int) -> Solved:
 
 
 def _fewer(choices: Choices, in_flight: float) -> Choices:
-    """Those that no other one beats in seconds and in bytes, counted as if each half were the one with the peak."""
+    """Those that no other one beats in seconds and in bytes: what a half holds while backward is elsewhere, and as if it were the
+    one with the peak."""
     columns = choices.columns
-    held = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead + columns.ahead2
-    return Choices(choices[number] for number in unbeaten((columns.exposed_s, held)))
+    peak = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead + columns.ahead2
+    return Choices(choices[number] for number in unbeaten((columns.exposed_s, columns.held, peak)))
 
 
 def _every_second(choices: Choices) -> Choices:

@@ -41,8 +41,9 @@ def problem() -> StageProblem:
 
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
-    """Between the least memory and that of keeping everything."""
-    most = Solved(tuple(LayerChoice(*(half[0] for half in pair)) for pair in pairs(problem)), problem.in_flight).peak_bytes
+    """Between the least memory and that of exposing nothing."""
+    alike = mixed.Combinations(problem)
+    most = alike.peak_bytes[alike.exposed_s == 0].min()
     least = mixed.least_memory(problem).peak_bytes
     return replace(problem, budget_bytes=int(least + share * (most - least)))
 
