@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.testbed.gloo import share_one_device
 
 
 def initialise(job: Job, seed: int = 1234) -> None:
@@ -29,6 +30,7 @@ def initialise(job: Job, seed: int = 1234) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         _leave_imports_to_themselves()
+        share_one_device()
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if not _has_layout_of(job):
         _drop_groups()

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,6 +159,18 @@ def all_reduce_seconds(rank: int, size_bytes: int) -> float:
 
 def double(rank: int, tensor: torch.Tensor) -> tuple[int, int, set[int], torch.Tensor]:
     return rank, os.getpid(), os.sched_getaffinity(0), tensor * 2
+
+
+def threads_that_look_for_events(rank: int, jobs: list[Job]) -> list[int]:
+    """How many of this process's threads are gloo's, with the groups of each job."""
+    from megatron_lynx.testbed.groups import initialise
+
+    counts = []
+    for job in jobs:
+        initialise(job)
+        names = (task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+        counts.append(sum(name == "gloo_tcp_loop" for name in names))
+    return counts
 
 
 def fail_on_one(rank: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from . import on_ranks
 
@@ -56,6 +57,13 @@ def test_failure_of_one_rank_is_raised_with_its_traceback_and_ends_all():
             pool.run(on_ranks.vanish)
         with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] within 1 s"):
             pool.run(on_ranks.sleep, timeout_s=1)
+
+
+def test_all_groups_of_a_rank_share_one_device():
+    """Story: a device for each of twenty groups, whose threads looked a hundred times a second, took most of two cores from tests."""
+    jobs = [tiny_job("gpt", tensor=2), tiny_job("gpt", pipeline=2, microbatches=4)]
+    with RankPool(2) as pool:
+        assert pool.run(on_ranks.threads_that_look_for_events, jobs) == [[1, 1], [1, 1]]
 
 
 def test_functions_of_main_are_refused():

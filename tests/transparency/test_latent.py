@@ -121,6 +121,32 @@ def test_yarn(pool_of: Pools) -> None:
     checked(pool_of, job, [latent_plan(job, all_of(job))], Trial(model=YARN, backward_thread=True))
 
 
+LIKE_DEEPSEEK = {
+    "latent": SIZES,
+    "qk_norm": True,
+    "norm": "rmsnorm",
+    "bias": False,
+    "layers": 2,
+    "experts": {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32, "layers": ("2",)},
+    **TE,
+}
+"""The first layer has an MLP, the others experts, some of which all tokens pass."""
+
+
+@pytest.mark.parametrize("spread", [{}, {"replicas": 2, "expert": 2}], ids=["one rank", "EP2"])
+def test_beside_experts(pool_of: Pools, spread: dict[str, Any]) -> None:
+    job = tiny_job("gpt", **LIKE_DEEPSEEK, **spread)
+    plans = [
+        uniform_plan(job),
+        uniform_plan(job, windows=False),
+        uniform_plan(job, ("rotary", "linear_kv_up_proj", "experts_activation")),
+    ]
+    trial = Trial(training={"ddp": True, "optimizer": "megatron"}, counted=True, canaries=True)
+    for outcomes in checked(pool_of, job, plans, trial):
+        for outcome in outcomes:
+            assert sorted(outcome.planned.collectives) == sorted(outcome.stock.collectives)
+
+
 @pytest.mark.streams
 @pytest.mark.parametrize(("te", "core"), [("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")])
 def test_other_releases(te: str, core: str) -> None:
