@@ -116,25 +116,33 @@ def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: 
     return parts_in(job, answer, simulation, defers=defers).fullest
 
 
+def model_facts(job: Job) -> ModelFacts:
+    """What a plan states of a job's model."""
+    named = (name for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name))
+    facts = {name: getattr(job.model, name) for name in named}
+    return ModelFacts(**facts, fp8=job.model.fp8_recipe, latent_attention=job.model.latent)
+
+
+def parallel_facts(job: Job) -> ParallelFacts:
+    """What a plan states of a job's layout."""
+    return ParallelFacts(
+        tensor=job.parallel.tensor,
+        pipeline=job.parallel.pipeline,
+        chunks=job.chunks,
+        microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
+        sequence_parallel=job.parallel.sequence_parallel,
+        expert=job.parallel.expert if exchanging_layers(job) else 1,
+        context=job.parallel.context,
+        userbuffers=job.userbuffers,
+    )
+
+
 def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan:
     """A plan of these entries for a job with its layers."""
     return Plan(
         version=1,
-        model=ModelFacts(
-            **{name: getattr(job.model, name) for name in ModelFacts.model_fields if name != "fp8" and hasattr(job.model, name)},
-            fp8=job.model.fp8_recipe,
-            latent_attention=job.model.latent,
-        ),
-        parallel=ParallelFacts(
-            tensor=job.parallel.tensor,
-            pipeline=job.parallel.pipeline,
-            chunks=job.chunks,
-            microbatch_group=job.parallel.microbatch_group if job.chunks > 1 else None,
-            sequence_parallel=job.parallel.sequence_parallel,
-            expert=job.parallel.expert if exchanging_layers(job) else 1,
-            context=job.parallel.context,
-            userbuffers=job.userbuffers,
-        ),
+        model=model_facts(job),
+        parallel=parallel_facts(job),
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,
         defer_updates=job.defer_updates,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress, cycle
 from math import prod
 
 import numpy as np
@@ -160,4 +161,4 @@ def _fewer(choices: Choices, in_flight: float) -> Choices:
 def _every_second(choices: Choices) -> Choices:
     """Half of them, from the one that holds least to the fastest of those that keep most, both of these included."""
     ordered = sorted(choices, key=lambda option: (option.memory.resident, -option.exposed_s))
-    return Choices((*ordered[:-1:2], ordered[-1]))
+    return Choices((*compress(ordered[:-1], cycle((True, False))), ordered[-1]))

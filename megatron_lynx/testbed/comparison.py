@@ -18,6 +18,7 @@ from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.measure.measurement import Measurement, RankResult, Setting, Skipped
 from megatron_lynx.measure.process_peak import ENVIRONMENT
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner.writing import model_facts, parallel_facts
 from megatron_lynx.simulator.timeline import Timeline, timeline_of
 from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
 from megatron_lynx.testbed.census import Census, Counted, take_census
@@ -28,9 +29,6 @@ from megatron_lynx.units import format_bytes
 
 MOST_OPPONENTS = 3
 """Opponents that are timed besides stock full: of those that hold no more bytes than ours, the ones that repeat least."""
-
-BESIDE_LAYOUT = ("chunks", "userbuffers")
-"""Facts of a plan's layout that a job has elsewhere."""
 
 Announce = Callable[[str], AbstractContextManager[object]]
 """Tells the user what is under way, while the block runs."""
@@ -82,8 +80,8 @@ def check_plan(job: Job, plan: Plan) -> None:
     """Raises `PlanMismatch` with every fact in which the plan was made for another job, before any rank is started."""
     found = {part: getattr(plan, part).model_dump() for part in ("model", "parallel", "batch")}
     needed: dict[str, dict[str, object]] = {
-        "model": {name: getattr(job.model, name) for name in found["model"]},
-        "parallel": {name: getattr(job if name in BESIDE_LAYOUT else job.parallel, name) for name in found["parallel"]},
+        "model": model_facts(job).model_dump(),
+        "parallel": parallel_facts(job).model_dump(),
         "batch": {"micro": job.batch.micro, "microbatches": job.microbatches},
     }
     found["parallel"]["microbatch_group"], needed["parallel"]["microbatch_group"] = plan.parallel.group, job.microbatch_group

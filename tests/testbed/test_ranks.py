@@ -60,7 +60,7 @@ def test_failure_of_one_rank_is_raised_with_its_traceback_and_ends_all():
 
 
 def test_all_groups_of_a_rank_share_one_device():
-    """Story: a device for each of twenty groups, whose threads looked a hundred times a second, took most of two cores from tests."""
+    """Story: each of twenty groups had a device, whose thread looked a hundred times a second: most of two cores went to that."""
     jobs = [tiny_job("gpt", tensor=2), tiny_job("gpt", pipeline=2, microbatches=4)]
     with RankPool(2) as pool:
         assert pool.run(on_ranks.threads_that_look_for_events, jobs) == [[1, 1], [1, 1]]

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"latent": SIZES, **PP2, **TE},
     "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
 }
+HEADS = ("kv_layernorm", "linear_kv_up_proj", "rotary")
+"""What makes keys and values of all heads from what was compressed."""
 INNER_NORMS = ("q_layernorm", "kv_layernorm")
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
@@ -86,17 +88,17 @@ def latent_plan(job: Job, replay: Collection[str], window: Any = "on_demand") ->
 
 
 def candidates(job: Job) -> list[Plan]:
-    everything, heads = all_of(job), ("kv_layernorm", "linear_kv_up_proj", "rotary")
+    everything = all_of(job)
     plans = [
         latent_plan(job, everything),
-        latent_plan(job, heads),
+        latent_plan(job, HEADS),
         latent_plan(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]]),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
         latent_plan(job, INNER_NORMS if job.model.qk_norm else ["input_layernorm", "rotary"]),
     ]
     if job.parallel.tensor > 1:
         last = len(MLP.collectives("bwd", job.parallel.sequence_parallel)) - 1
-        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, heads)]
+        plans += [latent_plan(job, items, f"bwd.mlp.{last}") for items in (everything, HEADS)]
         plans += [latent_plan(job, everything, f"bwd.mlp.0 until rotary then bwd.mlp.{last}")] if last else []
         plans += [uniform_plan(job, gather="once")]  # MLP halves run again behind the last wait of the attention above
     return plans
@@ -139,7 +141,7 @@ def test_beside_experts(pool_of: Pools, spread: dict[str, Any]) -> None:
     plans = [
         uniform_plan(job),
         uniform_plan(job, windows=False),
-        uniform_plan(job, ("rotary", "linear_kv_up_proj", "experts_activation")),
+        uniform_plan(job, (*HEADS, "experts_activation")),
     ]
     trial = Trial(training={"ddp": True, "optimizer": "megatron"}, counted=True, canaries=True)
     for outcomes in checked(pool_of, job, plans, trial):
