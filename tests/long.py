@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -17,10 +17,13 @@ def long(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.long) for case in cases_of_several]
 
 
-def with_models(layouts: Iterable[str]) -> pytest.MarkDecorator:
-    """`layout` and `like`: every layout with one model after the other in `make test`, and with the other one in `make long`."""
+def with_models(layouts: Iterable[str], combined: Collection[str] = ()) -> pytest.MarkDecorator:
+    """`layout` and `like`: every layout with one model after the other in `make test`, and with the other one in `make long`.
+
+    `combined`: layouts that others of them contain, which are left to `make long` with both.
+    """
     pairs = [
-        pytest.param(layout, like, marks=[pytest.mark.long] if (at + turn) % 2 else [])
+        pytest.param(layout, like, marks=[pytest.mark.long] if (at + turn) % 2 or layout in combined else [])
         for at, layout in enumerate(layouts)
         for turn, like in enumerate(MODELS)
     ]

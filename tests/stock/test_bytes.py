@@ -115,6 +115,7 @@ def test_what_stock_offloads_leaves_the_device(te_pool):
         assert left == pytest.approx(3 * on_a_cpu(setting), abs=2 * ODD), f"{setting.name}: of three layers of four"
 
 
+@pytest.mark.long
 def test_a_comparison_counts_what_stock_offloads_and_does_not_time_it(te_pool):
     """On a CPU its copies run beside nothing."""
     job = te_job(4)

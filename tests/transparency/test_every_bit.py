@@ -54,7 +54,11 @@ def checked(pool_of: Pools, job: Job, candidates: list[Plan], trial: Trial | Non
     return results
 
 
-@with_models(LAYOUTS)
+COMBINED = ("TP2xPP2", "TP2xPP2+SP")
+"""Layouts whose every part is in the interleaved one."""
+
+
+@with_models(LAYOUTS, COMBINED)
 def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     everything = replayable(job)
@@ -74,7 +78,7 @@ def test_kept_replayed_and_mixed(pool_of: Pools, layout: str, like: Any) -> None
     checked(pool_of, job, candidates)
 
 
-@with_models(layout for layout in reversed(LAYOUTS) if "3+1" not in layout)
+@with_models((layout for layout in reversed(LAYOUTS) if "3+1" not in layout), COMBINED)
 def test_random_plans(pool_of: Pools, layout: str, like: Any) -> None:
     job = tiny_job(like, **LAYOUTS[layout])
     of_this_job = plans_for(job, whole=True)

@@ -104,7 +104,7 @@ def candidates(job: Job) -> list[Plan]:
     return plans
 
 
-LONG = ("one rank, queries as they are", "TP2, local", "TP2+SP, queries as they are", "PP2")
+LONG = ("one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
 """Layouts of which the others show, one by one, what each combines."""
 
 
