@@ -189,11 +189,17 @@ def budget_gib_of(job: Job) -> float:
 
 def within(job: Job) -> Job:
     """The job with that budget."""
-    return job.model_copy(update={"budget": Budget(memory_gib=budget_gib_of(job))})
+    return on_devices_of(job, budget_gib_of(job))
+
+
+def on_devices_of(job: Job, budget_gib: float) -> Job:
+    """The job on devices of which so much may be used."""
+    return job.model_copy(update={"budget": Budget(memory_gib=budget_gib)})
 
 
 def row(what: str, job: Job) -> Row:
-    most, budget_gib, allowed = held_gib(job, "none"), budget_gib_of(job), within(job)
+    most, budget_gib = held_gib(job, "none"), budget_gib_of(job)
+    allowed = on_devices_of(job, budget_gib)
     decision = decide(allowed, analytic_profile(job))
     ours_s = decision.simulation.step_s
     replays = [replayed_s(decision, stage) for stage in range(job.parallel.pipeline)]

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.when_not import replayed_s
-from megatron_lynx.config.job import Budget, Job
+from benchmarks.when_not import on_devices_of, replayed_s
+from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.planner import Decision, decide, least_memory
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -126,7 +126,7 @@ def row(what: str, job: Job) -> Row:
     budget_bytes = modules.most_bytes
     best = best_rival(job, profile, budget_bytes)
     assert best is not None, "the row's own modules fit"
-    ours = decide(within(job, budget_bytes), profile)
+    ours = decide(on_devices_of(job, budget_bytes / GIB), profile)
     hidden_s, exposed_s = (sum(seconds) for seconds in zip(*map_stages(ours), strict=True))
     states = max(modules.stages, key=lambda stage: stage.total).always
     return Row(
@@ -151,18 +151,13 @@ def cheapest(job: Job) -> StockSetting:
     return StockSetting(recompute=("layernorm", "moe_act", *shared, *latent))
 
 
-def within(job: Job, budget_bytes: int) -> Job:
-    """The job on devices of which so much may be used."""
-    return job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB)})
-
-
 def as_fast_bytes(job: Job, profile: Profile, step_s: float, budget_bytes: int) -> int:
     """The least that the fullest device holds under a plan that takes no longer, found by halving; at most the budget."""
     fits, least = budget_bytes, budget_bytes
     too_little = max(memory.total for memory in least_memory(job, profile))
     for _ in range(STEPS):
         middle = (fits + too_little) // 2
-        decision = decide(within(job, middle), profile)
+        decision = decide(on_devices_of(job, middle / GIB), profile)
         if decision.simulation.step_s <= NO_SLOWER * step_s:
             fits, least = middle, max(memory.total for memory in decision.memory)
         else:

@@ -11,7 +11,7 @@ of items or how many collectives there are. A new kind of layer is a new section
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -242,6 +242,10 @@ class Section:
         """The linears that gather what was compressed under sequence parallelism. That is small: where they are replayed, what
         they gathered is kept for it, so that nothing is gathered again."""
         return tuple(item.name for item in self.items if item.role == "up_projection")
+
+    def norms_apart(self, replay: Collection[str]) -> tuple[Item, ...]:
+        """The up-projections that are replayed without the norm that Transformer Engine makes inside them."""
+        return tuple(item for item in self.items if item.name in replay and item.norm_inside and item.norm_inside not in replay)
 
     @cached_property
     def exchanging(self) -> tuple[str, ...]:

@@ -67,10 +67,14 @@ def passing_over(
     for layer, halves in of_layer.items():
         marked[layer] = {}
         for half, policy in halves.items():
-            goes_out = policy.chunk in offloading and not policy.stays
             own = windows[policy.chunk]
             defers = any((layer, linear) in own.deferral.linears for linear in policy.section.linears)
-            busy = goes_out or defers or bool(policy.replay) or any(each.serves((layer, half), own) for each in windows)
+            busy = (
+                policy.goes_out(offloading)
+                or defers
+                or bool(policy.replay)
+                or any(each.serves((layer, half), own) for each in windows)
+            )
             of_chunk = below is not None and below.chunk == policy.chunk
             below = replace(policy, passed_over=not busy, below_passed_over=of_chunk and below.passed_over)  # type: ignore[union-attr]
             marked[layer][half] = below

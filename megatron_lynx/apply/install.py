@@ -50,7 +50,6 @@ from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
-from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,9 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
-        recorded = [half for half, policy in of_layer[number].items() if policy.replay or _goes_out(engine, policy)]
+        recorded = [
+            half for half, policy in of_layer[number].items() if policy.replay or policy.goes_out(engine.offloader.chunks)
+        ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
     if having := [(number, run.layers[number]) for number in run.expert_layers]:
@@ -203,11 +204,6 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from exchanges.claims(engine, run.expert_group)
     if linears:
         yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
-
-
-def _goes_out(engine: Engine, policy: HalfPolicy) -> bool:
-    """Whether what a half keeps may go to the host."""
-    return policy.chunk in engine.offloader.chunks and not policy.stays
 
 
 def _changed(claims: list[Claim]) -> list[Hook]:

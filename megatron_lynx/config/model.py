@@ -154,6 +154,11 @@ class Model(Part):
         return self.experts is not None and self.experts.shared_ffn > 0
 
     @property
+    def experts_whole(self) -> bool:
+        """Whether plans keep all of the halves that have experts, on the device."""
+        return self.experts is not None and self.experts.whole
+
+    @property
     def moe_load(self) -> float:
         """The load of the fullest rank's experts."""
         return BALANCED if self.experts is None else self.experts.load

@@ -85,14 +85,9 @@ def sensible_choices(
         chosen
         for size in range(len(replayable) + 1)
         for chosen in combinations(replayable, size)
-        if replay_of(section, tensors, chosen).runs == chosen and not (te and norms_apart(section, chosen))
+        if replay_of(section, tensors, chosen).runs == chosen and not (te and section.norms_apart(chosen))
     )
     yield from _worth_it(section, tensors, tuple(found)) if section.two_paths else found
-
-
-def norms_apart(section: Section, replay: Collection[str]) -> bool:
-    """Whether an up-projection is replayed without the norm that Transformer Engine makes inside it."""
-    return any(item.name in replay and item.norm_inside and item.norm_inside not in replay for item in section.items)
 
 
 def _worth_it(section: Section, tensors: Sequence[SavedTensor], choices: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

@@ -43,7 +43,6 @@ def problems(plan: PlanContents, rule: Rule) -> Iterator[str]:
             if linear in rule.replay:
                 yield f"{linear} is replayed, but gathers the residual stream under sequence_parallel: keep it"
     if plan.model.implementation == "transformer_engine":
-        for item in section.items:
-            if item.norm_inside and item.role == "up_projection" and item.name in rule.replay and item.norm_inside in rule.keep:
-                inside = "Transformer Engine makes the norm inside the linear"
-                yield f"{item.name} is replayed, and {item.norm_inside} with it: {inside}"
+        for item in section.norms_apart(rule.replay):
+            inside = "Transformer Engine makes the norm inside the linear"
+            yield f"{item.name} is replayed, and {item.norm_inside} with it: {inside}"

@@ -55,16 +55,11 @@ def _uniform_stage(job: Job, stage: int, chunk: int, items: Collection[str], ahe
     rules, flops = [], 0
     for layer in layers:
         own = [(section, before) for (at, section), before in zip(halves, befores, strict=True) if at == layer]
-        replayed = [section for section, _ in own if not section.has_experts or not _whole(job)]
+        replayed = [section for section, _ in own if not section.has_experts or not job.model.experts_whole]
         some = [item for item in items if any(item in section.names for section in replayed)]
         rules.append(_uniform_rule(job, (stage, chunk), layer, some, own, ahead))
         flops += replayed_flops(shape, some, experts=layer in job.model.expert_layers)
     return stage_of(job, (stage, chunk), rules, Predicted(replayed_flops=flops))
-
-
-def _whole(job: Job) -> bool:
-    """Whether experts are kept whole."""
-    return job.model.experts is not None and job.model.experts.whole
 
 
 def _uniform_rule(

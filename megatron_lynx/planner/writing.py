@@ -172,8 +172,7 @@ def stage_of(
 
 def exchanging_layers(job: Job) -> frozenset[int]:
     """The layers whose experts are shared out over ranks, and may be looked into: their exchanges of tokens are windows."""
-    experts = job.model.experts
-    return job.model.expert_layers if experts is not None and not experts.whole and job.parallel.expert > 1 else frozenset()
+    return job.model.expert_layers if job.parallel.expert > 1 and not job.model.experts_whole else frozenset()
 
 
 def rule_of(
@@ -215,7 +214,7 @@ def _offload(job: Job, where: tuple[int, int], size_bytes: int) -> Offload | Non
         return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
     beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
-    experts = job.experts_of(*where) > 0 and job.model.experts is not None and not job.model.experts.whole
+    experts = job.experts_of(*where) > 0 and not job.model.experts_whole
     return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside, experts=experts)
 
 

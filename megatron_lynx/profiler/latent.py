@@ -77,14 +77,6 @@ class LatentShape:
         flops[CORE_ATTENTION] = 2 * self.layer.scores * (self.sizes.query_head_size + self.sizes.value_head_size)
         return flops
 
-    def carried_width(self, item: str, carries: str) -> int:
-        """Columns of what a collective of one of its linears carries, over all rows."""
-        if carries != "latent":
-            return self.linear(item)[1]
-        if item == Q_DOWN.name:
-            return self.sizes.q_rank or 0
-        return self.sizes.rope_size if self.layer.model.uses_te else self.sizes.kv_down_width
-
     def attention_bytes(self) -> int:
         """What the core attention reads and writes."""
         width = 2 * self.heads * (self.sizes.query_head_size + self.sizes.value_head_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,10 @@ class HalfPolicy:
     def keeping(self) -> HalfPolicy:
         """The same half where nothing is let go."""
         return replace(self, replay=frozenset(), gather_site=None, gather=None, keeps_gathered=frozenset())
+
+    def goes_out(self, offloading: Container[int]) -> bool:
+        """Whether what it keeps may go to the host. `offloading`: chunks that send something there."""
+        return self.chunk in offloading and not self.stays
 
     @property
     def half(self) -> Half:

@@ -90,16 +90,12 @@ class Recorder:
 
     def gathered(self, whole: Tensor) -> None:
         """The present site has gathered its input. Where that is small and the site is replayed, it is kept for that. [9]"""
-        if self._keeps_gathered:
+        if self.owns_gathered:
             self.frame.gathered[self._segment] = whole.detach()
 
     @property
     def owns_gathered(self) -> bool:
-        """Whether what the present site gathers must lie in a buffer of its own."""
-        return self._keeps_gathered
-
-    @property
-    def _keeps_gathered(self) -> bool:
+        """Whether what the present site gathers is kept, and so must lie in a buffer of its own."""
         return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
 
     def site(self, call: SiteCall) -> Any:
@@ -228,14 +224,14 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
+        if not self._teaches and self._segment not in self._recipe.memos:
+            return
         ends = call.site.goes_on or self._of(call.site).ends_values
         if self._teaches:
             if ends:
                 self._ends_at = self._segment
             else:
                 self._resident.update(map(storage_of, tensors_in(outputs)))
-        elif self._segment not in self._recipe.memos:
-            return
         with_values = not ends and (self._teaches or self._recipe.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 

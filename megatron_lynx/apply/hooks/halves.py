@@ -5,8 +5,7 @@ Why                   a half is what a frame records and a window replays; subcl
                       the class.
 Calls the original    once per call, with the arguments as they came; again, without this hook, in every replay.
 Holds                 the policy of the half, and the shape that the plan was made for; nothing per call.
-Passes through when   gradients are off (evaluation, forward_only). Of a mixture of experts only the beginning and the end are
-                      seen, in either pass: so that a backward that reaches it has left the half above.
+Passes through when   gradients are off (evaluation, forward_only).
 """
 
 from __future__ import annotations
