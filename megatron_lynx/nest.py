@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def all_in(kind: type[T], value: Any) -> Iterator[T]:
+def all_in(kind: type[T], value: Any) -> list[T]:
     """Every object of a `kind` in a nest, in order."""
+    if isinstance(value, kind):
+        return [value]
     found: list[T] = []
-    _add(kind, (value,), found)
-    return iter(found)
+    if isinstance(value, (tuple, list, dict)):
+        _add_from(value, kind, found)
+    return found
 
 
-def _add(kind: type[T], parts: Iterable[Any], found: list[T]) -> None:
-    for part in parts:
+def first_in(kind: type[T], value: Any) -> T | None:
+    """The first object of a `kind` in a nest, if there is one."""
+    return value if isinstance(value, kind) else next(iter(all_in(kind, value)), None)
+
+
+def _add_from(nest: Any, kind: type[T], found: list[T]) -> None:
+    for part in nest.values() if isinstance(nest, dict) else nest:
         if part is None:  # most of what Megatron's layers are called with, and a quick answer
             continue
         if isinstance(part, kind):
             found.append(part)
-        elif isinstance(part, (tuple, list)):
-            _add(kind, part, found)
-        elif isinstance(part, dict):
-            _add(kind, part.values(), found)
+        elif isinstance(part, (tuple, list, dict)):
+            _add_from(part, kind, found)
 
 
 def map_nest(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:

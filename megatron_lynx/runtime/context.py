@@ -37,9 +37,14 @@ class Autocast:
     """Torch's autocast, which is on in Megatron's forward step and off in its backward (rule R12)."""
 
     def capture(self) -> tuple[Any, ...]:
-        """(device type, enabled, dtype, cache) for every device type that a layer may run on."""
+        """(device type, dtype or None where it is off, cache) for every device type that a layer may run on."""
         cache = torch.is_autocast_cache_enabled()
-        return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in ("cuda", "cpu"))
+        return tuple(
+            [
+                (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None, cache)
+                for kind in ("cuda", "cpu")
+            ]
+        )
 
     def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
         now = self.capture()
@@ -48,8 +53,8 @@ class Autocast:
         stack = ExitStack()
         for one, other in zip(captured, now, strict=True):
             if one != other:
-                kind, enabled, dtype, cache = one
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache))
+                kind, dtype, cache = one
+                stack.enter_context(torch.autocast(kind, enabled=dtype is not None, dtype=dtype, cache_enabled=cache))
         return stack
 
 
@@ -60,7 +65,7 @@ class Surroundings:
         self._contexts = tuple(contexts)
 
     def capture(self) -> tuple[Any, ...]:
-        return tuple(context.capture() for context in self._contexts)
+        return tuple([context.capture() for context in self._contexts])
 
     def as_captured(self, captured: tuple[Any, ...]) -> AbstractContextManager[Any]:
         if len(self._contexts) == 1:

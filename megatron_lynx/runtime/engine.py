@@ -4,7 +4,7 @@
     ------------------------------  -----------------------------------------  ------------------------
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
-        a submodule is called       site()                                     recorder, replayer
+        a submodule is called       scope: its site()                          recorder, replayer
         a collective is issued      window(): fwd.*                            waits; windows say what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.nest import map_nest
+from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.context import Autocast, Context, Surroundings
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
@@ -43,7 +43,6 @@ from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
-from megatron_lynx.runtime.site_call import SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
@@ -97,9 +96,9 @@ class Engine:
         return self._progress.in_half
 
     @property
-    def in_recorded_half(self) -> bool:
-        """Whether a half runs whose sites are to be reported."""
-        return self._progress.scope is not None
+    def scope(self) -> Recorder | Replayer | Passage | None:
+        """The call of a half that runs now, to which calls of sites are reported."""
+        return self._progress.scope
 
     @property
     def busy(self) -> bool:
@@ -162,7 +161,7 @@ class Engine:
         self._ledger.leave()  # a forward runs, so no backward does
         if policy.passed_over and not self.trace.enabled:
             return code(*args, **kwargs)
-        micro_batch = self._ledger.micro_batch_for((policy.layer, policy.half), policy.chunk)
+        micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._windows[policy.chunk].whole
         policy = policy.keeping if whole else policy
         shipment = None if whole or policy.stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
@@ -197,17 +196,13 @@ class Engine:
             self._progress.counts.let_go_bytes += frame.let_go_bytes
         return outputs
 
-    def site(self, call: SiteCall) -> Any:
-        """One submodule call; outside of a half it is only passed on."""
-        return call() if self._progress.scope is None else self._progress.scope.site(call)
-
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
         """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it. It has left
         the half when the gradient of its input exists, which is where it reaches the half before, if anything happens there."""
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
             frame.mark = output.register_hook(lambda _: self._enter(frame))
-        hidden = next(tensors_in(arguments), None) if frame.policy.below_passed_over else None
+        hidden = first_in(Tensor, arguments) if frame.policy.below_passed_over else None
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 

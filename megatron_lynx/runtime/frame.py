@@ -13,7 +13,7 @@ when the graph goes, the frame goes (rule R8).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,10 @@ class Frame:
     views: dict[Key, View] = field(default_factory=dict)
     sites: dict[int, SiteRecipe] = field(default_factory=dict)
     """Where the sites' tensors were let go, by segment."""
+    lets_go_in: Collection[int] = ()
+    """The segments in which anything was let go."""
+    stowed: bool = False
+    """Whether what its replay needs may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)
     replayed: bool = False
@@ -110,7 +114,7 @@ class Frame:
 
     @property
     def key(self) -> FrameKey:
-        return self.policy.layer, self.policy.half
+        return self.policy.key
 
     @property
     def lets_go(self) -> bool:

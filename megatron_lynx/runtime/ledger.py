@@ -13,10 +13,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import Tensor
+
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.nest import first_in
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.saved import tensors_in
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder, VirtualMicroBatch
 
 
@@ -81,7 +83,7 @@ class Ledger:
 
     def end_forward(self, output: Any) -> MicroBatch | None:
         """The micro-batch that is in flight from now on, if a backward can come."""
-        tensor = next(tensors_in(output), None)
+        tensor = first_in(Tensor, output)
         micro_batch, self._recording = self._recording, None
         self._in_forward = False
         if micro_batch is None or tensor is None or not tensor.requires_grad:
@@ -138,9 +140,10 @@ class Ledger:
         frame.micro_batch.ahead.discard(frame.key)
 
     def leave(self) -> None:
-        if self.entered is not None:
-            self.entered.left()
-        self._entered = None
+        if self._entered is not None:
+            if (frame := self._entered()) is not None:
+                frame.left()
+            self._entered = None
         self.ordinal = 0
 
     def hidden_by_forward(self) -> MicroBatch | None:
@@ -190,5 +193,5 @@ class Ledger:
         return micro_batch if micro_batch is not None and micro_batch.alive else None
 
     def _of(self, output: Any) -> MicroBatch | None:
-        tensor = next(tensors_in(output), None)
+        tensor = first_in(Tensor, output)
         return next((one for one in self._in_flight.values() if one.output is not None and one.output() is tensor), None)

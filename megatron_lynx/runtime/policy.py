@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy.address import FrameKey
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
 """Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
@@ -58,10 +59,14 @@ class HalfPolicy:
         """Whether what it keeps may go to the host. `offloading`: chunks that send something there."""
         return self.chunk in offloading and not self.stays
 
-    @property
+    @cached_property
     def half(self) -> Half:
         return self.section.half
 
-    @property
+    @cached_property
+    def key(self) -> FrameKey:
+        return self.layer, self.half
+
+    @cached_property
     def name(self) -> str:
         return f"{self.half}({self.layer})"

@@ -23,28 +23,22 @@ Key = tuple[int, int]
 """(segment, ordinal within the segment): the same tensor in a record and in its replay."""
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument. Made in each
     record, because arguments of experts have other numbers of rows in each."""
 
-    argument: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, saved: Tensor, argument: int) -> View:
-        return cls(argument, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
+    def of(cls, saved: Tensor) -> View:
+        return cls(saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def in_(self, argument: Tensor) -> Tensor:
-        if self._is_whole(argument):
-            return argument.detach()
+        if View.of(argument) == self:
+            return argument
         return argument.detach().as_strided(self.size, self.stride, self.offset)
-
-    def _is_whole(self, argument: Tensor) -> bool:
-        same = argument.size() == self.size and argument.stride() == self.stride
-        return same and argument.storage_offset() == self.offset
 
 
 class Pick(NamedTuple):
@@ -68,6 +62,8 @@ class SiteRecipe:
     """To the nodes of the picks, from what the site returned."""
     kinds: tuple[type, ...] = ()
     """Of these nodes."""
+    views: tuple[Pick, ...] = ()
+    """The picks that are views of an argument."""
 
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Step]], picks: Iterable[Pick]) -> SiteRecipe:
@@ -82,7 +78,8 @@ class SiteRecipe:
         taken = [walked[old] for old in places]
         steps = (step if step.before is None else step._replace(before=places[step.before]) for _, step in taken)
         moved = tuple(pick._replace(node=places[pick.node]) for pick in found)
-        return cls(moved, tuple(steps), tuple(type(node) for node, _ in taken))
+        views = tuple(pick for pick in moved if pick.argument is not None)
+        return cls(moved, tuple(steps), tuple(type(node) for node, _ in taken), views)
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
         """Those of a call of the site that picks name; None where they are of other kinds."""

@@ -59,7 +59,8 @@ class Recorder:
         self._ordinal = 0
         self._ends_at = -1
         """The last segment behind which no replay reads values."""
-        self._packing: Packing | None = None
+        self._packing: Packing
+        """There while the half runs."""
         self._maybe_inert: list[int] = []
         self._teaches = recipe is None
         self._recipe = HalfRecipe() if recipe is None else recipe
@@ -80,10 +81,11 @@ class Recorder:
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
-            self._packing = None  # it refers back to here: a cycle would keep the frame until the next garbage collection
+            del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
             self._normed = {}  # its graph refers back to here, too
         if self._teaches:
             self._settle_memos()
+        self.frame.lets_go_in = self._recipe.lets_go
         if self._shipment is not None and self.frame.lets_go:
             self._stow_what_replay_needs(self._shipment)
         return outputs
@@ -113,7 +115,7 @@ class Recorder:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packs(code in self._replay or self._shipment is not None)  # [1]
+        self._packing.turn(code in self._replay or self._shipment is not None)  # [1]
         if site.state is None and code not in self._replay and self._shipment is None:
             self._maybe_inert.append(segment)
         return outputs
@@ -132,16 +134,16 @@ class Recorder:
 
     def _pass_over(self, call: SiteCall, segment: int) -> Any:
         """A site of which nothing is let go or remembered, and neither of the code behind it."""
-        self._packs(False)
+        self._packing.turn(False)
         self._segment, self._item = segment + 1, None
         return call()
 
     def _called(self, call: SiteCall) -> Any:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
-            self._packs(True)
+            self._packing.turn(True)
             return self._normed_by(call, call())  # [2]
-        self._packs(False)
+        self._packing.turn(False)
         draws = kept and site.may_draw and self.frame.random is not None
         before = self._random.capture() if draws else None
         outputs = call()
@@ -156,10 +158,6 @@ class Recorder:
         if self._teaches and call.name == self.frame.policy.section.norm:
             self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
         return outputs
-
-    def _packs(self, needed: bool) -> None:
-        if self._packing is not None:
-            self._packing.turn(needed)
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
         """Turn saved tensors of the site's nodes into handles."""
@@ -196,11 +194,10 @@ class Recorder:
 
     def _pack_view(self, pick: Pick, storage: int, tensor: Tensor) -> Any:
         assert pick.key is not None
-        assert pick.argument is not None
         if storage_of(tensor) != storage:
             self._fits = False
             return tensor.detach()
-        self.frame.views[pick.key] = View.of(tensor, pick.argument)
+        self.frame.views[pick.key] = View.of(tensor)
         return self.frame.want(pick.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -253,6 +250,7 @@ class Recorder:
 
     def _stow_what_replay_needs(self, shipment: Shipment) -> None:
         """Hand the half's inputs and the memos of kept sites to the shipment."""
+        self.frame.stowed = True
         self.frame.inputs = shipment.stow_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
             self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)

@@ -54,8 +54,8 @@ class Replayer:
         self._ordinal = 0
         self._site: str | None = None
         """The site that runs now."""
-        self._packing: Packing | None = None
-        self._wanted_in = {segment for segment, _ in frame.wanted}
+        self._packing: Packing
+        """There while the half runs."""
 
     @property
     def in_gather_site(self) -> bool:
@@ -71,20 +71,20 @@ class Replayer:
         """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
         wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
-        args, kwargs = on_device(self.frame.inputs)
+        args, kwargs = on_device(self.frame.inputs) if self.frame.stowed else self.frame.inputs
         self._packing = Packing(self._collect, _never_unpacked)
         random = nullcontext() if self.frame.random is None else drawing_from(self._random, self.frame.random)
         try:
             with random, torch.enable_grad(), suppress(_Enough):  # [1]
                 self.frame.code(*args, **kwargs)
         finally:
-            self._packs(False)
-            self._packing = None  # it refers back to here
+            self._packing.turn(False)
+            del self._packing  # it refers back to here
         return self._argument
 
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments
-        self._packs(False)
+        self._packing.turn(False)
         self._enter()
         if call.first is not None:
             self._run_first(call.first, call, arguments)
@@ -95,15 +95,12 @@ class Replayer:
             raise _Enough
         self._stop_if_done()
         memo = self.frame.memos.get(self._segment)
-        item = self.frame.policy.section.of_name.get(call.name)  # a gather between two sites is no item
-        once = item is None or item.runs_once
-        assert memo is not None or not once, f"a replay of {self.frame.policy.name} came to {call.name}"
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
         self._stop_if_done()
         if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.name):
             raise _Enough  # [6]
-        self._packs(self._segment in self._wanted_in)  # [2]
+        self._packing.turn(self._segment in self.frame.lets_go_in)  # [2]
         return outputs
 
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
@@ -125,11 +122,13 @@ class Replayer:
                 self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
+        item = self.frame.policy.section.of_name.get(call.name)
+        assert item is not None and not item.runs_once, f"a replay of {self.frame.policy.name} came to {call.name}"  # noqa: PT018
         self._site = call.name
         if not call.site.owns_parameters:
-            self._packs(self._segment in self._wanted_in)
+            self._packing.turn(self._segment in self.frame.lets_go_in)
             outputs = call()
-            self._packs(False)
+            self._packing.turn(False)
         else:
             with call.as_recorded(self.frame.site_states.get(self._segment)):
                 outputs = call()
@@ -143,12 +142,13 @@ class Replayer:
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
             self._random.restore(memo.random)
-        return map_nest(Absent, Absent.made, on_device(memo.outputs))
+        return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.stowed else memo.outputs)
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
-        for key, view in self.frame.views.items():
-            if key[0] == self._segment:
-                self.frame.keep(key, view.in_(arguments[view.argument]))
+        for pick in self.frame.sites.get(self._segment, NOTHING).views:
+            view = self.frame.views.get(pick.key)  # type: ignore[arg-type]
+            if view is not None:
+                self.frame.keep(pick.key, view.in_(arguments[pick.argument]))  # type: ignore[arg-type, index]
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the record let go one by one, from the same slots."""
@@ -171,10 +171,6 @@ class Replayer:
         self._ordinal += 1
         if self._site is None:
             self._stop_if_done()
-
-    def _packs(self, needed: bool) -> None:
-        if self._packing is not None:
-            self._packing.turn(needed)
 
     def _stop_if_done(self) -> None:
         if not self.frame.wanted:

@@ -43,8 +43,9 @@ class Replays:
         """The tensor that backward asks for, which is replayed now if no window did that."""
         if torch.is_grad_enabled():
             raise second_order(handle.frame.policy.name)
-        if handle.frame.lets_go:
-            self.replay(handle.frame, ON_DEMAND)
+        frame = handle.frame
+        if not frame.replayed and frame.lets_go:
+            self.replay(frame, ON_DEMAND)
             self._progress.counts.on_demand += 1
         return handle.take()
 

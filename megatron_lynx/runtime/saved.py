@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_lynx.nest import all_in
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nest of tuples, lists and dicts, in order."""
     return all_in(Tensor, value)
 
@@ -109,14 +109,14 @@ def steps_between(outputs: Any, arguments: Any) -> list[tuple[Any, Step]]:
 
 def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
     """The nodes to which these steps lead; None where one is of another kind, or lies before the call."""
-    returned, before_call = list(tensors_in(outputs)), [tensor.grad_fn for tensor in arguments]
+    returned, before_call = tensors_in(outputs), [tensor.grad_fn for tensor in arguments]
     nodes: list[Any] = []
-    for step, kind in zip(steps, kinds, strict=True):
-        if step.before is None:
-            node: Any = returned[step.at].grad_fn if step.at < len(returned) else None
+    for (before, at), kind in zip(steps, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
+        if before is None:
+            node: Any = returned[at].grad_fn if at < len(returned) else None
         else:
-            inputs = nodes[step.before].next_functions
-            node = inputs[step.at][0] if step.at < len(inputs) else None
+            inputs = nodes[before].next_functions
+            node = inputs[at][0] if at < len(inputs) else None
         if type(node) is not kind or node in before_call:
             return None
         nodes.append(node)

@@ -80,7 +80,7 @@ class SiteCall:
     def arguments(self) -> list[Tensor]:
         """The tensors among them."""
         if self._arguments is None:
-            self._arguments = list(tensors_in((self.args, self.kwargs)))
+            self._arguments = tensors_in((self.args, self.kwargs) if self.kwargs else self.args)
         return self._arguments
 
     @property
@@ -109,4 +109,5 @@ class SiteCall:
 
     def without_graph(self) -> SiteCall:
         """The same call on arguments that do not lead back."""
-        return SiteCall(self.site, map_nest(Tensor, detached, self.args), map_nest(Tensor, detached, self.kwargs))
+        kwargs = map_nest(Tensor, detached, self.kwargs) if self.kwargs else self.kwargs
+        return SiteCall(self.site, map_nest(Tensor, detached, self.args), kwargs)

@@ -139,7 +139,7 @@ def _marked(function: Callable[..., Any], half: Half, marks: list[tuple[Half, fl
     @wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        next(all_in(Tensor, result)).register_hook(lambda _: marks.append((half, host_s())))
+        all_in(Tensor, result)[0].register_hook(lambda _: marks.append((half, host_s())))
         return result
 
     return marked

@@ -21,7 +21,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.site_call import Site, SiteCall
-from tests.runtime.tiny_half import Linear
+from tests.runtime.tiny_half import Linear, reporting_to
 
 NORM, ROUTER, DISPATCH, FC1, ACTIVATION, FC2, COMBINE, RESIDUAL = EXPERTS.names
 ROWS, WIDTH = 6, 4
@@ -80,7 +80,7 @@ class Run:
     def __init__(self, engine: Engine | None, replay: frozenset[str] = frozenset()) -> None:
         torch.manual_seed(1)
         self.engine = engine
-        self.half = TinyExperts() if engine is None else TinyExperts(engine.site)
+        self.half = TinyExperts() if engine is None else TinyExperts(reporting_to(engine))
         self._policy = HalfPolicy(layer=1, section=EXPERTS, replay=replay)
 
     def __call__(self, rows: Sequence[int]) -> list[Tensor]:

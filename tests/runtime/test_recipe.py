@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.lesson import Lesson
 from megatron_lynx.runtime.recipe import MOST_SIGNATURES, HalfRecipe, Recipes
-from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy
+from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])
 
@@ -23,7 +23,7 @@ class Run:
     def __init__(self, engine: Engine | None, replay: frozenset[str] = REPLAYED) -> None:
         torch.manual_seed(1)
         self.engine = engine
-        self.half = TinyHalf(engine.site if engine is not None else None)
+        self.half = TinyHalf(reporting_to(engine) if engine is not None else None)
         self._policy = policy(replay)
 
     def __call__(self, rows: int = 3, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -139,7 +139,7 @@ def test_views_of_regenerated_arguments() -> None:
         views = list(frame.views.values())
         output.sum().backward()
         results.append(half.gradients())
-    assert views == [View(argument=0, size=(2 * WIDTH - 1, ROWS), stride=(1, 2 * WIDTH), offset=1)]
+    assert views == [View(size=(2 * WIDTH - 1, ROWS), stride=(1, 2 * WIDTH), offset=1)]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 

@@ -20,7 +20,7 @@ from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.task import Gather, Opening, Replay
 from megatron_lynx.runtime.windows import Windows
-from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy
+from tests.runtime.tiny_half import ACTIVATION, FC1, NORM, WIDTH, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION])
 AT_ONCE = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
@@ -80,7 +80,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.windows, order=lambda microbatches: self.order)
-        self.layers = {layer: TinyHalf(self.engine.site) for chunk in self.chunks for layer in chunk}
+        self.layers = {layer: TinyHalf(reporting_to(self.engine)) for chunk in self.chunks for layer in chunk}
         self._outputs: dict[tuple[int, int], Tensor] = {}
 
     def _half(self, layer: int, chunk: int, hidden: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ def test_a_half_in_which_nothing_happens_is_passed_over() -> None:
     """No frame, no hook on its output; backward has left the half above it when it gets there."""
     engine, entered = Engine(), []
     lower, upper = (policy(layer=1, passed_over=True), policy(REPLAYED, layer=2, below_passed_over=True))
-    layers = {1: TinyHalf(engine.site), 2: TinyHalf(engine.site)}
+    layers = {1: TinyHalf(reporting_to(engine)), 2: TinyHalf(reporting_to(engine))}
     hidden = torch.randn(3, WIDTH, requires_grad=True)
     between = engine.half(lower, layers[1].forward, (hidden,), {})
     assert between._backward_hooks is None

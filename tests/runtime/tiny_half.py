@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import MLP
+from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
@@ -93,6 +94,15 @@ def made(rows: int = ROWS) -> tuple[TinyHalf, Tensor]:
     """A half and what goes into it, always the same."""
     torch.manual_seed(1)
     return TinyHalf(), torch.randn(rows, WIDTH, requires_grad=True)
+
+
+def reporting_to(engine: Engine) -> Callable[[SiteCall], Any]:
+    """What the hooks on sites do."""
+
+    def report(call: SiteCall) -> Any:
+        return call() if engine.scope is None else engine.scope.site(call)
+
+    return report
 
 
 def policy(replay: Iterable[str] = (), **more: Any) -> HalfPolicy:

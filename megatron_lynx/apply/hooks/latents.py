@@ -38,7 +38,8 @@ def _remembered(engine: Engine) -> Any:
 
         @wraps(original)
         def gather(*args: Any, **kwargs: Any) -> Any:
-            return engine.site(SiteCall(site, args, kwargs)) if engine.in_recorded_half else original(*args, **kwargs)
+            scope = engine.scope
+            return original(*args, **kwargs) if scope is None else scope.site(SiteCall(site, args, kwargs))
 
         return gather
 

@@ -76,7 +76,8 @@ def _as_site(engine: Engine, site_of: Callable[..., Site]) -> Callable[[Any], An
         site = site_of(forward=original)
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
-            return engine.site(SiteCall(site, args, kwargs)) if engine.in_recorded_half else original(*args, **kwargs)
+            scope = engine.scope
+            return original(*args, **kwargs) if scope is None else scope.site(SiteCall(site, args, kwargs))
 
         return call_site
 

@@ -113,7 +113,7 @@ def _paired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[Any, Any
 
 
 def _loss_difference(one: Any, other: Any, names: tuple[str, str]) -> str:
-    mine, yours = list(tensors_in(one)), list(tensors_in(other))
+    mine, yours = tensors_in(one), tensors_in(other)
     if len(mine) != len(yours):
         return f"{len(mine)} values in {names[0]}, {len(yours)} in {names[1]}"
     return next((what for a, b in zip(mine, yours, strict=True) if (what := _difference(a, b, names))), "")

@@ -77,4 +77,4 @@ def nbytes_of(tensor: Tensor) -> int:
 
 
 def first_of(outputs: Any) -> Tensor:
-    return next(all_in(Tensor, outputs))
+    return all_in(Tensor, outputs)[0]

@@ -124,7 +124,7 @@ def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dic
     outputs: dict[str, Tensor] = {}
 
     def entered(name: str, called_with: Any) -> None:
-        arguments[name] = next(all_in(Tensor, called_with)).detach().flatten(0, -2)
+        arguments[name] = all_in(Tensor, called_with)[0].detach().flatten(0, -2)
 
     def left(name: str, result: Any) -> None:
         outputs[name] = first_of(result).detach().flatten(0, -2)

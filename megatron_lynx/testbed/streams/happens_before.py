@@ -121,7 +121,7 @@ class HappensBefore(StreamListener, WorkListener):
 
 def _used_by(operation: str, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that a method of `ProcessGroup` reads, and those that it writes."""
-    first, second = (list(all_in(Tensor, args[index])) if index < len(args) else [] for index in (0, 1))
+    first, second = (all_in(Tensor, args[index]) if index < len(args) else [] for index in (0, 1))
     if operation == "send":
         return first, []
     if operation == "recv":
