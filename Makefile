@@ -45,7 +45,7 @@ releases: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RE
 
 # Tests are skipped where they would start a rank, unless they are marked `quick`; those marked `slow` are skipped, too.
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest --quick -r fE
+	$(BIN)/python -m pytest --quick -r fE -m "not streams and not long" $(TWO)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -123,6 +123,7 @@ class Engine:
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
         """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
         self._ledger.begin_batch(order, fills)
+        self.offloader.step_begins()
         if fills:
             self._progress.pending.clear()
 
@@ -135,6 +136,7 @@ class Engine:
             return
         if self._ledger.begin_forward(index, chunk, microbatches):
             self._progress.pending.clear()  # of a step that was given up
+            self.offloader.step_begins()
         with self._progress.aborting():
             self.offloader.forward_begins(self._ledger)
             yield lambda output: self.offloader.forward_ends(self._ledger.end_forward(output), output)

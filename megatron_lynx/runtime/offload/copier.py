@@ -84,6 +84,11 @@ class Copy:
         """Whether compute comes behind it already, or it is over: nobody has to wait for it again."""
         return self.pairs is None
 
+    @property
+    def well(self) -> bool:
+        """Whether compute comes behind it already, and it is not known to have failed."""
+        return self.pairs is None and self.error is None
+
     def let_go(self) -> None:
         """Compute comes behind it, or it is over."""
         self.pairs = None  # [3]

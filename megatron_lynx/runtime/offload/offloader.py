@@ -74,6 +74,8 @@ class Offloader:
         }
         self._device = device
         self._lasting = lasting
+        self._lasting_of: dict[int, set[int]] = {}
+        """Storages, by chunk, until the next step: nobody puts other weights in place in between."""
         self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
         self._leaving: deque[tuple[Copy, list[weakref.ref[Parcel]]]] = deque()
         """Copies whose originals may still be here."""
@@ -85,6 +87,10 @@ class Offloader:
         return self._policies
 
     # --- what the engine reports ---------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Weights may lie elsewhere than in the step before."""
+        self._lasting_of.clear()
 
     def forward_begins(self, ledger: Ledger) -> None:
         self.pass_begins()
@@ -139,8 +145,9 @@ class Offloader:
 
     def open(self, micro_batch: int, chunk: int) -> Shipment:
         """A forward of a chunk that has a policy begins."""
-        lasting = {storage_of(tensor) for tensor in self._lasting(chunk)}
-        owner = Owner(self._where[chunk], micro_batch)
+        if chunk not in self._lasting_of:
+            self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
+        owner, lasting = Owner(self._where[chunk], micro_batch), self._lasting_of[chunk]
         return Shipment(owner, self._policies[chunk], self._pools[chunk], self._device.where, self.back, lasting)
 
     def settle(self) -> None:
@@ -180,6 +187,7 @@ class Offloader:
             for _, of_half in groupby(departing, key=lambda one: one[0].half):
                 together = list(of_half)
                 self._leaving.append((send(together, self.out), [weakref.ref(parcel) for parcel, *_ in together]))  # [2]
+                shipment.out = True
         except OffloadError:
             raise
         except Exception as error:
@@ -187,7 +195,8 @@ class Offloader:
 
     def fetch(self, shipment: Shipment | None) -> None:
         """Its backward comes soon, or now. A second call does nothing."""
-        if shipment is not None:
+        if shipment is not None and shipment.out:
+            shipment.out = False
             on_host = [parcel for parcel in reversed(list(shipment.parcels())) if parcel.on_host]
             for _, of_half in groupby(on_host, key=lambda parcel: parcel.half):
                 fetch(list(of_half))  # [3]

@@ -48,7 +48,7 @@ class Parcel:
     def settle(self) -> None:
         """Let the original go if its copy is over. One that failed is told by whoever waits for it, at a place that does not
         depend on when it failed (rule R1)."""
-        if self._out is not None and self._out.done and self._out.error is None:
+        if self._out is not None and self._original is not None and self._out.done and self._out.error is None:
             self._let_go()
 
     def release(self, out: Copier) -> None:
@@ -65,9 +65,11 @@ class Parcel:
         if self.on_host:
             fetch([self])
         if self._back is not None:
-            self._copier.wait(self._back)
+            if not self._back.well:
+                self._copier.wait(self._back)
             self._back = None
-            self._let_go()
+            if self._original is not None:
+                self._let_go()
         assert self._returned is not None
         return self._returned
 

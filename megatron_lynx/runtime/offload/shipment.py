@@ -53,6 +53,8 @@ class Shipment:
     """The how-manieth half of the forward runs."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _parcels: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
+    out: bool = False
+    """Whether parcels went to the host that nobody has asked for back yet."""
     _made_bytes: int = 0
     """Of all parcels, those that died included."""
 
@@ -62,9 +64,9 @@ class Shipment:
 
     def stow(self, tensor: Tensor) -> Hosted | Tensor:
         """A handle for a tensor that may go to the host, and the tensor itself, without its graph, for one that may not."""
-        if not self.may_go(tensor):
+        storage = self._going(tensor)
+        if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
-        storage = tensor.untyped_storage()
         address = storage.data_ptr()
         known = self._parcels.get(address)
         parcel = known() if known is not None else None
@@ -103,12 +105,16 @@ class Shipment:
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
         """Whether a tensor is one that can go: its own, large enough (or of `any_size`), plain, and held by nobody else."""
+        return self._going(tensor, any_size=any_size) is not None
+
+    def _going(self, tensor: Tensor, *, any_size: bool = False) -> torch.UntypedStorage | None:
+        """The storage of a tensor that may go."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
-            return False
+            return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return False
+            return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < max(1, self.policy.smallest_tensor_bytes) and not any_size:
-            return False
+        if storage.nbytes() < (self.policy.smallest_tensor_bytes or 1) and not any_size:
+            return None
         address = storage.data_ptr()
-        return address not in self.lasting and address not in self._staying
+        return None if address in self.lasting or address in self._staying else storage
