@@ -23,6 +23,7 @@ from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.simulated import pipeline_s
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
+from tests.config.jobs import catalogued_job
 from tests.profiler.made_up import made_up_profile
 
 
@@ -137,3 +138,26 @@ def test_packing_tries_every_way():
     (alone,) = (each for each in rest if each.waits == {"linear_fc2": "fwd.mlp.0"})
     assert first.seconds - alone.seconds == pytest.approx(1.0)
     assert {each.seconds for each in rest} == {alone.seconds}, "or both are deferred: the other one's wait then hides this one"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_exchanges_of_experts_are_filled(whole: bool) -> None:
+    """Over two nodes tokens travel for long. What is in experts that run in one piece stays where it is."""
+    parallel = {"tensor": 2, "sequence_parallel": True, "expert": 16, "expert_tensor": 1}
+    job = catalogued_job("deepseek-v2-lite", gpus=32, batch=256, parallel=parallel, policy="planned")
+    if whole:
+        experts = job.model.experts.model_copy(update={"whole": True})
+        job = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+    profile = analytic_profile(job)
+    without, found = decide(deferring(job, "none"), profile), decide(job, profile)
+    assert found.simulation.step_s < without.simulation.step_s
+    filled = {
+        (linear, wait)
+        for entry in found.plan.stages
+        for rule in entry.rules
+        for linear, waits in rule.weight_gradients.items()
+        for wait in waits
+    }
+    in_exchanges = {linear for linear, wait in filled if ".mlp." in wait}
+    assert bool(in_exchanges) != whole
+    assert any(linear.startswith("shared_") for linear, _ in filled) != whole

@@ -207,6 +207,20 @@ class Section:
         """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's."""
         return tuple(item.name for item in self.items if item.is_linear) if self.column_parallel else ()
 
+    def deferred_before(self, linear: str, sequence_parallel: bool) -> int:
+        """The number of the backward window before which a linear's weight gradient is left for later.
+
+        Stock computes that of the column-parallel linear beside the last collective, and that of the row-parallel one behind the
+        wait for the gathered gradient, if that is gathered. Of experts as many exchanges have passed by then: of shared ones all,
+        whose backward comes when that of the others is over.
+        """
+        if self.exchanges:
+            return sum(self.place_behind(each) > self.index(linear) for each in self.exchanges_of["bwd"])
+        collectives = self.collectives("bwd", sequence_parallel)
+        if linear == self.column_parallel:
+            return len(collectives) - 1
+        return next(at for at, collective in enumerate(collectives) if collective.behind == "column_parallel")
+
     @cached_property
     def code_behind(self) -> Mapping[str, str]:
         """By site: the item that the code right behind it belongs to, where that is another one."""

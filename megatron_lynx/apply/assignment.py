@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import DENSE, Half, Section
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
 from megatron_lynx.apply.dropout import may_draw_in
 from megatron_lynx.apply.site import sections_in
@@ -109,8 +109,9 @@ def windows(stage: Stage) -> Windows:
 def _deferring(stage: Stage) -> Iterator[tuple[Linear, tuple[str, ...]]]:
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each."""
     for layer, half in frames_of(stage):
-        waits = stage.rule_for(layer).weight_gradients
-        yield from (((layer, linear), waits[linear]) for linear in reversed(DENSE[half].linears) if linear in waits)
+        rule = stage.rule_for(layer)
+        linears = (linear for linear in reversed(rule.filling(half).linears) if linear in rule.weight_gradients)
+        yield from (((layer, linear), rule.weight_gradients[linear]) for linear in linears)
 
 
 def _assign(tasks: dict[Window, tuple[Task, ...]], window: Window | None, task: Task) -> None:

@@ -1,4 +1,5 @@
-"""Refuses runs whose mixtures of experts cannot be looked into, where a plan replays items of them or sends them to the host.
+"""Refuses runs whose mixtures of experts cannot be looked into, where a plan replays items of them, sends them to the host, or
+defers weight gradients of theirs.
 
 A plan that keeps them whole, on the device, asks nothing of them but that they are Megatron's.
 """
@@ -53,7 +54,7 @@ def refused_experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
         return
     for name, drop in OFF.items():
         if value := getattr(run.config, name, None):
-            needed = "off where a plan replays or offloads inside experts"
+            needed = "off where a plan replays, offloads or defers inside experts"
             yield Problem(f"config.{name}", str(value), needed, f"drop {drop}; {TODO}")
     layer = run.layers[touched[0]]  # all are built from one config
     yield from _other_kinds(touched[0], layer)
@@ -65,10 +66,12 @@ def refused_experts(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _touched(plan: Plan, entry: Stage) -> Iterator[int]:
-    """The layers whose experts a stage's rules replay, or send to the host."""
+    """The layers whose experts a stage's rules replay, send to the host, or defer weight gradients of."""
     offloads = entry.offload is not None and entry.offload.experts
     for layer in entry.layers:
-        if plan.model.has_experts(layer) and (offloads or entry.rule_for(layer).replays(EXPERTS.half)):
+        rule, section = entry.rule_for(layer), plan.model.sections_of(layer)[-1]
+        defers = not rule.weight_gradients.keys().isdisjoint(section.linears)
+        if section.has_experts and (offloads or defers or rule.replays(section.half)):
             yield layer
 
 

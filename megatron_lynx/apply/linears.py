@@ -9,7 +9,7 @@ from torch.nn import Module
 from megatron_lynx.anatomy import Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.live_run import LiveRun
-from megatron_lynx.apply.site import dense_sections_in, modules_of
+from megatron_lynx.apply.site import modules_named, sections_in
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.pending import Linear
 
@@ -43,11 +43,7 @@ def deferring_linears(plan: Plan, run: LiveRun) -> dict[LinearOf, Module]:
     for entry in plan.chunks_of(run.stage):
         for layer in entry.layers:
             names = entry.rule_for(layer).weight_gradients
-            for section in dense_sections_in(run.layers[layer]) if names else ():
-                modules = modules_of(section, run.layers[layer], te=run.uses_te)
-                found |= {
-                    LinearOf(layer, section.half, item.name, item.role): module
-                    for item, module in modules.items()
-                    if item.name in names
-                }
+            for section in sections_in(run.layers[layer]) if names else ():
+                for item, module in modules_named(section, run.layers[layer], names):
+                    found[LinearOf(layer, section.half, item.name, item.role)] = module
     return found

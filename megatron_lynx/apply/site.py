@@ -11,7 +11,7 @@ by one, and the dispatcher's are methods of an object that is no module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -67,6 +67,11 @@ def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Plac
 def modules_of(section: Section, layer: Module, *, te: bool = False) -> dict[Item, Module]:
     """The submodules of a layer by item, for a section whose items are one submodule each."""
     return {place.item: place.owner for place in places_of(section, layer, te=te)}
+
+
+def modules_named(section: Section, layer: Module, names: Container[str]) -> Iterator[tuple[Item, Module]]:
+    """The submodules of chosen items in the order of a forward; of experts that run one by one, one for each."""
+    return ((item, owner) for item in section.sites if item.name in names for owner in _owners(item, layer))
 
 
 def _owners(item: Item, layer: Module) -> Iterator[Any]:

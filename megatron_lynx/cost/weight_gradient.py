@@ -37,7 +37,7 @@ class WeightGradient(NamedTuple):
 def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGradient:
     """The weight gradient of one of a section's linears."""
     message_bytes = message_bytes_of(profile)
-    items = profile.half(section.half).items
+    items = profile.of(section).items
     seconds = items[linear].wgrad_s or items[linear].backward_s / 2
     if linear == section.column_parallel:
         input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), _output_bytes(profile, section, linear)
@@ -49,10 +49,10 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
 
 def _argument_bytes(profile: Profile, section: Section, linear: str) -> int:
     """What the linear keeps of its input, by the profile; in FP8 that is the cast one."""
-    return sum(tensor.bytes for tensor in profile.half(section.half).tensors if linear in tensor.saved_by)
+    return sum(tensor.bytes for tensor in profile.of(section).tensors if linear in tensor.saved_by)
 
 
 def _output_bytes(profile: Profile, section: Section, linear: str) -> int:
-    half = profile.half(section.half)
+    half = profile.of(section)
     made = (tensor.bytes for tensor in half.tensors if tensor.made_by == linear and tensor.output)
     return next(made, half.items[linear].output_bytes)

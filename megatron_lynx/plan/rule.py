@@ -98,7 +98,7 @@ class Rule(Part):
 
     def filling(self, half: Half) -> Section:
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
-        named, (dense, *others) = {*self.keep, *self.replay}, FILLING[half]
+        named, (dense, *others) = {*self.keep, *self.replay, *self.weight_gradients}, FILLING[half]
         found = [section for section in others if named & set(section.names) - set(dense.names)]
         return max(found, key=lambda section: len(named & set(section.names)), default=dense)
 
@@ -140,8 +140,8 @@ class Rule(Part):
 
     def _deferred(self) -> Iterator[str]:
         """What is wrong with the names of linears whose weight gradients are deferred, and with their lists of waits."""
-        filling = ((half, self.filling(half)) for half in HALVES)
-        linears = [linear for half, section in filling for linear in (DENSE[half] if section.has_experts else section).linears]
+        sections = (section for half in HALVES for section in _filled_by(self.filling(half)))
+        linears = [linear for section in sections for linear in section.linears]
         for linear, waits in self.weight_gradients.items():
             if linear not in linears:
                 yield f"weight_gradients.{linear} is no linear of a layer: there are {', '.join(linears)}"
@@ -170,6 +170,11 @@ class Rule(Part):
                     yield f"windows.{half} is {text}: of what is replayed, nothing is left to run in {stretch}"
                     break
                 begin = end
+
+
+def _filled_by(section: Section) -> tuple[Section, ...]:
+    """What fills the half of a rule's layers: beside layers with experts there may be others."""
+    return (DENSE[section.half], section) if section.has_experts else (section,)
 
 
 def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:

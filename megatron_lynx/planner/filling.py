@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, Half
+from megatron_lynx.anatomy import COLUMN_PARALLEL
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage import phases_of
@@ -36,9 +36,6 @@ class Refused(NamedTuple):
     """The most that it would have hidden in a step, on the stage where that is most."""
     bytes: int = 0
     """The largest entry of it."""
-
-
-HALF_OF: Mapping[str, Half] = {linear: half for half, section in DENSE.items() for linear in section.linears}
 
 
 class Filler:
@@ -70,7 +67,8 @@ class Filler:
 def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile) -> Rooms:
     """With several chunks a forward may be another chunk's, whose memory is not this one's: only backwards are filled."""
     warmup = job.parallel.pipeline - 1 - entry.stage
-    return Rooms(plan, entry, profile, forwards=job.chunks == 1 and warmup + 1 < job.microbatches)
+    forwards = job.chunks == 1 and warmup + 1 < job.microbatches
+    return Rooms(plan, entry, profile, forwards, looked_into=not job.model.experts_whole)
 
 
 def _receives(job: Job, entry: Stage) -> bool:
@@ -154,7 +152,7 @@ class _Filling:
 
     def _held(self, layer: int, linear: str, wait: str) -> tuple[int, float, float]:
         """Bytes, and from when until when they are held."""
-        begins_s = self.slack.begins_s((layer, HALF_OF[linear]))
+        begins_s = self.slack.begins_s((layer, self.rooms.half_of(linear)))
         return self.rooms.cost(linear).bytes, begins_s, self.slack.opens_s(window_at(wait, layer))
 
     def _in_forwards_bytes(self, packed: Packed) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lynx.anatomy import PASSES, Section
+from megatron_lynx.anatomy import HALVES, PASSES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
 from megatron_lynx.cost.communication import message_bytes_of, window_lengths_s
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
@@ -25,12 +25,14 @@ from megatron_lynx.simulator.halves import Served, parts_by_window
 
 @dataclass(frozen=True)
 class Rooms:
-    """The waits of one chunk. `forwards`: whether a forward of this chunk runs behind its backwards."""
+    """The waits of one chunk. `forwards`: whether a forward of this chunk runs behind its backwards. `looked_into`: whether plans
+    may touch what is inside experts."""
 
     plan: Plan
     entry: Stage
     profile: Profile
     forwards: bool
+    looked_into: bool = True
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """The waits of one layer, those of its backward first, in the order in which they come."""
@@ -41,14 +43,21 @@ class Rooms:
         return tuple(
             self._linear(layer, section, name)
             for section in reversed(self._sections(layer))
-            for name in reversed(section.linears)
+            for name in reversed(self._linears(section))
         )
 
     def cost(self, linear: str) -> WeightGradient:
         return self._costs[linear]
 
+    def half_of(self, linear: str) -> Half:
+        """The half that has a linear."""
+        return next(section.half for section in self._own if linear in section.linears)
+
+    def _linears(self, section: Section) -> tuple[str, ...]:
+        return section.linears if self.looked_into or not section.has_experts else ()
+
     def _sections(self, layer: int) -> tuple[Section, ...]:
-        return tuple(section for section in self.plan.model.sections_of(layer) if section.has_windows)
+        return self.plan.model.sections_of(layer)
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return self._by_layer.get(layer, [])
@@ -69,14 +78,20 @@ class Rooms:
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
         waits, column = self._addresses(layer), name == section.column_parallel
         own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
-        collectives = section.collectives("bwd", self.profile.shape.sequence_parallel)
-        behind_row = next((at for at, each in enumerate(collectives) if each.behind == "column_parallel"), 0)
-        beside = own[-1] if column and own else None
-        first = (own[-1] + 1 if column else next(at for at in own if waits[at].ordinal >= behind_row)) if own else 0
-        number = [each for own in reversed(self._sections(layer)) for each in reversed(own.linears)].index(name)
+        beside = own[-1] if column and own and not section.exchanges else None
+        first = self._first(waits, section, name)
+        number = [each for own in reversed(self._sections(layer)) for each in reversed(self._linears(own))].index(name)
         return Linear(
             name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))
         )
+
+    def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
+        """The number of the first wait of the layer's backward that comes when this weight gradient could have been left: as many
+        as there are where all of them are over by then."""
+        least = section.deferred_before(name, self.profile.shape.sequence_parallel)
+        least += name == section.column_parallel  # that one it hides where it is
+        over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
+        return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
 
     def _puts(self, layer: int, waits: list[WindowAddress], first: int, forwards: int) -> Iterator[Put]:
         """Every wait that a weight gradient of this layer may run in, from the number `first` on, then those of the layer below
@@ -93,12 +108,14 @@ class Rooms:
     @cached_property
     def _backward(self) -> list[WindowAddress]:
         """The windows of a backward, in order."""
-        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown", halves=self.plan.model.halves)
+        exchanging, halves = self.plan.exchanging, self.plan.model.halves
+        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown", exchanging, halves)
         return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
 
     @cached_property
     def _lengths_s(self) -> dict[WindowAddress, float]:
-        """How long each is where no weight gradient hides anything of it; none without tensor parallelism."""
+        """How long each is where no weight gradient hides anything of it; none without other ranks. Exchanges that take no time
+        are left out."""
         message_bytes = message_bytes_of(self.profile)
         of_section = {
             (passing, section): window_lengths_s(self.profile, passing, section, message_bytes, section.linears)
@@ -111,6 +128,7 @@ class Rooms:
             for layer in self.entry.layers
             for section in self._sections(layer)
             for ordinal, seconds in enumerate(of_section[passing, section])
+            if not section.exchanges or (seconds and layer in self.plan.exchanging)
         }
 
     @cached_property

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.anatomy.experts import EXCHANGES
 from megatron_lynx.anatomy.section import Exchange
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
@@ -133,23 +134,23 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
     weight gradients are put off, so that they are not among these seconds."""
     windows_s = window_lengths_s(profile, passing, section, message_bytes, deferred)
     waited, items = windows_of(profile, section, passing), profile.of(section).items
-    if section.exchanges:
-        return _of_experts(profile, passing, section, windows_s)
     if passing == "fwd":
-        return Segments(tuple(_between_forward(items, section, waited)), windows_s)
+        return _with_rest(profile, passing, section, Segments(tuple(_between_forward(items, section, waited)), windows_s))
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
-    return Segments(tuple(_between_backward(left, section, waited)), windows_s)
+    between_s = tuple(_between_backward(left, section, waited))
+    return _with_rest(profile, passing, section, Segments(between_s, windows_s), sum(off.values()))
 
 
-def _of_experts(profile: Profile, passing: Pass, section: Section, windows_s: tuple[float, ...]) -> Segments:
-    """Of experts. What they wait for and is no window counts as compute, at the end of the pass."""
-    half, waited = profile.of(section), windows_of(profile, section, passing)
-    between = _between_forward if passing == "fwd" else _between_backward
-    *compute_s, last_s = between(half.items, section, waited)
-    whole_s = half.forward_s if passing == "fwd" else half.backward_s
-    rest_s = max(0.0, whole_s - sum(windows_s) - sum(compute_s) - last_s)
-    return Segments((*compute_s, last_s + rest_s), windows_s)
+def _with_rest(profile: Profile, passing: Pass, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
+    """What experts wait for and is no window counts as compute, at the end of the pass. `off_s`: what of it is put off."""
+    if not section.exchanges:
+        return parts
+    half = profile.of(section)
+    whole_s = (half.forward_s if passing == "fwd" else half.backward_s) - off_s
+    *compute_s, last_s = parts.compute_s
+    rest_s = max(0.0, whole_s - sum(parts.windows_s) - sum(compute_s) - last_s)
+    return Segments((*compute_s, last_s + rest_s), parts.windows_s)
 
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
@@ -237,13 +238,20 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
             left, regenerated = half.memory.tail, regenerated - first
-            _hold_rest(walk, half, *half.section.linears[-1:])
+            _hold_rest(walk, half, *_let_go_of(half.section))
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             walk.window(place, max(0.0, parts.windows_s[ordinal] - ran_s), served.get(place, ()))
             walk.regenerate(gathered.get(place, 0))
     walk.hold(-left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)
+
+
+def _let_go_of(section: Section) -> tuple[str, ...]:
+    """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
+    if section.has_experts:
+        return tuple(linear for linear in section.linears if section.deferred_before(linear, False) < len(EXCHANGES["bwd"]))
+    return section.linears[-1:]
 
 
 def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
@@ -257,17 +265,23 @@ def _defer(walk: Walk, half: Treated, ordinal: int, last: int, defers: bool) -> 
     """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
     `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
     backward puts none off: then those that a linear has left come right before its own."""
-    ran_s = 0.0
+    ran_s, section = 0.0, half.section
     for linear, deferral in half.deferred.items():
-        column = linear == half.section.column_parallel
-        if ordinal == max(0, last if column else last - 1):
+        column = linear == section.column_parallel
+        if ordinal == _left_in(section, linear, last):
             of = LinearOf(half.layer, half.half, linear)
             ran = walk.defer(of, deferral.cost) if defers else walk.catch_up(of)
-            if column:
-                ran_s += ran
-            else:
+            ran_s += ran if column and not section.exchanges else 0.0
+            if not column:
                 walk.holds(of, deferral.cost.gradient_bytes)
     return ran_s
+
+
+def _left_in(section: Section, linear: str, last: int) -> int:
+    """With which segment of a backward, whose last window is `last`, a linear's own backward ends."""
+    if section.exchanges:
+        return min(section.deferred_before(linear, False), last + 1)
+    return max(0, last if linear == section.column_parallel else last - 1)
 
 
 def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) -> Due:

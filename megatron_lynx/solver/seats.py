@@ -160,7 +160,7 @@ class Seats:
     def _exchanges(self) -> list[Wait]:
         """The all-to-alls in a backward of experts: the first brings gradients to them, the others take theirs back."""
         experts = self.job.model.experts
-        if experts is None or experts.whole or self.job.userbuffers:
+        if experts is None or self.job.model.experts_whole or self.job.userbuffers:
             return []
         section = experts.section
         lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)

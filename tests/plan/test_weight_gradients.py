@@ -89,8 +89,45 @@ def test_with_sequence_parallelism_what_is_behind_the_gathered_gradient(wait: st
     Plan.model_validate(plan_of({"linear_fc2": [wait]}, **ONE, **SEQUENCE_PARALLEL))
 
 
-def test_experts_defer_nothing() -> None:
-    data = plan_of({"linear_fc1": ["bwd.mlp.0"]})
-    data["model"]["moe_layers"] = [2]
-    with pytest.raises(ValueError, match=r"linear_fc1 is deferred, but the MLP of layer 2 is a mixture of experts"):
+def with_experts(waits: dict[str, list[str]], **facts: Any) -> dict[str, Any]:
+    """Four layers on two stages, those of the first with experts and shared ones; tokens travel between two ranks."""
+    data = plan_of(waits, **({"parallel": {"tensor": 1, "pipeline": 2, "expert": 2}} | facts))
+    data["model"] |= {"moe_layers": ["1-2"], "shared_experts": True}
+    return data
+
+
+@pytest.mark.parametrize(
+    ("linear", "wait"),
+    [
+        ("linear_qkv", "bwd.mlp.0"),
+        ("linear_proj", "fwd.mlp.2"),
+        ("shared_fc1", "bwd.mlp.2"),
+        ("shared_fc2", "fwd.mlp.0"),
+        ("shared_fc2", "pipe.recv_backward"),
+    ],
+)
+def test_exchanges_of_tokens_are_waits(linear: str, wait: str) -> None:
+    Plan.model_validate(with_experts({linear: [wait]}))
+
+
+WHOLE = {"parallel": {"tensor": 1, "pipeline": 2}}
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (with_experts({"linear_fc1": ["bwd.mlp.0"]}), "linear_fc1 is deferred, but the MLP of layer 1 is a mixture of experts"),
+        (with_experts({"shared_fc1": ["bwd.mlp.0"]}) | {"model": small_plan()["model"]} | WHOLE, "layer 1 is no mixture of exp"),
+        (with_experts({"linear_qkv": ["bwd.mlp.3"]}), "names bwd.mlp.3, which is no wait of this stage"),
+        (with_experts({"linear_qkv": ["fwd.mlp.3"]}), "names fwd.mlp.3, which is no wait of this stage"),
+        (with_experts({"linear_qkv": ["bwd.attention.0"]}), "names bwd.attention.0, but tensor 1 has no collectives"),
+        (with_experts({"linear_qkv": ["fwd.attention.0"]}), "names fwd.attention.0, but tensor 1 has no collectives"),
+        (with_experts({"linear_qkv": ["bwd.mlp.0"]}, **WHOLE), "lies in a mixture of experts whose tokens do not travel"),
+        (with_experts({"linear_qkv": ["fwd.mlp.0"]}, **WHOLE), "lies in a mixture of experts whose tokens do not travel"),
+        (with_experts({"shared_fc1": ["bwd.mlp.2"]}, **ONE), "bwd.mlp.2, which comes before its own backward, and there is only"),
+        (with_experts({"linear_qkv": ["bwd.mlp.2"]}, **ONE), "bwd.mlp.2, which comes before its own backward, and there is only"),
+    ],
+)  # fmt: skip
+def test_refusals_beside_experts(data: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
         Plan.model_validate(data)

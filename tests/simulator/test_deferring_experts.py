@@ -1,0 +1,91 @@
+"""Deferred weight gradients beside experts, simulated: one layer by hand. Every item takes 1 s forward and 2 s backward, of which
+a linear's weight gradient is one; an exchange of tokens takes 5 s, and that of their probabilities nothing.
+
+    backward    [ residual, combine ] (bwd.0) [ fc2, activation, fc1, dispatch ] (bwd.1) (bwd.2) [ router, shared, norm ]
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lynx.anatomy import ATTENTION, EXPERTS_WITH_SHARED
+from megatron_lynx.anatomy.address import WindowAddress
+from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.cost.memory import HalfMemory
+from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
+from megatron_lynx.simulator.halves import segments, stage_passes
+from megatron_lynx.simulator.treated import Deferral, Treated
+from tests.config.jobs import catalogued_job
+from tests.simulator.test_weight_gradients import A_SECOND, PLENTY, step_of
+
+SECTION = EXPERTS_WITH_SHARED
+ITEM = {"forward_s": 1.0, "backward_s": 2.0, "saved_bytes": 0, "output_bytes": 0, "flops": 0}
+GEMM = ITEM | {"dgrad_s": 1.0, "wgrad_s": 1.0}
+
+
+def profile_with_experts(expert=2):
+    job = catalogued_job("mixtral-8x7b", "h800-80g", gpus=8, parallel=Parallel(tensor=1, expert=expert))
+    profile = analytic_profile(with_shared(job))
+    items = {name: ItemProfile(**(GEMM if name in SECTION.linears else ITEM)) for name in SECTION.names}
+    half = ExpertHalf(input_bytes=100, items=items, tensors=(), exchange_s=5.0 if expert > 1 else 0.0)
+    attention = {name: ItemProfile(**(GEMM if name in ATTENTION.linears else ITEM)) for name in ATTENTION.names}
+    own = profile.attention.model_copy(update={"items": attention})
+    return profile.model_copy(update={"experts": half, "attention": own, "interference": 1.0})
+
+
+def with_shared(job):
+    experts = job.model.experts.model_copy(update={"shared_ffn": 32})
+    return job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})})
+
+
+def passes_of(waits, expert=2, most_bytes=PLENTY):
+    """A layer that replays nothing. `waits`: of the linears that defer their weight gradients."""
+    halves = tuple(
+        Treated(
+            1,
+            section,
+            HalfMemory(resident=50, regenerated=0, tail=15),
+            deferred={name: Deferral(A_SECOND, waits[name]) for name in reversed(section.linears) if name in waits},
+        )
+        for section in (ATTENTION, SECTION)
+    )
+    return stage_passes(halves, profile_with_experts(expert), 100, deferral=(0, most_bytes))
+
+
+def at(passing, ordinal):
+    return WindowAddress(passing, 1, "mlp", ordinal)
+
+
+def test_where_each_is_left():
+    stock, shared = (segments(profile_with_experts(), "bwd", SECTION, 100, off) for off in ((), ("shared_fc1", "shared_fc2")))
+    assert (stock.compute_s, stock.windows_s) == ((4.0, 8.0, 0.0, 10.0), (5.0, 0.0, 5.0))
+    assert (shared.compute_s, shared.windows_s) == ((4.0, 8.0, 0.0, 8.0), (5.0, 0.0, 5.0))
+    whole = [segments(profile_with_experts(expert=1), "bwd", SECTION, 100, off) for off in ((), SECTION.linears)]
+    assert [(len(each.compute_s), each.windows_s) for each in whole] == [(1, ()), (1, ())]
+    assert sum(whole[0].compute_s) - sum(whole[1].compute_s) == len(SECTION.linears)
+
+
+@pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "shared_fc1", "shared_fc2"])
+def test_exchanges_hide_those_of_the_micro_batch_before(linear):
+    """Of all but the last micro-batch in the next backward, or in the forward behind; then the last one's is flushed."""
+    stock = step_of(passes_of({}), 3)
+    for place in (*(at("bwd", ordinal) for ordinal in (0, 2)), *(at("fwd", ordinal) for ordinal in (0, 2))):
+        filled = step_of(passes_of({linear: (place,)}), 3)
+        assert (filled.filled_s(0), filled.unfilled_s(0)) == (2.0, 1.0)
+        assert filled.step_s == stock.step_s - 2
+        held = filled.memory(0)
+        assert held.bytes[-1] == 0
+        assert min(held.bytes) >= 0
+
+
+def test_what_they_take_and_hold():
+    """Of shared experts, as of an MLP of their width: half of its backward's GEMMs, its input and its gradient."""
+    job = with_shared(catalogued_job("mixtral-8x7b", "h800-80g", gpus=8, parallel=Parallel(tensor=1, expert=8)))
+    profile, tokens = analytic_profile(job), job.model.seq * job.batch.micro
+    hidden, element = job.model.hidden, job.model.element_bytes
+    for linear in ("shared_fc1", "shared_fc2"):
+        found = weight_gradient(profile, SECTION, linear)
+        widths = (hidden, 2 * 32) if linear == "shared_fc1" else (32, hidden)
+        assert found == WeightGradient(profile.of(SECTION).items[linear].wgrad_s, *(width * tokens * element for width in widths))
