@@ -21,7 +21,7 @@ from megatron_lynx.anatomy.experts import (
     sections_of,
 )
 from megatron_lynx.anatomy.latent import LATENT, LATENT_ITEMS, halves_of, latent_section
-from megatron_lynx.anatomy.section import HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
+from megatron_lynx.anatomy.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 
 __all__ = [
     "ALL_ITEMS",
@@ -31,6 +31,7 @@ __all__ = [
     "Collective",
     "DENSE",
     "EXPERTS",
+    "EXPERTS_LINEARS",
     "EXPERTS_WITH_SHARED",
     "FILLING",
     "HALVES",

@@ -71,6 +71,10 @@ WHY_KEPT: Mapping[Role, str] = {
 """Roles of items that no plan replays, and why."""
 
 
+EXPERTS_LINEARS: tuple[Role, ...] = ("experts_in", "experts_out")
+"""Roles of items that stand for the linears of several experts."""
+
+
 @dataclass(frozen=True)
 class Item:
     """One thing that a plan decides about: a submodule call of Megatron's layer (a *site*), or the code between two of them."""
@@ -92,6 +96,11 @@ class Item:
     @property
     def is_linear(self) -> bool:
         return self.role.endswith(("_parallel", "_projection"))
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it stands for the linears of several experts."""
+        return self.role in EXPERTS_LINEARS
 
     @property
     def may_draw(self) -> bool:
@@ -204,8 +213,10 @@ class Section:
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
-        """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's."""
-        return tuple(item.name for item in self.items if item.is_linear) if self.column_parallel else ()
+        """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's. An item of
+        experts stands for the linears of all of a rank's."""
+        may = self.column_parallel or self.has_experts
+        return tuple(item.name for item in self.items if item.is_linear or item.of_experts) if may else ()
 
     def deferred_before(self, linear: str, sequence_parallel: bool) -> int:
         """The number of the backward window before which a linear's weight gradient is left for later.

@@ -69,9 +69,11 @@ def modules_of(section: Section, layer: Module, *, te: bool = False) -> dict[Ite
     return {place.item: place.owner for place in places_of(section, layer, te=te)}
 
 
-def modules_named(section: Section, layer: Module, names: Container[str]) -> Iterator[tuple[Item, Module]]:
-    """The submodules of chosen items in the order of a forward; of experts that run one by one, one for each."""
-    return ((item, owner) for item in section.sites if item.name in names for owner in _owners(item, layer))
+def modules_named(section: Section, layer: Module, names: Container[str]) -> Iterator[tuple[Item, int | None, Module]]:
+    """The submodules of chosen items in the order of a forward, numbered where an item has several."""
+    for item in section.sites:
+        owners = list(_owners(item, layer)) if item.name in names else []
+        yield from ((item, number if owners[1:] else None, owner) for number, owner in enumerate(owners))
 
 
 def _owners(item: Item, layer: Module) -> Iterator[Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from torch.nn import Module
 
-from megatron_lynx.apply.linears import LinearOf, deferring_linears
+from megatron_lynx.apply.linears import LinearOf, deferring_linears, weights_of
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
+
+NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+"""Transformer Engine then hands on operands of another kind, on GPUs only: nobody has seen them deferred."""
 
 
 def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
@@ -28,6 +32,7 @@ def refused_deferrals(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     linears = deferring_linears(plan, run)
     yield from _ungraded(linears)
     yield from _storeless(linears, run)
+    yield from _natively_grouped(linears)
     yield from _too_small(plan, run, linears)
 
 
@@ -39,7 +44,7 @@ def _layers_of(run: LiveRun, chunk: int) -> list[int]:
 
 def _ungraded(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
     for linear, module in linears.items():
-        if not hasattr(module.weight, "main_grad"):
+        if not all(hasattr(weight, "main_grad") for weight in weights_of(module)):
             todo = "wrap the model in Megatron's DistributedDataParallel before the plan is installed"
             yield Problem(f"{linear.place}.weight", "no main_grad", "main_grad, to which weight gradients are added", todo)
             return  # one stands for all
@@ -53,10 +58,24 @@ def _storeless(linears: dict[LinearOf, Module], run: LiveRun) -> Iterator[Proble
             return
 
 
+def _natively_grouped(linears: dict[LinearOf, Module]) -> Iterator[Problem]:
+    """A grouped GEMM whose operands are no tensors of experts, or that makes gradients of biases as well."""
+    grouped = {linear: module for linear, module in linears.items() if linear.of_experts and len(weights_of(module)) > 1}
+    for linear, module in grouped.items():
+        if getattr(module, "use_grouped_tensor", False) or os.environ.get(NATIVE, "0") != "0":
+            needed = "off where weight gradients of grouped experts are deferred"
+            yield Problem(linear.place, NATIVE, needed, f"unset {NATIVE}, or plan without weight_gradients of experts")
+            return
+        if getattr(module, "apply_bias", False):
+            needed = "False where weight gradients of grouped experts are deferred"
+            yield Problem(f"{linear.place}.apply_bias", "True", needed, "plan without weight_gradients of experts")
+            return
+
+
 def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Iterator[Problem]:
     """A bound that not even one entry fits into: nothing would ever be deferred."""
     for entry in plan.chunks_of(run.stage):
-        sizes = {linear: _least_bytes(plan, run, module) for linear, module in linears.items() if linear.layer in entry.layers}
+        sizes = {linear: _least_bytes(plan, run, *each) for each in linears.items() if (linear := each[0]).layer in entry.layers}
         largest = max(sizes, key=lambda linear: sizes[linear], default=None)
         if largest is None or entry.weight_gradients is None or entry.weight_gradients.bytes >= sizes[largest]:
             continue
@@ -65,8 +84,15 @@ def _too_small(plan: Plan, run: LiveRun, linears: dict[LinearOf, Module]) -> Ite
         yield Problem(place, str(entry.weight_gradients.bytes), needed, "raise it, or plan without weight_gradients")
 
 
-def _least_bytes(plan: Plan, run: LiveRun, module: Module) -> int:
-    """What one entry of a linear holds at least: its input and the gradient of its output, for all tokens of a micro-batch."""
-    outputs, inputs = module.weight.shape  # type: ignore[misc]
-    element_bytes = 1 if run.fp8 else module.weight.element_size()  # type: ignore[operator]
-    return int(plan.model.seq * plan.batch.micro * (inputs + outputs) * element_bytes)
+def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> int:
+    """What one entry of a linear holds at least: its input and the gradient of its output, for all tokens of a micro-batch. Of
+    experts for their share, if all are asked as often: whatever comes, entries that do not fit are computed at once."""
+    weights = weights_of(module)
+    outputs, inputs = weights[0].shape
+    element_bytes = 1 if run.fp8 else weights[0].element_size()
+    tokens = plan.model.seq * plan.batch.micro
+    if linear.of_experts:
+        shards = run.context * (run.tensor if plan.parallel.sequence_parallel else 1)
+        rows = tokens // shards * run.expert * (run.config.expert_tensor_parallel_size or 1) * run.config.moe_router_topk
+        tokens = rows * len(weights) // run.config.num_moe_experts
+    return int(tokens * (inputs + outputs) * element_bytes)

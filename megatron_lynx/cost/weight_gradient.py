@@ -6,7 +6,7 @@
 
 Each of the two is half of the backward's GEMMs: as many FLOPs, and a profile has the seconds of both, measured or not. Nothing
 else holds the operands when the half of the linear is over: both count whole. In FP8 Transformer Engine may keep a tensor by rows
-and by columns, a byte each: as many bytes as in bf16.
+and by columns, a byte each: as many bytes as in bf16. Of experts all of a rank count together, under the load that is assumed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy.experts import EXPERTS_FC1
 from megatron_lynx.cost.communication import gathered_input_bytes, message_bytes_of
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
@@ -41,6 +42,10 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
     seconds = items[linear].wgrad_s or items[linear].backward_s / 2
     if linear == section.column_parallel:
         input_bytes, made_bytes = gathered_input_bytes(profile, message_bytes), _output_bytes(profile, section, linear)
+    elif section.of_name[linear].role == "experts_in":
+        input_bytes, made_bytes = _argument_bytes(profile, section, linear), _output_bytes(profile, section, linear)
+    elif section.of_name[linear].role == "experts_out":  # gives back as many rows as experts got
+        input_bytes, made_bytes = _argument_bytes(profile, section, linear), _argument_bytes(profile, section, EXPERTS_FC1)
     else:
         input_bytes, made_bytes = _argument_bytes(profile, section, linear), message_bytes
     by_rows_and_columns = 1 if profile.shape.fp8 is None else BF16_BYTES // FP8_BYTES

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from megatron_lynx.anatomy.address import is_forward
 
 WORTH = 0.02
 """The part of its own seconds that putting a weight gradient off must gain: it is one more thing to run elsewhere."""
+
+MOST_WAYS = 50_000
+"""So many are tried, in a second or less. Only layers with experts have more."""
 
 LONG = 1000
 """How many windows a weight gradient waits that runs in a forward: more than in any backward."""
@@ -80,7 +84,7 @@ class Ways:
     def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
         self._linears = linears
         self._interference = interference
-        self._places = [(None, *linear.places) for linear in linears]
+        self._places = _few([[None, *linear.places] for linear in linears])
         self._chosen = np.array(list(product(*(range(len(places)) for places in self._places))))
         self._length = np.tile(np.array(lengths_s), (len(self._chosen), 1))
         self._fill = np.zeros_like(self._length)
@@ -114,3 +118,10 @@ class Ways:
     def _named(self, row: Sequence[int]) -> dict[str, str]:
         puts = ((linear.name, self._places[number][row[number]]) for number, linear in enumerate(self._linears))
         return {name: put.name for name, put in puts if put is not None}
+
+
+def _few(places: list[list[Put | None]]) -> list[list[Put | None]]:
+    """The places of each linear without the last ones of those that have most, until there are few enough ways."""
+    while prod(map(len, places)) > MOST_WAYS:
+        max(places, key=len).pop()
+    return places

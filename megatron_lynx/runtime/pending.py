@@ -3,6 +3,7 @@
     backward of linear_fc1(3) ──> Entry: operands, and what computes with them ──┐
                                                                                  ▼
     linear_fc1(3)   [micro-batch 0] [micro-batch 1]          a wait, or a flush ──> the oldest of a linear, or of a chunk
+    experts_fc1(3)  [0, expert 0] [0, expert 1] [1, ...      a wait takes those of all experts of a micro-batch
 
 Each addition to a parameter's gradient keeps its place among those to the same parameter, so that every sum is stock's in each
 bit. An entry owns what it reads: nobody else may overwrite it, and it counts until the entry is computed.
@@ -11,7 +12,7 @@ bit. An entry owns what it reads: nobody else may overwrite it, and it counts un
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +29,15 @@ class Entry:
     """One weight gradient of one micro-batch."""
 
     linear: Linear
+    """Of experts the item: those that run one by one have an entry each."""
     half: Half
     chunk: int
     micro_batch: int
     """Its number over the whole run."""
     compute: Callable[[], None]
     """Adds the weight gradient to where it belongs."""
-    bytes: int
-    """What its operands hold."""
+    blocks: Mapping[int, int]
+    """The blocks of memory that its operands hold, by address: their bytes. Experts' may look into the same ones."""
     surroundings: Any = ()
 
 
@@ -47,6 +49,8 @@ class Pending:
         self._in_order: dict[int, dict[Entry, None]] = {}
         """By chunk, the oldest first."""
         self._bytes: Counter[int] = Counter()
+        self._holders: Counter[tuple[int, int]] = Counter()
+        """By chunk and address: how many entries hold a block."""
 
     def __len__(self) -> int:
         return sum(map(len, self._in_order.values()))
@@ -60,19 +64,29 @@ class Pending:
         """What the entries of a chunk hold."""
         return self._bytes[chunk]
 
+    def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
+        """What they would hold with one more."""
+        return self._bytes[chunk] + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
+
     def add(self, entry: Entry) -> None:
         self._of.setdefault(entry.linear, deque()).append(entry)
         self._in_order.setdefault(entry.chunk, {})[entry] = None
-        self._bytes[entry.chunk] += entry.bytes
+        self._bytes[entry.chunk] = self.bytes_with(entry.chunk, entry.blocks)
+        self._holders.update((entry.chunk, block) for block in entry.blocks)
 
-    def take(self, linear: Linear) -> Entry | None:
-        """The oldest one of a linear, which is no longer pending; None where there is none."""
+    def take(self, linear: Linear, micro_batch: int | None = None) -> Entry | None:
+        """The oldest one of a linear, which is no longer pending; None where there is none, or where it is not of the
+        `micro_batch` that is asked for."""
         queue = self._of.get(linear)
-        if not queue:
+        if not queue or micro_batch not in (None, queue[0].micro_batch):
             return None
         entry = queue.popleft()
         del self._in_order[entry.chunk][entry]
-        self._bytes[entry.chunk] -= entry.bytes
+        self._holders.subtract((entry.chunk, block) for block in entry.blocks)
+        for block, size in entry.blocks.items():
+            if not self._holders[entry.chunk, block]:
+                del self._holders[entry.chunk, block]
+                self._bytes[entry.chunk] -= size
         return entry
 
     def take_oldest(self, chunk: int) -> Entry | None:
@@ -85,9 +99,10 @@ class Pending:
         self._of.clear()
         self._in_order.clear()
         self._bytes.clear()
+        self._holders.clear()
 
 
-def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """What tensors keep alive: the whole of the memory that they look into, once."""
+def blocks_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """What tensors keep alive, by address: the whole of the memory that they look into, once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -100,7 +100,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """Compute the oldest deferred weight gradient of a linear, of whichever micro-batch it is."""
+    """Compute the oldest deferred weight gradient of a linear, of whichever micro-batch it is: of an item of experts, of all of
+    them."""
 
     of: Linear
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.context import Surroundings
-from megatron_lynx.runtime.pending import Entry, Linear, bytes_held
+from megatron_lynx.runtime.pending import Entry, Linear, blocks_of
 from megatron_lynx.runtime.policy import DeferralPolicy
 from megatron_lynx.runtime.progress import Progress
 
@@ -74,13 +74,13 @@ class WeightGradients:
         frame = self._progress.ledger.entered
         assert frame is not None, "a weight gradient is put off in its half's backward"
         chunk, pending, counts = frame.policy.chunk, self._progress.pending, self._progress.counts
-        held, most = bytes_held(operands), self._policies[chunk].most_bytes
-        while pending.bytes_of(chunk) + held > most and (oldest := pending.take_oldest(chunk)) is not None:
+        blocks, most = blocks_of(operands), self._policies[chunk].most_bytes
+        while pending.bytes_with(chunk, blocks) > most and (oldest := pending.take_oldest(chunk)) is not None:
             self._compute(oldest, FLUSHED)
             counts.flushed += 1
-        entry = Entry(linear, frame.policy.half, chunk, frame.micro_batch.number, compute, held, self._surroundings.capture())
+        entry = Entry(linear, frame.policy.half, chunk, frame.micro_batch.number, compute, blocks, self._surroundings.capture())
         counts.deferred += 1
-        if held > most:
+        if sum(blocks.values()) > most:
             self._compute(entry, FLUSHED)
             counts.flushed += 1
             return
@@ -89,25 +89,23 @@ class WeightGradients:
 
     def catch_up(self, linear: Linear) -> None:
         """A weight gradient is about to be computed where stock computes it: those before it come first."""
-        while self._run(linear, FLUSHED):
+        while (entry := self._progress.pending.take(linear)) is not None:
+            self._compute(entry, FLUSHED)
             self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
-        """In a wait: compute the oldest one of a linear, if there is one."""
-        if self._run(linear, window):
+        """In a wait: compute the oldest one of a linear, if there is one; of experts those of all of them of one micro-batch."""
+        micro_batch = None
+        while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
+            self._compute(entry, window)
             self._progress.counts.filled += 1
+            micro_batch = entry.micro_batch
 
     def flush(self, chunk: int) -> None:
         """Compute all that are left of a chunk, the oldest first: its gradients are read next."""
         while (entry := self._progress.pending.take_oldest(chunk)) is not None:
             self._compute(entry, FLUSHED)
             self._progress.counts.flushed += 1
-
-    def _run(self, linear: Linear, window: str) -> bool:
-        entry = self._progress.pending.take(linear)
-        if entry is not None:
-            self._compute(entry, window)
-        return entry is not None
 
     def _compute(self, entry: Entry, window: str) -> None:
         begin = self._progress.trace.now()

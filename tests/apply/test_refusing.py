@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.anatomy import DENSE
+from megatron_lynx.anatomy import EXPERTS as MIXTURE
 from megatron_lynx.apply.features import OFF
 from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
@@ -17,6 +18,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
+from ..transparency.test_experts import exchanging
 from . import on_ranks
 
 FEATURES = {
@@ -247,6 +249,17 @@ def test_weight_gradients_that_cannot_be_deferred(pool_of):
         ]
         assert "needed at least 10240, what one micro-batch of linear_qkv holds" in str(refusal.error)
         assert all(problem.todo for problem in refusal.error.problems)
+
+
+def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
+    """Experts that nobody has looked into, and a bound too small for one expert's share of the tokens."""
+    job = tiny_job(experts=EXPERTS, bias=False, replicas=2, expert=2)
+    plan = exchanging(plan_for(job, lambda layer: (), windows=False), {})
+    plan = deferring(plan, linears=MIXTURE.linears, chosen=lambda wait: "fwd" in wait, most_bytes=1000)
+    for refusal in refused(pool_of, job, on_ranks.experts_of_my_own, plan):
+        assert "config.moe_shared_expert_overlap" in refusal.places
+        assert "needed off where a plan replays, offloads or defers inside experts" in str(refusal.error)
+        assert "what one micro-batch of experts_fc" in str(refusal.error)
 
 
 def test_every_way_in_which_stock_offloads_activations_is_known():

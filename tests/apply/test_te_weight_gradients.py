@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import EXPERTS_LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -19,6 +20,8 @@ from ..te_releases import pool_with, pools_with
 from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
+from ..transparency.test_deferring_experts import LINEARS, into_exchanges, plans
+from ..transparency.test_experts import STATEFUL
 from ..transparency.test_weight_gradients import counts_of
 from ..transparency.trials import Trial
 
@@ -81,3 +84,34 @@ def test_other_releases(release, core):
             job = te_job(recipe, "gpt", "TP2+SP")
             for both in counts_of(lambda ranks: pool, job, plans_of(job), Trial(training=OVERLAPPED, model=FUSED)):
                 assert all(counts.filled == counts.deferred > 0 for counts in both)
+
+
+def experts_job() -> Job:
+    experts = {"count": 4, "per_token": 2, "ffn": 32, "shared_ffn": 32}
+    fields = {"layers": 2, "replicas": 2, "expert": 2, "experts": experts, "bias": False, "dtype": "bf16"}
+    return tiny_job("gpt", implementation="transformer_engine", **fields)
+
+
+def check_experts(pool_of: Callable[[int], RankPool], *, grouped: bool) -> None:
+    """Every linear of a layer, while tokens travel; with few bytes; reduced in backward. Other tokens in every step."""
+    job = experts_job()
+    kept, replayed = plans(job)
+    candidates = [deferring(kept, LINEARS, into_exchanges), deferring(replayed, LINEARS, into_exchanges, most_bytes=9_000)]
+    model = FUSED | STATEFUL | {"moe_grouped_gemm": grouped}
+    trial = Trial(training=OVERLAPPED | {"optimizer": "megatron"}, model=model, steps=3)
+    entries = len(LINEARS) if grouped else len(LINEARS) + len(EXPERTS_LINEARS)
+    for whole, bounded in counts_of(pool_of, job, candidates, trial):
+        assert whole.deferred == entries * job.model.layers * (job.microbatches - 1), "a grouped GEMM is one entry"
+        assert whole.filled > bounded.filled > 0
+        assert bounded.deferred_bytes <= 9_000
+
+
+@pytest.mark.parametrize("grouped", [True, *long(False)])
+def test_experts(pool_of, grouped):
+    check_experts(pool_of, grouped=grouped)
+
+
+@pytest.mark.parametrize(("release", "core"), long(("2.14", "0.17"), ("2.20", "0.18"), ("2.17", "0.19")))
+def test_experts_of_other_releases(release, core):
+    with pool_with(release, 2, core) as pool:
+        check_experts(lambda ranks: pool, grouped=True)

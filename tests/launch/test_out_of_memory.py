@@ -161,7 +161,7 @@ def test_a_weight_gradient_that_was_put_off():
     def compute() -> None:
         raise torch.OutOfMemoryError(out_of_memory(KIB, MIB, MIB))
 
-    pending.add(Entry((3, "linear_fc1"), "mlp", 0, 7, compute, 0))
+    pending.add(Entry((3, "linear_fc1"), "mlp", 0, 7, compute, {}))
     with pytest.raises(torch.OutOfMemoryError) as failed:
         gradients.run((3, "linear_fc1"), "pipe.recv_backward")
     moment = moment_of(failed.value, Rank(uniform_plan(LONG_SEQUENCES), 0))

@@ -104,6 +104,8 @@ def with_experts(waits: dict[str, list[str]], **facts: Any) -> dict[str, Any]:
         ("shared_fc1", "bwd.mlp.2"),
         ("shared_fc2", "fwd.mlp.0"),
         ("shared_fc2", "pipe.recv_backward"),
+        ("experts_fc1", "bwd.mlp.1"),
+        ("experts_fc2", "fwd.mlp.0"),
     ],
 )
 def test_exchanges_of_tokens_are_waits(linear: str, wait: str) -> None:
@@ -125,6 +127,7 @@ WHOLE = {"parallel": {"tensor": 1, "pipeline": 2}}
         (with_experts({"linear_qkv": ["bwd.mlp.0"]}, **WHOLE), "lies in a mixture of experts whose tokens do not travel"),
         (with_experts({"linear_qkv": ["fwd.mlp.0"]}, **WHOLE), "lies in a mixture of experts whose tokens do not travel"),
         (with_experts({"shared_fc1": ["bwd.mlp.2"]}, **ONE), "bwd.mlp.2, which comes before its own backward, and there is only"),
+        (with_experts({"experts_fc1": ["bwd.mlp.0"]}, **ONE), "bwd.mlp.0, which comes before its own backward, and there"),
         (with_experts({"linear_qkv": ["bwd.mlp.2"]}, **ONE), "bwd.mlp.2, which comes before its own backward, and there is only"),
     ],
 )  # fmt: skip

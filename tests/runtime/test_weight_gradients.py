@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
 from megatron_lynx.runtime.counts import Counts
-from megatron_lynx.runtime.pending import Entry, Linear, Pending, bytes_held
+from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.task import WeightGradient
 from megatron_lynx.runtime.waits import _fillers
 from megatron_lynx.runtime.windows import Windows
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
+ADDRESSES = count()
 
 
 def entry(linear: Linear, micro_batch: int, chunk: int = 0, held: int = 10) -> Entry:
-    return Entry(linear, "mlp", chunk, micro_batch, lambda: None, held)
+    return Entry(linear, "mlp", chunk, micro_batch, lambda: None, {next(ADDRESSES): held})
 
 
 def taken(pending: Pending, linear: Linear) -> Iterator[int]:
@@ -55,7 +57,21 @@ def test_the_oldest_of_a_chunk() -> None:
 def test_memory_counts_once_and_whole() -> None:
     """Two views of one block, of which one is a part; and another block."""
     block, other = torch.empty(100), torch.empty(7, dtype=torch.bfloat16)
-    assert bytes_held([block[:10], block.view(10, 10), other]) == 414
+    assert sorted(blocks_of([block[:10], block.view(10, 10), other]).values()) == [14, 400]
+
+
+def test_experts_share_the_block_of_their_rows() -> None:
+    """It counts once, until the last of them is computed; a wait takes those of one micro-batch."""
+    pending, rows = Pending(), {1: 100}
+    experts = [Entry((3, "experts_fc1"), "mlp", 0, number // 2, lambda: None, rows | {7 + number: 10}) for number in range(4)]
+    for number, one in enumerate(experts):
+        assert pending.bytes_with(0, one.blocks) == 110 + 10 * number
+        pending.add(one)
+    assert pending.take(experts[0].linear, 1) is None, "the oldest is of another micro-batch"
+    assert [pending.take(one.linear, 0) for one in experts[:3]] == [*experts[:2], None]
+    assert pending.bytes_of(0) == 120
+    assert pending.take_oldest(0) is experts[2]
+    assert (pending.bytes_of(0), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
 
 
 @pytest.mark.parametrize(("completing", "ends"), [(None, [(1, 0), (1, 1)]), ({(0, 1)}, [(0, 1)])])

@@ -67,7 +67,7 @@ def test_where_each_is_left():
     assert sum(whole[0].compute_s) - sum(whole[1].compute_s) == len(SECTION.linears)
 
 
-@pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "shared_fc1", "shared_fc2"])
+@pytest.mark.parametrize("linear", ["linear_qkv", "shared_fc1", "shared_fc2"])
 def test_exchanges_hide_those_of_the_micro_batch_before(linear):
     """Of all but the last micro-batch in the next backward, or in the forward behind; then the last one's is flushed."""
     stock = step_of(passes_of({}), 3)
@@ -80,12 +80,25 @@ def test_exchanges_hide_those_of_the_micro_batch_before(linear):
         assert min(held.bytes) >= 0
 
 
+@pytest.mark.parametrize("linear", ["experts_fc1", "experts_fc2"])
+def test_experts_own_run_while_their_gradients_go_back(linear):
+    """In the same backward; in the exchange that has passed by then, in the next one."""
+    stock = step_of(passes_of({}), 3)
+    for ordinal, flushed in ((2, 0.0), (0, 1.0)):
+        filled = step_of(passes_of({linear: (at("bwd", ordinal),)}), 3)
+        assert (filled.filled_s(0), filled.unfilled_s(0)) == (3.0 - flushed, flushed)
+        assert filled.step_s == stock.step_s - 3 + flushed
+        assert filled.memory(0).bytes[-1] == 0
+    assert step_of(passes_of({linear: (at("bwd", 2),)}, most_bytes=1), 3).unfilled_s(0) == 3.0, "what does not fit runs at once"
+
+
 def test_what_they_take_and_hold():
-    """Of shared experts, as of an MLP of their width: half of its backward's GEMMs, its input and its gradient."""
+    """Of shared experts as of an MLP of their width; of the others on every row that comes: input and gradient."""
     job = with_shared(catalogued_job("mixtral-8x7b", "h800-80g", gpus=8, parallel=Parallel(tensor=1, expert=8)))
-    profile, tokens = analytic_profile(job), job.model.seq * job.batch.micro
-    hidden, element = job.model.hidden, job.model.element_bytes
-    for linear in ("shared_fc1", "shared_fc2"):
-        found = weight_gradient(profile, SECTION, linear)
-        widths = (hidden, 2 * 32) if linear == "shared_fc1" else (32, hidden)
-        assert found == WeightGradient(profile.of(SECTION).items[linear].wgrad_s, *(width * tokens * element for width in widths))
+    profile, tokens, model = analytic_profile(job), job.model.seq * job.batch.micro, job.model
+    widths = {"shared_fc1": (model.hidden, 2 * 32), "shared_fc2": (32, model.hidden)}
+    rows, ffn = model.experts.per_token, model.experts.ffn
+    widths |= {"experts_fc1": (rows * model.hidden, rows * 2 * ffn), "experts_fc2": (rows * ffn, rows * model.hidden)}
+    for linear, (taken, made) in widths.items():
+        wgrad_s, element = profile.of(SECTION).items[linear].wgrad_s, tokens * model.element_bytes
+        assert weight_gradient(profile, SECTION, linear) == WeightGradient(wgrad_s, element * taken, element * made), linear

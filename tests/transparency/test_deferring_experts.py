@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy import ATTENTION, EXPERTS_WITH_SHARED
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -18,11 +18,13 @@ from megatron_lynx.testbed.ranks import RankPool
 from tests.long import long
 from tests.transparency.deferring import deferring
 from tests.transparency.plans import plan_for, replayable
+from tests.transparency.queued import held_bytes
 from tests.transparency.test_experts import STATEFUL, exchanging, job_of
 from tests.transparency.test_weight_gradients import FUSED, counts_of
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
+BOUND = 20_000
 LINEARS = ATTENTION.linears + EXPERTS_WITH_SHARED.linears
 EXCHANGES = tuple(f"{passing}.mlp.{number}" for passing in ("fwd", "bwd") for number in range(3))
 
@@ -49,16 +51,40 @@ def plans(job: Job) -> tuple[Plan, Plan]:
 
 @pytest.mark.parametrize("layout", ["EP2", *long("PP2, EP2")])
 def test_while_tokens_travel(pool_of: Pools, layout: str) -> None:
-    """Shared experts' linears and attention's, into exchanges of the same layer, of the layer below and of forwards; with few
-    bytes."""
+    """Attention's linears, shared experts' and those of each expert, into exchanges of the same layer, of the layer below and of
+    forwards; with few bytes. Other tokens in every step; at last none for the experts of the second rank."""
     job = with_shared(job_of(layout, layers=2 if layout == "EP2" else 4))
     kept, replayed = plans(job)
     candidates = [
         deferring(kept, LINEARS, into_exchanges),
         deferring(replayed, LINEARS, lambda wait: into_exchanges(wait) and is_forward(wait)),
-        deferring(replayed, LINEARS, into_exchanges, most_bytes=20_000),
+        deferring(replayed, LINEARS, into_exchanges, most_bytes=BOUND),
     ]
-    for at_once, later, bounded in counts_of(pool_of, job, candidates, trial_of(**STATEFUL)):
-        assert at_once.deferred == later.deferred == bounded.deferred > 0
-        assert at_once.filled > later.filled > 0, "the last ones have no forward behind them"
-        assert 0 < bounded.deferred_bytes <= 20_000 < later.deferred_bytes
+    for starved in (False, True):
+        trial = trial_of(**STATEFUL)
+        trial.starved = starved
+        for at_once, later, bounded in counts_of(pool_of, job, candidates, trial):
+            assert at_once.deferred == later.deferred == bounded.deferred > 0
+            assert at_once.filled > later.filled > 0, "the last ones have no forward behind them"
+            assert 0 < bounded.deferred_bytes <= BOUND < later.deferred_bytes
+
+
+def test_experts_alone_while_backward_reduces(pool_of: Pools) -> None:
+    """Their gradients are reduced by a group of their own, which finds them whole; so does the optimizer."""
+    job = job_of("EP2", layers=2)
+    job = job.model_copy(update={"gpus": 2, "batch": job.batch.model_copy(update={"global_": 3 * job.batch.global_ // 2})})
+    kept, _ = plans(job)
+    trial = trial_of()
+    trial.training |= {"overlap_grad_reduce": True}
+    for counts in counts_of(pool_of, job, [deferring(kept, EXPERTS.linears, into_exchanges)], trial):
+        assert counts[0].filled > 0
+
+
+def test_what_is_counted_is_held(pool_of: Pools) -> None:
+    """At every moment, whatever tokens come: all experts of a rank look into one block of rows, which counts once for each."""
+    job = job_of("EP2", layers=2)
+    plan = deferring(plans(job)[0], EXPERTS.linears, into_exchanges)
+    for held in pool_of(2).run(held_bytes, job, plan):
+        assert max(held.counted) == held.most > 0
+        assert held.alive[-1] == held.counted[-1] == 0
+        assert held.graphs == 0

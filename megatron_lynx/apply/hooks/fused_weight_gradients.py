@@ -19,28 +19,30 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.pending import Linear
-from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 
 def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim]:
     """`linears`: those that defer."""
     from megatron.core.tensor_parallel import layers
 
-    of_half: dict[FrameKey, list[tuple[LinearOf, Module]]] = defaultdict(list)
+    of_half: dict[FrameKey, dict[LinearOf, Module]] = defaultdict(dict)
     for linear, module in linears.items():
-        of_half[linear.frame].append((linear, module))
+        of_half[linear.frame][linear] = module
+    owners = {half: _Owners(of) for half, of in of_half.items()}
 
     def hooked(original: Any) -> Any:
         @wraps(original)
         def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
             gradients = engine.weight_gradients
-            linear = _whose(gradients, of_half, main_grad)
+            half = gradients.backward_of
+            linear = owners[half].of(main_grad) if half in owners else None
             if linear is None:
                 original(total_input, grad_output, main_grad)
             elif gradients.puts_off(linear):
@@ -56,12 +58,16 @@ def claims(engine: Engine, linears: Mapping[LinearOf, Module]) -> Iterator[Claim
         yield Claim(layers.fused_weight_gradient_mlp_cuda, name, hooked, "adds a weight gradient to where it lies")
 
 
-def _whose(
-    gradients: WeightGradients, of_half: Mapping[FrameKey, list[tuple[LinearOf, Module]]], main_grad: Tensor
-) -> Linear | None:
-    """Of the half whose backward runs, the linear that has this gradient."""
-    half = gradients.backward_of
-    if half is None:
-        return None
-    whose = (of.linear for of, module in of_half.get(half, ()) if getattr(module.weight, "main_grad", None) is main_grad)
-    return next(whose, None)
+class _Owners:
+    """Which linear of a half has a gradient. Remembered, because a half has as many linears as a rank has experts."""
+
+    def __init__(self, linears: Mapping[LinearOf, Module]) -> None:
+        self._linears = linears
+        self._known = WeakIdKeyDictionary()
+
+    def of(self, main_grad: Tensor) -> Linear | None:
+        if main_grad not in self._known:
+            having = (of for of, module in self._linears.items() if getattr(module.weight, "main_grad", None) is main_grad)
+            self._known[main_grad] = next((of.linear for of in having), None)
+        linear: Linear | None = self._known[main_grad]
+        return linear

@@ -4,7 +4,8 @@ Replaces              `wgrad_store` on each linear that defers: what its backwar
                       and what it hands the operands to if not. Transformer Engine made it for `delay_wgrad_compute`.
 Why                   nothing but the update waits for a weight gradient: computed in a later wait it hides that wait.
 Calls the original    never; what it is asked beside that, it answers. It is switched off under a plan.
-Holds                 the linear; what is pending holds operands, in FP8 their bytes and scales.
+Holds                 the linear; what is pending holds operands, in FP8 their bytes and scales. A grouped linear hands on lists,
+                      of all experts at once, and where their gradients are added up.
 Passes through when   the backward is not one that defers (the last micro-batch with overlapped reduction, a backward outside of
                       Megatron's schedules): the linear is told to compute now, and what is pending of it is computed before.
                       A bias whose gradient the same GEMM makes gets it when that runs, added where autograd would have added it.
@@ -21,6 +22,7 @@ from torch.nn import Module
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.saved import has_memory
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -56,14 +58,15 @@ class _Store:
         return False
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., tuple[Any, Any]]) -> None:
-        operands = [operand.detach() if type(operand) is Tensor else operand for operand in tensor_list]
+        operands = [map_nest(Tensor, _detached, operand) for operand in tensor_list]
 
         def compute() -> None:
-            _, bias_gradient = func(*operands)
-            self._add_to_bias(bias_gradient)
+            made = func(*operands)
+            if self._makes_bias_gradient:
+                self._add_to_bias(made[1])
 
         if self._gradients.puts_off(self._linear):
-            self._gradients.put_off(self._linear, _memory_of(operands), compute)
+            self._gradients.put_off(self._linear, _memory_of(operands[:2]), compute)
         else:
             self._gradients.catch_up(self._linear)
             compute()
@@ -84,10 +87,17 @@ class _Store:
         return getattr(self._original, name)
 
 
+def _detached(operand: Tensor) -> Tensor:
+    return operand.detach() if type(operand) is Tensor else operand
+
+
 def _memory_of(operands: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors that hold the memory of these: a tensor in FP8 has several, bytes by rows and by columns and their scale."""
+    """The tensors that hold the memory of these: a tensor in FP8 has several, bytes by rows and by columns and their scale; those
+    of a grouped GEMM come as lists, one for each expert."""
     for operand in operands:
-        if isinstance(operand, Tensor) and has_memory(operand):
+        if isinstance(operand, list | tuple):
+            yield from _memory_of(operand)
+        elif isinstance(operand, Tensor) and has_memory(operand):
             yield operand
         else:
             yield from (part for part in operand.get_metadata().values() if isinstance(part, Tensor))
