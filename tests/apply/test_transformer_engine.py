@@ -25,6 +25,7 @@ from ..te_releases import pool_with, pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
+from ..transparency.test_experts import STATEFUL
 from ..transparency.trials import Trial, compare_with_stock
 from . import on_ranks, te_on_ranks
 
@@ -95,6 +96,20 @@ def test_experts(pool_of, grouped):
     candidates = [plan_for(job, lambda layer: NORMS, windows=False), plan_for(job, lambda layer: replayable(job, gather=True))]
     training = {"ddp": True, "optimizer": "megatron"}
     checked(pool_of, job, candidates, Trial(training=training, model={"moe_grouped_gemm": grouped}))
+
+
+@pytest.mark.parametrize("grouped", [True, *long(False)])
+def test_offloaded_experts(pool_of, grouped):
+    """What they save goes to the host, beside replays and without; other tokens in every step, none for two of four experts. Copies
+    are late by random times, and what nobody may read any more is overwritten."""
+    job = te_job(layers=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, **LAYOUTS["PP2"])
+    kept, replayed = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: ("experts_fc1", "experts_activation"))
+    candidates = [offloading(kept, 1 << 20), *(offloading(plan, 1 << 20, experts=True) for plan in (kept, replayed))]
+    for starved in (False, True):
+        trial = Trial(tampered=True, model=STATEFUL | {"moe_grouped_gemm": grouped}, starved=starved)
+        first, _ = checked(pool_of, job, candidates, trial)
+        without, whole, rest = (outcome.planned.counts[-1].offloaded_bytes for outcome in first)
+        assert 0 < without < rest < whole
 
 
 def test_sharded_by_its_own_adam(pool_of):

@@ -85,16 +85,16 @@ def measure_sleeping(rank: int, longer: float) -> float:
     return measure_interference(lambda: time.sleep(next(seconds)), message, dist.group.WORLD, torch.device("cpu"), repetitions=3)
 
 
-def bytes_saved_by_items(rank: int, job: Job) -> dict[str, int]:
+def bytes_saved_by_items(rank: int, job: Job, **fields: Any) -> dict[str, int]:
     """What the items of a mixture of experts save in one forward: the input, and every block that is no parameter, by the item
-    that saves it first."""
+    that saves it first. `fields`: of TransformerConfig."""
     import torch
 
     from megatron_lynx.testbed.groups import initialise, seed_random_numbers
     from megatron_lynx.testbed.tiny_models import DTYPES, build_model
 
     initialise(job)
-    (chunk,) = build_model(job)
+    (chunk,) = build_model(job, **fields)
     seed_random_numbers(7)
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     rows = job.model.seq // (job.parallel.tensor if job.parallel.sequence_parallel else 1)
