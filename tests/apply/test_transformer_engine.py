@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.profiler.expert_tensors import saved_parts
+from megatron_lynx.profiler.shape import LayerShape
+from megatron_lynx.profiler.tensors import FP32_BYTES
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..plan.strategies import drawn, plans_for
+from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
@@ -98,10 +102,21 @@ def test_experts(pool_of, grouped):
     checked(pool_of, job, candidates, Trial(training=training, model={"moe_grouped_gemm": grouped}))
 
 
+def test_bytes_of_grouped_experts(pool_of):
+    """Item by item, with Megatron's fused activation; of the router but for a few numbers of the auxiliary loss."""
+    job = te_job("llama", seq=64, hidden=64, expert=2, replicas=2, experts={"count": 8, "per_token": 3, "ffn": 96}, dtype="bf16")
+    counting = partial(bytes_saved_by_items, moe_grouped_gemm=True, bias_activation_fusion=True)
+    ranks = pool_of(2).run(counting, job)
+    saved = {item: sum(each.get(item, 0) for each in ranks) for item in ("input", *job.model.experts.section.names)}
+    parts = {item: job.gpus * size for item, size in saved_parts(LayerShape.of(job)).items()}
+    assert 0 <= saved.pop("router") - parts.pop("router") <= job.gpus * (2 * 8 + 1) * FP32_BYTES
+    assert saved == parts
+
+
 @pytest.mark.parametrize("grouped", [True, *long(False)])
 def test_offloaded_experts(pool_of, grouped):
-    """What they save goes to the host, beside replays and without; other tokens in every step, none for two of four experts. Copies
-    are late by random times, and what nobody may read any more is overwritten."""
+    """What they save goes to the host, beside replays and without; other tokens in every step, at last none for two of four.
+    Copies are late by random times, and what nobody may read any more is overwritten."""
     job = te_job(layers=2, experts={"count": 4, "per_token": 2, "ffn": 32}, bias=False, **LAYOUTS["PP2"])
     kept, replayed = plan_for(job, lambda layer: ()), plan_for(job, lambda layer: ("experts_fc1", "experts_activation"))
     candidates = [offloading(kept, 1 << 20), *(offloading(plan, 1 << 20, experts=True) for plan in (kept, replayed))]

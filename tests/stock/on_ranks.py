@@ -27,21 +27,23 @@ def accepts(rank: int, fields: list[dict[str, Any]]) -> list[str | None]:
     return found
 
 
-def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]]) -> list[list[int]]:
-    """What the forward of the last micro-batch leaves behind, by job and setting. Gradients are stock none's in every bit."""
-    from megatron_lynx.testbed.candidates import NONE, Candidate
+def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[str, Any] | None = None) -> list[list[int]]:
+    """What the forward of the last micro-batch leaves behind, by job and setting. Gradients are stock none's in every bit.
+
+    `model`: fields that all settings have."""
+    from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.subject import Subject, same_bits
 
     initialise(jobs[0])
     counted = []
     for job in jobs:
-        none = Subject(job, NONE)
+        none = Subject(job, Candidate("none", model or {}))
         reference = none.repeatable_step()
         counted.append([])
         for each in fields:
             offloads = "offload_modules" in each
-            subject = Subject(job, Candidate("one", each, offloads=offloads), none)
+            subject = Subject(job, Candidate("one", (model or {}) | each, offloads=offloads), none)
             for _ in range(2 if offloads else 1):
                 assert same_bits(subject.repeatable_step(), reference), each
             counted[-1].append(subject.counted_step().marks[-1].bytes)

@@ -61,6 +61,45 @@ def test_a_layer_with_recomputed_modules_holds_what_is_priced(pool_of, like, fie
     assert sum(half.stays for half in layer_bytes(shape, SELECTIVE)) == kept_bytes(shape, "selective")
 
 
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 96}
+COUNTERS = 8192
+"""What routers and dispatchers hold of a layer beside what they save: counts, and where rows came from."""
+
+
+def of_a_layer(pool, jobs, settings, **model):
+    """What stock none and these hold of a layer with experts, counted and priced. `jobs`: with more layers first, because Megatron
+    keeps one table of auxiliary losses."""
+    settings, shape = (NONE, *settings), LayerShape.of(jobs[0])
+    many, few = pool.run(hold, jobs, [setting.fields for setting in settings], model)[0]
+    layers = jobs[0].model.layers - jobs[1].model.layers
+    counted = [(more - less) / layers for more, less in zip(many, few, strict=True)]
+    return counted, [sum(half.stays for half in layer_bytes(shape, setting, experts=True)) for setting in settings]
+
+
+@pytest.mark.long
+def test_experts_made_again_hold_no_more_than_is_priced(pool_of):
+    """Stock is not taken to be cheaper than it is. It holds up to a tenth less: what is still counted there is not understood."""
+    jobs = [tiny_job("llama", layers=layers, experts=EXPERTS | {"shared_ffn": 48}, **SIZE) for layers in (4, 2)]
+    settings = [StockSetting(recompute=(module,)) for module in ("shared_experts", "moe")]
+    counted, priced = of_a_layer(pool_of(1), jobs, settings)
+    assert counted[0] == pytest.approx(priced[0], abs=COUNTERS)
+    for held, said in zip(counted[1:], priced[1:], strict=True):
+        assert 0.88 * said < held < said + STATES + COUNTERS
+
+
+@pytest.mark.long
+def test_outputs_of_experts_that_are_made_again_are_let_go(te_pool):
+    """The activation only where one GEMM computes for all experts of a rank, norms only with Transformer Engine. What they spare
+    is priced but for random states, of which checkpoints of a layer share some."""
+    fields = {"implementation": "transformer_engine", "experts": EXPERTS, "dtype": "bf16"}
+    jobs = [tiny_job("llama", layers=layers, **SIZE, **fields) for layers in (4, 2)]
+    settings = [StockSetting(recompute=modules) for modules in (("moe_act",), ("layernorm", "moe_act"))]
+    counted, priced = of_a_layer(te_pool, jobs, settings, moe_grouped_gemm=True, bias_activation_fusion=True)
+    for setting, held, said in zip(settings, counted[1:], priced[1:], strict=True):
+        states = priced[0] - said - (counted[0] - held)
+        assert 0 <= states <= STATES * len(setting.recompute), setting.name
+
+
 def test_blocks_hold_what_is_priced(pool_of):
     job = tiny_job("llama", **SIZE)
     settings = [NONE, *(block(layers) for layers in (1, 2, 3)), FULL]
