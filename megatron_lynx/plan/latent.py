@@ -3,7 +3,6 @@
 up-projections       replayed anywhere: what they gather (sequence parallelism) is small, and kept for their replay
 linears that gather  the residual stream, with sequence parallelism: kept. Those are Megatron's own down-projections, and
                      `linear_q_proj` where queries are not compressed
-weight gradients     computed where stock computes them, as in all of the attention half
 """
 
 from __future__ import annotations

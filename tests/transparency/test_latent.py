@@ -13,18 +13,25 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import HALVES, MLP
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
+from tests.long import long
+from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
+from tests.transparency.deferring import deferring
 from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import checked
+from tests.transparency.test_weight_gradients import counts_of
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
@@ -121,6 +128,38 @@ def test_yarn(pool_of: Pools) -> None:
     """Queries and keys are turned otherwise, by the same code."""
     job = job_of("one rank")
     checked(pool_of, job, [latent_plan(job, all_of(job))], Trial(model=YARN, backward_thread=True))
+
+
+DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj", "PP2xVPP2": None}
+"""Where weight gradients are deferred, and what else may be the only one that is."""
+
+
+@pytest.mark.parametrize("layout", [*(name for name in DEFERRING if name != "TP2"), *long("TP2")])
+def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
+    """All of both halves' linears, of kept and of replayed halves, into whatever comes; each is computed once."""
+    job = job_of(layout)
+    profile = made_up_profile(job, link_s=1.0)
+    linears = [linear for section in job.model.kind_sections(experts=False) for linear in section.linears]
+    later = is_forward if job.parallel.tensor > 1 else None
+    plans = [
+        deferring(latent_plan(job, ()), **({"chosen": later} if later else {})),
+        deferring(latent_plan(job, all_of(job))),
+        deferring(latent_plan(job, HEADS), linears=[DEFERRING[layout] or linears[0]]),
+    ]
+    trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True}, canaries=True)
+    for rank, (kept, replayed, one) in enumerate(counts_of(pool_of, job, plans, trial)):
+        assert kept.deferred == replayed.deferred == one.deferred * len(linears) > 0 or job.parallel.tensor == 1
+        assert kept.filled > 0 or rank == 1
+        assert replayed.filled >= kept.filled
+        if later:  # all of a micro-batch's wait for the next forward: at the end of its backward all of them are pending
+            assert kept.deferred_bytes == job.model.layers * sum(
+                weight_gradient(profile, section, linear).bytes
+                for section in job.model.kind_sections(experts=False)
+                for linear in section.linears
+            )
+            spans = [span for span in rehearse(plans[0], profile).timeline().ranks[0] if span.kind == "weight_gradient"]
+            filled = {span.end_s for span in spans if span.filling}
+            assert (len(filled), len(spans) - len(filled)) == (kept.filled, kept.flushed)
 
 
 LIKE_DEEPSEEK = {
