@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy.dense import CORE_ATTENTION
+from megatron_lynx.anatomy.dense import CORE_ATTENTION, ROTARY
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameter_tensors import parameter_tensors
@@ -79,6 +79,18 @@ def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPoo
         assert {item: flops.get(item, 0) for item in job.model.kind_sections(experts=False)[0].names} == {
             item: flops_of(shape)[item] for item in job.model.kind_sections(experts=False)[0].names
         }
+
+
+@pytest.mark.parametrize(("exchange", "made_by"), [("p2p", (ROTARY, CORE_ATTENTION)), ("all_gather", (ROTARY, ROTARY))])
+def test_cut_sequences_keep_what_the_exchange_leaves(exchange: Any, made_by: tuple[str, str]) -> None:
+    """Around a ring the keys and values that came last, which no replay makes; values are narrower than keys, as they travel."""
+    query, keys = made_by
+    job = tiny_job("llama", kv_groups=4, latent=SIZES, context=2, context_exchange=exchange, **TE)
+    shape = LayerShape(job.model, job.parallel, job.batch.micro)
+    kept = [(one.made_by, one.bytes) for one in half_tensors(shape, "attention") if one.saved_by == (CORE_ATTENTION,)]
+    one = shape.tokens * 4 * 4  # bytes of a column of every head
+    assert shape.tokens == job.model.seq * job.batch.micro // 2
+    assert kept[:3] == [(query, one * 12), (keys, one * 12), (keys, one * 6)]
 
 
 def parameters_of(rank: int, job: Job) -> tuple[int, int]:

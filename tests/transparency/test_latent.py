@@ -41,6 +41,7 @@ DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}
 TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence_parallel": True}
 PP2 = {"pipeline": 2, "microbatches": 4, "layers": 4}
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 TE = {"implementation": "transformer_engine"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"latent": SIZES, "qk_norm": True, **TE},
@@ -53,6 +54,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP, local": {"latent": SIZES, "qk_norm": True, **SP2},
     "PP2": {"latent": SIZES, **PP2, **TE},
     "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
+    "CP2, a ring": {"latent": SIZES, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
+    "CP2, traded, local": {"latent": SIZES, "qk_norm": True, "context": 2, "context_exchange": "a2a"},
+    "CP2xTP2+SP, gathered": {"latent": DIRECT, "context": 2, "context_exchange": "all_gather", **SP2, **TE},
 }
 HEADS = ("kv_layernorm", "linear_kv_up_proj", "rotary")
 """What makes keys and values of all heads from what was compressed."""
@@ -99,7 +103,7 @@ def candidates(job: Job) -> list[Plan]:
     plans = [
         latent_plan(job, everything),
         latent_plan(job, HEADS),
-        latent_plan(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]]),
+        latent_plan(job, ["input_layernorm", *(item for item in everything if item == "core_attention"), *MLP.replayable[:1]]),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
         latent_plan(job, INNER_NORMS if job.model.qk_norm else ["input_layernorm", "rotary"]),
     ]
@@ -111,7 +115,8 @@ def candidates(job: Job) -> list[Plan]:
     return plans
 
 
-LONG = ("one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
+CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
+LONG = (*CUT, "one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
 """Layouts of which the others show, one by one, what each combines."""
 
 
