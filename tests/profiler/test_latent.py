@@ -35,6 +35,8 @@ JOBS = {
     "local, RMSNorm, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True),
     "local in bf16": tiny_job("gpt", latent=SIZES, dtype="bf16", micro=1),
     "Transformer Engine's": tiny_job("gpt", latent=SIZES, **TE),
+    "Transformer Engine's, normed": tiny_job("gpt", latent=SIZES, qk_norm=True, **TE),
+    "Transformer Engine's, RMSNorm in bf16": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True, dtype="bf16", **TE),
     "Transformer Engine's, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, **TE),
 }
 
@@ -52,6 +54,7 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     from megatron_lynx.profiler.measured.half_run import HalfRun, sites_of
     from megatron_lynx.profiler.measured.seconds import item_flops
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.te_layer import inner_norms
     from megatron_lynx.testbed.tiny_models import build_model
 
     initialise(job)
@@ -59,7 +62,8 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden, dtype=next(layer.parameters()).dtype)
     section = job.model.kind_sections(experts=False)[0]
-    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section))
+    norms = inner_norms(layer, section) if job.model.uses_te else {}
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section), norms)
     return blocks_of(run)[0], item_flops(run)
 
 
