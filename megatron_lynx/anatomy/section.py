@@ -204,8 +204,22 @@ class Section:
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
-        """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's."""
-        return tuple(item.name for item in self.items if item.is_linear) if self.column_parallel else ()
+        """Its linears whose weight gradients may be deferred, in the order of a forward."""
+        return tuple(item.name for item in self.items if item.is_linear)
+
+    def beside_wgrad(self, linear: str, sequence_parallel: bool) -> int | None:
+        """The ordinal of the backward's collective that the weight gradient of a linear hides where it is computed at once: the
+        reduction of its input's gradient. None where there is none."""
+        waited = enumerate(self.collectives("bwd", sequence_parallel))
+        return next((at for at, one in waited if one.beside == "wgrad" and (one.of or self.column_parallel) == linear), None)
+
+    def behind_wgrad(self, linear: str, sequence_parallel: bool) -> int:
+        """The ordinal of the backward's first collective that is waited for behind the place where the weight gradient of a
+        linear is computed, or deferred; as many as there are where none is."""
+        waited = self.collectives("bwd", sequence_parallel)
+        beside = self.beside_wgrad(linear, sequence_parallel)
+        before = (at for at, one in enumerate(waited) if self.place_behind(one) < self.index(linear))
+        return next(before, len(waited)) if beside is None else beside
 
     @cached_property
     def code_behind(self) -> Mapping[str, str]:

@@ -110,7 +110,15 @@ def _deferring(stage: Stage) -> Iterator[tuple[Linear, tuple[str, ...]]]:
     """The linears that defer their weight gradients, in the order in which backward reaches them, and the waits of each."""
     for layer, half in frames_of(stage):
         waits = stage.rule_for(layer).weight_gradients
-        yield from (((layer, linear), waits[linear]) for linear in reversed(DENSE[half].linears) if linear in waits)
+        yield from (
+            ((layer, linear), waits[linear]) for linear in reversed(_dense_in(stage, layer, half).linears) if linear in waits
+        )
+
+
+def _dense_in(stage: Stage, layer: int, half: Half) -> Section:
+    """What fills a half, or, in place of experts, what a layer without has: only that defers weight gradients."""
+    filling = stage.rule_for(layer).filling(half)
+    return DENSE[half] if filling.has_experts else filling
 
 
 def _assign(tasks: dict[Window, tuple[Task, ...]], window: Window | None, task: Task) -> None:

@@ -86,15 +86,19 @@ def _never_in_backward(
         yield "which is no wait of this stage"
     elif window.half == EXPERTS.half and plan.model.has_experts(window.layer):
         yield "which lies in a mixture of experts"
-    elif not another and windows.index(window) < windows.index(_first_behind(plan, windows, layer, section, linear)):
+    elif not another and windows.index(window) < _first_behind(plan, windows, layer, section, linear):
         yield "which comes before its own backward, and there is only one micro-batch"
 
 
-def _first_behind(plan: PlanContents, windows: list[Window], layer: int, section: Section, linear: str) -> Window:
-    """The first window behind the place where a linear's weight gradient is deferred: of the column-parallel one the wait for its
-    input's gradient, of the row-parallel one whatever comes behind the wait for the gathered gradient."""
-    collectives = section.collectives("bwd", plan.parallel.sequence_parallel)
-    behind_row = next(at for at, collective in enumerate(collectives) if collective.behind == "column_parallel")
-    first = behind_row if linear == section.row_parallel else len(collectives) - 1
-    own = [WindowAddress("bwd", layer, section.half, ordinal) for ordinal in range(first, len(collectives))]
-    return next(window for window in own if window in windows)
+def _first_behind(plan: PlanContents, windows: list[Window], layer: int, section: Section, linear: str) -> int:
+    """The place among a backward's windows of the first one behind that where a linear's weight gradient is deferred: of the
+    column-parallel one the wait for its input's gradient, of the row-parallel one whatever comes behind the wait for the gathered
+    gradient; of a linear that waits for nothing itself whatever comes behind it."""
+    first = section.behind_wgrad(linear, plan.parallel.sequence_parallel)
+    own = [at for at, window in enumerate(windows) if _is_in(window, layer, section)]
+    return next((at for at in own if windows[at].ordinal >= first), own[-1] + 1)  # type: ignore[union-attr]
+
+
+def _is_in(window: Window, layer: int, section: Section) -> bool:
+    """Whether a window lies in the backward of this half."""
+    return isinstance(window, WindowAddress) and window.passing == "bwd" and window.frame == (layer, section.half)

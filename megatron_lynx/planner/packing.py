@@ -105,11 +105,21 @@ class Ways:
 
     def best(self, filled_s: Sequence[float]) -> list[Packed]:
         """The best ones, one for each set of linears that may use forwards, the first for none; each once."""
-        beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
-        seconds = (self._length + beyond).sum(axis=1) + self._alone
+        seconds = self._seconds(filled_s)
         cost = seconds + self._cost
         best = dict.fromkeys(int(rows[cost[rows].argmin()]) for rows in self._subsets)
         return [Packed(float(seconds[row]), self._named(self._chosen[row])) for row in best]
+
+    def best_of_all(self, filled_s: Sequence[float]) -> Packed:
+        """The best one, whichever linears use forwards."""
+        seconds = self._seconds(filled_s)
+        row = int((seconds + self._cost).argmin())
+        return Packed(float(seconds[row]), self._named(self._chosen[row]))
+
+    def _seconds(self, filled_s: Sequence[float]) -> NDArray[np.float64]:
+        """What the layer's waits and its weight gradients take together, each way."""
+        beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
+        return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
 
     def _named(self, row: Sequence[int]) -> dict[str, str]:
         puts = ((linear.name, self._places[number][row[number]]) for number, linear in enumerate(self._linears))

@@ -67,12 +67,12 @@ class Rooms:
         return Wait(name, self._lengths_s[address], filled_s)
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        waits, column = self._addresses(layer), name == section.column_parallel
+        waits, sliced = self._addresses(layer), self.profile.shape.sequence_parallel
         own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
-        collectives = section.collectives("bwd", self.profile.shape.sequence_parallel)
-        behind_row = next((at for at, each in enumerate(collectives) if each.behind == "column_parallel"), 0)
-        beside = own[-1] if column and own else None
-        first = (own[-1] + 1 if column else next(at for at in own if waits[at].ordinal >= behind_row)) if own else 0
+        hides, behind = section.beside_wgrad(name, sliced), section.behind_wgrad(name, sliced)
+        beside = next((at for at in own if waits[at].ordinal == hides), None)
+        late = (at for at in own if waits[at].ordinal >= behind + (hides is not None))
+        first = next(late, own[-1] + 1) if own else 0
         number = [each for own in reversed(self._sections(layer)) for each in reversed(own.linears)].index(name)
         return Linear(
             name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))

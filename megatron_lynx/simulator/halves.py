@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -51,6 +51,8 @@ class Segments:
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """By linear: how many windows of its half's backward come before the place where its weight gradient is put off."""
 
 
 T = TypeVar("T")
@@ -139,7 +141,8 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
         return Segments(tuple(_between_forward(items, section, waited)), windows_s)
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
-    return Segments(tuple(_between_backward(left, section, waited)), windows_s)
+    ends = {each: min(section.behind_wgrad(each, profile.shape.sequence_parallel), len(waited)) for each in section.linears}
+    return Segments(tuple(_between_backward(left, section, waited)), windows_s, ends)
 
 
 def _of_experts(profile: Profile, passing: Pass, section: Section, windows_s: tuple[float, ...]) -> Segments:
@@ -232,7 +235,7 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
-        ran_s = _defer(walk, half, ordinal, last, defers)
+        ran_s = _defer(walk, half, ordinal, parts, defers)
         if ordinal == last:  # [3]
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
@@ -253,19 +256,18 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
             walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
 
 
-def _defer(walk: Walk, half: Treated, ordinal: int, last: int, defers: bool) -> float:
+def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: bool) -> float:
     """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
     `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
     backward puts none off: then those that a linear has left come right before its own."""
     ran_s = 0.0
     for linear, deferral in half.deferred.items():
-        column = linear == half.section.column_parallel
-        if ordinal == max(0, last if column else last - 1):
-            of = LinearOf(half.layer, half.half, linear)
+        if ordinal == parts.ends[linear]:
+            of, reduces = LinearOf(half.layer, half.half, linear), linear != half.section.row_parallel
             ran = walk.defer(of, deferral.cost) if defers else walk.catch_up(of)
-            if column:
+            if reduces:
                 ran_s += ran
-            else:
+            if not reduces or ordinal < len(parts.windows_s) - 1:
                 walk.holds(of, deferral.cost.gradient_bytes)
     return ran_s
 
