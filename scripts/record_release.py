@@ -40,19 +40,19 @@ COMING = (
 
 def core_draft() -> str:
     """What differs in the megatron-core that can be imported."""
-    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "beside_te": (), "beside_experts": (), "beside_latent": ()}
+    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "te": (), "experts": (), "latent": ()}
     unread = []
     try:
         installed_te()
     except HookRefused:
-        del tables["beside_te"]
-        unread = ["    # beside_te: not read, because Transformer Engine cannot be imported"]
+        del tables["te"]
+        unread = ["    # te: not read, because Transformer Engine cannot be imported"]
     return draft("CORE", installed_version(), KNOWN, tables, unread)
 
 
 def te_draft() -> str:
     """What differs in the Transformer Engine that can be imported."""
-    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "in_fp8": ()})
+    return draft("TE", installed_te(), KNOWN_TE, {"fingerprints": (), "fp8": ()})
 
 
 def double_buffered_draft() -> str:
@@ -74,9 +74,14 @@ def draft(
     lines = [f"{constant(name, version)} = {constant(name, before.version)}.then(  # recorded from {version}"]
     lines += [f'    "{minor_of(version)}",', *unread]
     for table, coming in tables.items():
-        ever = dict.fromkeys(function for release in known.values() for function in getattr(release, table))
-        lines += written(table, difference(getattr(before, table), [*ever, *coming]))
+        ever = dict.fromkeys(function for release in known.values() for function in recorded(release, table))
+        lines += written(table, difference(recorded(before, table), [*ever, *coming]))
     return "\n".join([*lines, ")", ""])
+
+
+def recorded(release: Release, table: str) -> Mapping[str, str]:
+    """One table of a release: that of all runs, or of those that have something."""
+    return release.fingerprints if table == "fingerprints" else release.only_with.get(table, {})
 
 
 def constant(name: str, version: str) -> str:

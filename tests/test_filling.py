@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import inf
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.when_not import job_of, under
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.cost.stage_memory import memory_of_stages
@@ -16,7 +18,8 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
-from megatron_lynx.planner.packing import Linear, Put, Ways
+from megatron_lynx.planner.packing import LONG, Linear, Put, Ways
+from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
@@ -138,6 +141,25 @@ def test_packing_tries_every_way():
     (alone,) = (each for each in rest if each.waits == {"linear_fc2": "fwd.mlp.0"})
     assert first.seconds - alone.seconds == pytest.approx(1.0)
     assert {each.seconds for each in rest} == {alone.seconds}, "or both are deferred: the other one's wait then hides this one"
+
+
+def test_packing_in_turns_finds_nearly_what_every_way_finds():
+    """Five linears, three of which hide a wait, and seven waits."""
+    names = [*(f"bwd.attention.{number}" for number in range(5)), "fwd.attention.0", "fwd.mlp.0"]
+    puts = [Put(at, name, LONG if is_forward(name) else at) for at, name in enumerate(names)]
+    linears = [
+        Linear("linear_proj", 1.6, 9, None, tuple(puts[1:])),
+        *(Linear(f"linear_{at}_up_proj", 0.9 - at / 5, 5, at, tuple(puts[at + 1 :])) for at in range(3)),
+        Linear("linear_kv_down_proj", 0.2, 1, None, tuple(puts[5:])),
+    ]
+    lengths_s = (0.5, 1.0, 2.0, 0.7, 0.1, 1.5, 0.4)
+    for filled_s in ((0.0,) * 7, (0.5, 0.0, 2.0, 0.0, 0.0, 0.3, 0.0), lengths_s):
+        every, turns = (kind(lengths_s, linears, 1.1).best(filled_s) for kind in (Ways, InTurns))
+        for found, best in ((turns[0], every[0]), (turns[-1], min(every, key=attrgetter("seconds")))):
+            assert best.seconds - 1e-9 <= found.seconds <= 1.04 * best.seconds
+        assert not any(is_forward(wait) for wait in turns[0].waits.values())
+    assert isinstance(ways_of(lengths_s, linears, 1.1), InTurns)
+    assert isinstance(ways_of(lengths_s, linears[:4], 1.1), Ways)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -213,24 +213,25 @@ class Section:
 
     @cached_property
     def linears(self) -> tuple[str, ...]:
-        """Its linears whose weight gradients may be deferred, in the order of a forward: none of latent attention's. An item of
-        experts stands for the linears of all of a rank's."""
-        may = self.column_parallel or self.has_experts
-        return tuple(item.name for item in self.items if item.is_linear or item.of_experts) if may else ()
+        """Its linears whose weight gradients may be deferred, in the order of a forward. An item of experts stands for all of a
+        rank's."""
+        return tuple(item.name for item in self.items if item.is_linear or item.of_experts)
 
-    def deferred_before(self, linear: str, sequence_parallel: bool) -> int:
-        """The number of the backward window before which a linear's weight gradient is left for later.
+    def beside_wgrad(self, linear: str, sequence_parallel: bool) -> int | None:
+        """The ordinal of the backward's collective that the weight gradient of a linear hides where it is computed at once: the
+        reduction of its input's gradient. None where there is none."""
+        waited = enumerate(self.collectives("bwd", sequence_parallel))
+        return next((at for at, one in waited if one.beside == "wgrad" and (one.of or self.column_parallel) == linear), None)
 
-        Stock computes that of the column-parallel linear beside the last collective, and that of the row-parallel one behind the
-        wait for the gathered gradient, if that is gathered. Of experts as many exchanges have passed by then: of shared ones all,
-        whose backward comes when that of the others is over.
-        """
-        if self.exchanges:
-            return sum(self.place_behind(each) > self.index(linear) for each in self.exchanges_of["bwd"])
-        collectives = self.collectives("bwd", sequence_parallel)
-        if linear == self.column_parallel:
-            return len(collectives) - 1
-        return next(at for at, collective in enumerate(collectives) if collective.behind == "column_parallel")
+    def behind_wgrad(self, linear: str, sequence_parallel: bool) -> int:
+        """The ordinal of the backward's first collective, or exchange, that is waited for behind the place where the weight
+        gradient of a linear is computed, or deferred; as many as there are where none is. Of shared experts none is: their
+        backward comes when that of the others is over."""
+        waited: tuple[Collective | Exchange, ...] = self.collectives("bwd", sequence_parallel)
+        waited = self.exchanges_of.get("bwd", waited)
+        beside = self.beside_wgrad(linear, sequence_parallel)
+        before = (at for at, one in enumerate(waited) if self.place_behind(one) < self.index(linear))
+        return next(before, len(waited)) if beside is None else beside
 
     @cached_property
     def code_behind(self) -> Mapping[str, str]:

@@ -131,9 +131,9 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("megatron-core does not read as recorded", stale)
     if run.uses_te and (stale := _stale_te(release, run)):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
-    if run.expert_layers and (stale := release.stale_beside_experts()):
+    if run.expert_layers and (stale := release.stale_with("experts")):
         raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
-    if run.has_latents and (stale := release.stale_beside_latent()):
+    if run.has_latents and (stale := release.stale_with("latent")):
         raise HookRefused("megatron-core's latent attention does not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
@@ -166,8 +166,13 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
 
 
 def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
-    te = present_te()
-    return [*release.stale_beside_te(), *te.stale(), *(te.stale_in_fp8() if run.fp8 else ())]
+    te, beside = present_te(), release.stale_with("te")
+    if "te" not in release.only_with:
+        found, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
+        if run.has_latents:  # which Megatron's own layers cannot be built with
+            todo = "train with a later release of megatron-core"
+        beside = [Problem("layers", found, "a later release", todo)]
+    return [*beside, *te.stale(), *(te.stale_with("fp8") if run.fp8 else ())]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Windows]) -> Iterator[Claim]:

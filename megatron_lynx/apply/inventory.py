@@ -67,27 +67,17 @@ def held_here() -> list[Held]:
     Raises `HookRefused` for a megatron-core that is not known.
     """
     release = present_release()
-    held = [*inventory(release), *beside_experts(release), *beside_latent(release)]
     try:
         te = present_te()
     except HookRefused:  # the doctor says so
-        return held
-    return [*held, *beside_te(release), *inventory(te), *_rows(te.version, te.in_fp8)]
+        return [*inventory(release), *_in_some_runs(release, but="te")]
+    return [*inventory(release), *_in_some_runs(release), *inventory(te), *_in_some_runs(te)]
 
 
-def beside_experts(release: Release) -> Iterator[Held]:
-    """The functions of megatron-core that matter only with mixtures of experts."""
-    yield from _rows(release.version, release.beside_experts)
-
-
-def beside_latent(release: Release) -> Iterator[Held]:
-    """The functions of megatron-core that matter only with latent attention."""
-    yield from _rows(release.version, release.beside_latent)
-
-
-def beside_te(release: Release) -> Iterator[Held]:
-    """The functions of megatron-core that matter only with Transformer Engine's layers."""
-    yield from _rows(release.version, release.beside_te)
+def _in_some_runs(release: Release, but: str = "") -> Iterator[Held]:
+    """The functions that matter only in runs that have something. `but`: what cannot be imported."""
+    for what, recorded in release.only_with.items():
+        yield from _rows(release.version, recorded) if what != but else ()
 
 
 def _rows(version: str, recorded: Mapping[str, str], hook: str | None = None) -> Iterator[Held]:

@@ -21,8 +21,6 @@ ROWS, COLUMNS = 8, 16
 def size_problems(model: Model, parallel: Parallel) -> Iterator[str]:
     """Sizes of the model that the layout cannot divide, in words with both numbers."""
     tensor, context = parallel.tensor, parallel.context
-    if model.latent is not None and context > 1:
-        yield f"parallel.context ({context}) must be 1 with model.latent: what its ranks would exchange is not priced"
     divide = f"such as {_divisors(gcd(model.heads, model.ffn, model.kv_groups))}"
     for name, value in (("heads", model.heads), ("ffn", model.ffn), ("kv_groups", model.kv_groups)):
         if value % tensor:

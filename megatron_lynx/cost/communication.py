@@ -53,7 +53,7 @@ def _exposed_s(
 ) -> float:
     """What is left of a collective: the GEMM beside it hides the rest, if it is there."""
     seconds = profile.link_s(collective.kind, _carried_bytes(profile, section, collective, message_bytes))
-    if collective.beside == "wgrad" and section.column_parallel in deferred:
+    if collective.beside == "wgrad" and (collective.of or section.column_parallel) in deferred:
         return seconds
     return max(0.0, seconds - _beside_s(profile, section, collective))
 
@@ -85,10 +85,17 @@ def _latent_width(profile: Profile, collective: Collective) -> int:
     sizes, te = profile.shape.latent, profile.shape.implementation == "transformer_engine"
     assert sizes is not None, "a profile of latent attention says its sizes"
     if collective.carries != "latent":
-        return {Q_UP.name: sizes.q_rank or 0, KV_UP.name: sizes.kv_rank}.get(collective.of, profile.shape.hidden)
+        return latent_input_width(profile, collective.of)
     if collective.of == Q_DOWN.name:
         return sizes.q_rank or 0
     return sizes.rope_size if te else sizes.kv_down_width
+
+
+def latent_input_width(profile: Profile, linear: str) -> int:
+    """Columns of what a linear of latent attention that makes heads or compresses reads."""
+    sizes = profile.shape.latent
+    assert sizes is not None, "a profile of latent attention says its sizes"
+    return {Q_UP.name: sizes.q_rank or 0, KV_UP.name: sizes.kv_rank}.get(linear, profile.shape.hidden)
 
 
 def kept_gathers_bytes(profile: Profile, section: Section, replay: Collection[str], message_bytes: int) -> int:

@@ -3,7 +3,6 @@
 up-projections       replayed anywhere: what they gather (sequence parallelism) is small, and kept for their replay
 linears that gather  the residual stream, with sequence parallelism: kept. Those are Megatron's own down-projections, and
                      `linear_q_proj` where queries are not compressed
-weight gradients     computed where stock computes them, as in all of the attention half
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ def misplaced(plan: PlanContents) -> Iterator[str]:
         yield f"model.kv_groups is {model.kv_groups}, needed {model.heads} (heads): latent attention has keys for every head"
     if model.fp8 is not None:
         yield f"model.fp8 is {model.fp8}, needed none: latent attention in FP8 is not planned"
-    if plan.parallel.context > 1:
-        yield f"parallel.context is {plan.parallel.context}, needed 1: latent attention cut by sequence is not planned"
     if plan.parallel.userbuffers:
         yield "parallel.userbuffers is true, needed false: latent attention with --tp-comm-overlap is not planned"
 

@@ -98,7 +98,9 @@ class Rule(Part):
 
     def filling(self, half: Half) -> Section:
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
-        named, (dense, *others) = {*self.keep, *self.replay, *self.weight_gradients}, FILLING[half]
+        dense, *others = FILLING[half]
+        of_experts = {linear for section in others if section.has_experts for linear in section.linears}
+        named = {*self.keep, *self.replay, *of_experts.intersection(self.weight_gradients)}
         found = [section for section in others if named & set(section.names) - set(dense.names)]
         return max(found, key=lambda section: len(named & set(section.names)), default=dense)
 

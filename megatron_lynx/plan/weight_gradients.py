@@ -122,9 +122,14 @@ def _never_in_backward(
 
 
 def _first_behind(plan: PlanContents, windows: list[Window], layer: int, section: Section, linear: str) -> int:
-    """The place among all windows of the first one behind where a linear's weight gradient is deferred: of its own half, or right
-    behind that."""
-    first = section.deferred_before(linear, plan.parallel.sequence_parallel)
-    backward = ((at, each) for at, each in enumerate(windows) if isinstance(each, WindowAddress) and each.passing == "bwd")
-    own = {at: each.ordinal for at, each in backward if each.frame == (layer, section.half)}
-    return next((at for at, ordinal in own.items() if ordinal >= first), max(own) + 1)
+    """The place among a backward's windows of the first one behind that where a linear's weight gradient is deferred: of the
+    column-parallel one the wait for its input's gradient, of the row-parallel one whatever comes behind the wait for the gathered
+    gradient; of a linear that waits for nothing itself whatever comes behind it."""
+    first = section.behind_wgrad(linear, plan.parallel.sequence_parallel)
+    own = [at for at, window in enumerate(windows) if _is_in(window, layer, section)]
+    return next((at for at in own if windows[at].ordinal >= first), own[-1] + 1)  # type: ignore[union-attr]
+
+
+def _is_in(window: Window, layer: int, section: Section) -> bool:
+    """Whether a window lies in the backward of this half."""
+    return isinstance(window, WindowAddress) and window.passing == "bwd" and window.frame == (layer, section.half)

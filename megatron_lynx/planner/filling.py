@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import COLUMN_PARALLEL
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.planner.packing import NOWHERE, Packed, Ways
+from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
 from megatron_lynx.planner.rooms import Rooms
 from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.profile import Profile
@@ -79,7 +79,7 @@ def _receives(job: Job, entry: Stage) -> bool:
 class Known:
     """The ways to fill layers, worked out once where waits are alike."""
 
-    ways: dict[object, Ways] = field(default_factory=dict)
+    ways: dict[object, Ways | InTurns] = field(default_factory=dict)
     best: dict[object, list[Packed]] = field(default_factory=dict)
 
 
@@ -96,7 +96,7 @@ class _Filling:
         layers = {layer: self._packings(layer) for layer in self.rooms.entry.layers}
         for layer, found in layers.items():
             if not self._choose(layer, found[0]):
-                any(self._choose(layer, some) for some in _parts(found[0]))
+                any(self._choose(layer, some) for some in self._parts(layer, found[0]))
         gains = [
             ((found[0].seconds - other.seconds) / self._in_forwards_bytes(other), -layer, other)
             for layer, found in layers.items()
@@ -125,7 +125,7 @@ class _Filling:
         lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
         key = lengths_s, linears
         if key not in self.known.ways:
-            self.known.ways[key] = Ways(lengths_s, linears, self.rooms.profile.interference)
+            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.profile.interference)
         if (key, filled_s) not in self.known.best:
             self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
         return self.known.best[key, filled_s]
@@ -155,6 +155,13 @@ class _Filling:
         begins_s = self.slack.begins_s((layer, self.rooms.half_of(linear)))
         return self.rooms.cost(linear).bytes, begins_s, self.slack.opens_s(window_at(wait, layer))
 
+    def _parts(self, layer: int, packed: Packed) -> Iterator[Packed]:
+        """One weight gradient of several alone, where each gains something by itself: not where one that hides a wait makes room
+        for others."""
+        hiding = {linear.name for linear in self.rooms.linears(layer) if linear.beside is not None}
+        if len(packed.waits) > 1 and not packed.waits.keys() & hiding:
+            yield from (Packed(packed.seconds, {linear: wait}) for linear, wait in packed.waits.items())
+
     def _in_forwards_bytes(self, packed: Packed) -> int:
         return sum(self.rooms.cost(linear).bytes for linear, wait in packed.waits.items() if is_forward(wait)) or 1
 
@@ -172,13 +179,6 @@ class _Filling:
         size_bytes = self.slack.most_taken_bytes + max(self.rooms.cost(linear).bytes for linear in linears)
         bound = WeightGradients(bytes=-(-size_bytes // MIB) * MIB)
         return entry.model_copy(update={"rules": joined(rules), "weight_gradients": bound})
-
-
-def _parts(packed: Packed) -> Iterator[Packed]:
-    """One weight gradient of several alone, where each gains something by itself: not where a column-parallel linear's makes room
-    for others."""
-    if len(packed.waits) > 1 and not packed.waits.keys() & set(COLUMN_PARALLEL):
-        yield from (Packed(packed.seconds, {linear: wait}) for linear, wait in packed.waits.items())
 
 
 def _waits(wait: str, receives: bool) -> tuple[str, ...]:  # [2]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +25,6 @@ from megatron_lynx.anatomy.address import is_forward
 
 WORTH = 0.02
 """The part of its own seconds that putting a weight gradient off must gain: it is one more thing to run elsewhere."""
-
-MOST_WAYS = 50_000
-"""So many are tried, in a second or less. Only layers with experts have more."""
 
 LONG = 1000
 """How many windows a weight gradient waits that runs in a forward: more than in any backward."""
@@ -84,7 +80,7 @@ class Ways:
     def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
         self._linears = linears
         self._interference = interference
-        self._places = _few([[None, *linear.places] for linear in linears])
+        self._places = [(None, *linear.places) for linear in linears]
         self._chosen = np.array(list(product(*(range(len(places)) for places in self._places))))
         self._length = np.tile(np.array(lengths_s), (len(self._chosen), 1))
         self._fill = np.zeros_like(self._length)
@@ -109,19 +105,22 @@ class Ways:
 
     def best(self, filled_s: Sequence[float]) -> list[Packed]:
         """The best ones, one for each set of linears that may use forwards, the first for none; each once."""
-        beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
-        seconds = (self._length + beyond).sum(axis=1) + self._alone
+        seconds = self._seconds(filled_s)
         cost = seconds + self._cost
         best = dict.fromkeys(int(rows[cost[rows].argmin()]) for rows in self._subsets)
         return [Packed(float(seconds[row]), self._named(self._chosen[row])) for row in best]
 
+    def best_of_all(self, filled_s: Sequence[float]) -> Packed:
+        """The best one, whichever linears use forwards."""
+        seconds = self._seconds(filled_s)
+        row = int((seconds + self._cost).argmin())
+        return Packed(float(seconds[row]), self._named(self._chosen[row]))
+
+    def _seconds(self, filled_s: Sequence[float]) -> NDArray[np.float64]:
+        """What the layer's waits and its weight gradients take together, each way."""
+        beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
+        return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
+
     def _named(self, row: Sequence[int]) -> dict[str, str]:
         puts = ((linear.name, self._places[number][row[number]]) for number, linear in enumerate(self._linears))
         return {name: put.name for name, put in puts if put is not None}
-
-
-def _few(places: list[list[Put | None]]) -> list[list[Put | None]]:
-    """The places of each linear without the last ones of those that have most, until there are few enough ways."""
-    while prod(map(len, places)) > MOST_WAYS:
-        max(places, key=len).pop()
-    return places

@@ -76,9 +76,10 @@ class Rooms:
         return Wait(name, self._lengths_s[address], filled_s)
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        waits, column = self._addresses(layer), name == section.column_parallel
+        waits, sliced = self._addresses(layer), self.profile.shape.sequence_parallel
         own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
-        beside = own[-1] if column and own and not section.exchanges else None
+        hides = section.beside_wgrad(name, sliced)
+        beside = next((at for at in own if waits[at].ordinal == hides), None)
         first = self._first(waits, section, name)
         number = [each for own in reversed(self._sections(layer)) for each in reversed(self._linears(own))].index(name)
         return Linear(
@@ -88,8 +89,8 @@ class Rooms:
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
         """The number of the first wait of the layer's backward that comes when this weight gradient could have been left: as many
         as there are where all of them are over by then."""
-        least = section.deferred_before(name, self.profile.shape.sequence_parallel)
-        least += name == section.column_parallel  # that one it hides where it is
+        sliced = self.profile.shape.sequence_parallel
+        least = section.behind_wgrad(name, sliced) + (section.beside_wgrad(name, sliced) is not None)
         over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
         return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
 

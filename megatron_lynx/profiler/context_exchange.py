@@ -14,6 +14,8 @@ Source: `AttnFuncWithCPAndKVP2P`, `AttnFuncWithCPAndKVAllGather` and `AttnFuncWi
 
 from __future__ import annotations
 
+from megatron_lynx.profiler.exchanged import AttentionBytes
+from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.roofline import Passes, Roofline
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -29,15 +31,21 @@ def exchanging_s(alone: Passes, shape: LayerShape, roof: Roofline) -> Passes:
     return _in_turns(alone, turns, shape, roof) + _traded_s(traders, shape, roof)
 
 
-def _keys_and_values_bytes(shape: LayerShape) -> int:
-    return 2 * shape.model.element_bytes * shape.tokens * shape.key_width
+def _exchanged_bytes(shape: LayerShape) -> AttentionBytes:
+    """What a rank has of queries, keys, values and the result. Of latent attention values travel as narrow as they are."""
+    if shape.model.latent is not None:
+        return LatentShape.of(shape).attention_bytes()
+    one = shape.model.element_bytes * shape.tokens
+    query, key = one * shape.query_width, one * shape.key_width
+    return AttentionBytes(query, key, key, query)
 
 
 def _in_turns(alone: Passes, turns: int, shape: LayerShape, roof: Roofline) -> Passes:
     """Around a ring of so many ranks, or of groups, each rank of which has its heads of the whole group's rows."""
     if turns == 1:
         return alone
-    arriving = _keys_and_values_bytes(shape)
+    _, key, value, _ = _exchanged_bytes(shape)
+    arriving = key + value
     moved_s = roof.ring.seconds(arriving), roof.ring.seconds(2 * arriving)
     turns_s = alone.forward_s / turns, alone.backward_s / turns
     return Passes(*(turn + (turns - 1) * max(turn, moved) for turn, moved in zip(turns_s, moved_s, strict=True)))
@@ -46,8 +54,9 @@ def _in_turns(alone: Passes, turns: int, shape: LayerShape, roof: Roofline) -> P
 def _gathered_s(shape: LayerShape, roof: Roofline) -> Passes:
     """Keys and values are gathered one after the other; in backward again, and their gradients are scattered."""
     others = shape.parallel.context - 1
-    one_s = roof.ring.seconds(others * _keys_and_values_bytes(shape) / 2)
-    return Passes(2 * one_s, 4 * one_s)
+    _, key, value, _ = _exchanged_bytes(shape)
+    both_s = roof.ring.seconds(others * key) + roof.ring.seconds(others * value)
+    return Passes(both_s, 2 * both_s)
 
 
 def _traded_s(traders: int, shape: LayerShape, roof: Roofline) -> Passes:
@@ -55,7 +64,5 @@ def _traded_s(traders: int, shape: LayerShape, roof: Roofline) -> Passes:
     if traders == 1:
         return Passes(0.0, 0.0)
     share = (traders - 1) / traders
-    query = shape.model.element_bytes * shape.tokens * shape.query_width
-    messages = (query, _keys_and_values_bytes(shape) / 2, _keys_and_values_bytes(shape) / 2, query)
-    seconds = sum(roof.traders.seconds(share * message) for message in messages)
+    seconds = sum(roof.traders.seconds(share * message) for message in _exchanged_bytes(shape))
     return Passes(seconds, seconds)

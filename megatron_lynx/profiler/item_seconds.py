@@ -122,7 +122,7 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
     element = shape.model.element_bytes
     read = element * shape.tokens * 2 * (shape.query_width + shape.key_width)
     if shape.model.latent is not None:
-        read = LatentShape.of(shape).attention_bytes()
+        read = sum(LatentShape.of(shape).attention_bytes())
     if shape.model.attention == "flash":
         causal = flops / 2
         kernel = shape.model.attention_kernel

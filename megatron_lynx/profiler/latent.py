@@ -22,6 +22,7 @@ from megatron_lynx.anatomy import Item, Section
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_PROJ, ROTARY
 from megatron_lynx.anatomy.latent import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
 from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.profiler.exchanged import AttentionBytes, kept_beside_exchange
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 
@@ -77,10 +78,11 @@ class LatentShape:
         flops[CORE_ATTENTION] = 2 * self.layer.scores * (self.sizes.query_head_size + self.sizes.value_head_size)
         return flops
 
-    def attention_bytes(self) -> int:
+    def attention_bytes(self) -> AttentionBytes:
         """What the core attention reads and writes."""
-        width = 2 * self.heads * (self.sizes.query_head_size + self.sizes.value_head_size)
-        return self.layer.model.element_bytes * self.layer.tokens * width
+        one = self.layer.model.element_bytes * self.layer.tokens * self.heads
+        query, value = one * self.sizes.query_head_size, one * self.sizes.value_head_size
+        return AttentionBytes(query, query, value, value)
 
     def traffic(self, item: Item) -> tuple[int, int]:
         """Bytes read and written by an item without a GEMM that only latent attention has, or has otherwise."""
@@ -142,7 +144,10 @@ class LatentShape:
         sizes, one = self.sizes, self.layer.tokens * self.layer.model.element_bytes
         for linear in (Q_UP if sizes.compressed else Q_PROJ, KV_UP):
             yield SavedTensor(bytes=one * self.linear(linear.name)[2], made_by=linear.name, saved_by=(), output=True)
-        widths = (sizes.query_head_size, sizes.query_head_size, sizes.value_head_size)
-        yield from (SavedTensor(bytes=one * self.heads * width, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for width in widths)
+        if self.layer.parallel.context > 1 and not self.layer.eager:
+            yield from kept_beside_exchange(self.layer.parallel, self.attention_bytes(), ROTARY)
+        else:
+            query, key, value, _ = self.attention_bytes()
+            yield from (SavedTensor(bytes=size, made_by=ROTARY, saved_by=(CORE_ATTENTION,)) for size in (query, key, value))
         table = self.layer.model.seq // self.layer.parallel.context * sizes.rope_size * self.layer.model.element_bytes
         yield from (SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from megatron_lynx.anatomy import ATTENTION, MLP, Half, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
+from megatron_lynx.profiler.exchanged import AttentionBytes, kept_beside_exchange
 from megatron_lynx.profiler.latent import FP32_BYTES as FP32_BYTES
 from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.profile import SavedTensor
@@ -82,22 +83,14 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
 
 
 def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[SavedTensor]:
-    """What fused attention keeps of queries, keys and values where context-parallel ranks exchange them.
-
-    Around a ring it keeps, with its own queries, the keys and values that came last; ranks that trade heads keep what they got,
-    and the result as it was before it was traded back. Only those that gather keep their own, which a replay can make again.
-    Fused kernels take what nothing changed out of the projection's block, as a copy.
-    """
-    model, layout = shape.model, shape.parallel
+    """What fused attention keeps of queries, keys and values where context-parallel ranks exchange them. Fused kernels take what
+    nothing changed out of the projection's block, as a copy."""
+    model = shape.model
     blocks = [SavedTensor(bytes=whole, made_by=LINEAR_QKV, saved_by=(), output=True)]
     if model.qk_norm:
         blocks += _query_key_norms(shape, query, key)
     handed_on = ROTARY if model.position == "rope" or model.qk_norm else CORE_ATTENTION
-    traders, _ = layout.context_groups
-    own_queries = handed_on if traders == 1 else CORE_ATTENTION
-    own_keys = handed_on if layout.context_exchange == "all_gather" else CORE_ATTENTION
-    made = ((query, own_queries), (key, own_keys), (key, own_keys), (query if traders > 1 else 0, CORE_ATTENTION))
-    return [*blocks, *(SavedTensor(bytes=size, made_by=item, saved_by=(CORE_ATTENTION,)) for size, item in made)]
+    return [*blocks, *kept_beside_exchange(shape.parallel, AttentionBytes(query, key, key, query), handed_on)]
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:

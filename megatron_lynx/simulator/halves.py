@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -52,6 +52,8 @@ class Segments:
 
     compute_s: tuple[float, ...]
     windows_s: tuple[float, ...]
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """By linear: how many windows of its half's backward come before the place where its weight gradient is put off."""
 
 
 T = TypeVar("T")
@@ -138,8 +140,9 @@ def segments(profile: Profile, passing: Pass, section: Section, message_bytes: i
         return _with_rest(profile, passing, section, Segments(tuple(_between_forward(items, section, waited)), windows_s))
     off = {linear: weight_gradient(profile, section, linear).seconds for linear in deferred}
     left = {name: _without(item, off[name]) if name in off else item for name, item in items.items()}
-    between_s = tuple(_between_backward(left, section, waited))
-    return _with_rest(profile, passing, section, Segments(between_s, windows_s), sum(off.values()))
+    ends = {each: min(section.behind_wgrad(each, profile.shape.sequence_parallel), len(waited)) for each in section.linears}
+    parts = Segments(tuple(_between_backward(left, section, waited)), windows_s, ends)
+    return _with_rest(profile, passing, section, parts, sum(off.values()))
 
 
 def _with_rest(profile: Profile, passing: Pass, section: Section, parts: Segments, off_s: float = 0.0) -> Segments:
@@ -150,7 +153,7 @@ def _with_rest(profile: Profile, passing: Pass, section: Section, parts: Segment
     whole_s = (half.forward_s if passing == "fwd" else half.backward_s) - off_s
     *compute_s, last_s = parts.compute_s
     rest_s = max(0.0, whole_s - sum(parts.windows_s) - sum(compute_s) - last_s)
-    return Segments((*compute_s, last_s + rest_s), parts.windows_s)
+    return replace(parts, compute_s=(*compute_s, last_s + rest_s))
 
 
 def _without(item: ItemProfile, wgrad_s: float) -> ItemProfile:
@@ -233,7 +236,7 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
         walk.compute(compute_s)
-        ran_s = _defer(walk, half, ordinal, last, defers)
+        ran_s = _defer(walk, half, ordinal, parts, defers)
         if ordinal == last:  # [3]
             first = max(0, min(regenerated, left - half.memory.tail))
             walk.hold(half.memory.tail - left, regenerated_bytes=-first)
@@ -250,7 +253,7 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
 def _let_go_of(section: Section) -> tuple[str, ...]:
     """The linears whose inputs a half lets go of in its last window: its last one's, or those of all experts."""
     if section.has_experts:
-        return tuple(linear for linear in section.linears if section.deferred_before(linear, False) < len(EXCHANGES["bwd"]))
+        return tuple(linear for linear in section.linears if section.behind_wgrad(linear, False) < len(EXCHANGES["bwd"]))
     return section.linears[-1:]
 
 
@@ -261,27 +264,20 @@ def _hold_rest(walk: Walk, half: Treated, *linears: str) -> None:
             walk.holds(LinearOf(half.layer, half.half, linear), half.deferred[linear].cost.bytes)
 
 
-def _defer(walk: Walk, half: Treated, ordinal: int, last: int, defers: bool) -> float:
+def _defer(walk: Walk, half: Treated, ordinal: int, parts: Segments, defers: bool) -> float:
     """Puts off the weight gradients of the linears whose backward ends with this segment, which is the one before the window
     `ordinal`; the seconds of others that then run beside that window's collective, because they no longer fit, or because this
     backward puts none off: then those that a linear has left come right before its own."""
     ran_s, section = 0.0, half.section
     for linear, deferral in half.deferred.items():
-        column = linear == section.column_parallel
-        if ordinal == _left_in(section, linear, last):
-            of = LinearOf(half.layer, half.half, linear)
+        if ordinal == parts.ends[linear]:
+            of, reduces = LinearOf(half.layer, half.half, linear), not section.exchanges and linear != section.row_parallel
             ran = walk.defer(of, deferral.cost) if defers else walk.catch_up(of)
-            ran_s += ran if column and not section.exchanges else 0.0
-            if not column:
+            if reduces:
+                ran_s += ran
+            if not reduces or ordinal < len(parts.windows_s) - 1:
                 walk.holds(of, deferral.cost.gradient_bytes)
     return ran_s
-
-
-def _left_in(section: Section, linear: str, last: int) -> int:
-    """With which segment of a backward, whose last window is `last`, a linear's own backward ends."""
-    if section.exchanges:
-        return min(section.deferred_before(linear, False), last + 1)
-    return max(0, last if linear == section.column_parallel else last - 1)
 
 
 def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) -> Due:

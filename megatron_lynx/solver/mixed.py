@@ -4,6 +4,7 @@
     [1] all alike        every combination of what no other option of its kind beats   ──> the fastest that fits
     [2] two sorts        the first k layers as a faster combination that does not fit, those above as one that does:
                          the largest k that keeps within the budget
+    [3] one price        all kinds pay the same for a byte (`solver.one_price`); two sorts, before and behind the last step
 
 Peaks of all combinations are worked out side by side, half by half in backward order, as `cost.memory.peak_bytes` does for one.
 How far the answer is from the best is unknown (`Solved.gap`), and replays of cool-down do not share a receive.
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lynx.solver.answer import Solved, infeasible, layers_of
+from megatron_lynx.solver.one_price import at_rising_prices
 from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -38,15 +40,23 @@ def solve(problem: StageProblem) -> Solved:
     """The fastest answer of these forms that fits; without a budget the one that holds least. Raises `Infeasible`."""
     if problem.budget_bytes is None:
         return least_memory(problem.best_seated)
-    alike = Combinations(problem)
-    fitting = np.flatnonzero(alike.peak_bytes <= problem.budget_bytes)
-    if not len(fitting):
+    answers = [*_of_combinations(problem, problem.budget_bytes), *_at_one_price(problem, problem.budget_bytes)]
+    if not answers:
         raise infeasible(problem, least_memory(problem))
-    fitting = fitting[np.lexsort((alike.resident[fitting], alike.peak_bytes[fitting], alike.exposed_s[fitting]))]
-    faster = np.flatnonzero((alike.peak_bytes > problem.budget_bytes) & (alike.exposed_s < alike.exposed_s[fitting[0]]))
-    faster = faster[np.lexsort((alike.exposed_s[faster], alike.peak_bytes[faster]))]
-    answers = [alike.answer(int(fitting[0])), *_of_two_sorts(alike, fitting, faster)]
     return min(answers, key=lambda answer: (round(answer.exposed_s, SECOND_DIGITS), answer.peak_bytes))
+
+
+def _of_combinations(problem: StageProblem, budget_bytes: int) -> Iterator[Solved]:
+    """[1] [2]"""
+    alike = Combinations(problem)
+    fitting = np.flatnonzero(alike.peak_bytes <= budget_bytes)
+    if not len(fitting):
+        return
+    fitting = fitting[np.lexsort((alike.resident[fitting], alike.peak_bytes[fitting], alike.exposed_s[fitting]))]
+    faster = np.flatnonzero((alike.peak_bytes > budget_bytes) & (alike.exposed_s < alike.exposed_s[fitting[0]]))
+    faster = faster[np.lexsort((alike.exposed_s[faster], alike.peak_bytes[faster]))]
+    yield alike.answer(int(fitting[0]))
+    yield from _of_two_sorts(alike, fitting, faster)
 
 
 def least_memory(problem: StageProblem) -> Solved:
@@ -132,6 +142,18 @@ def _of_two_sorts(alike: Combinations, fitting: Numbers, faster: Numbers) -> Ite
             mixed = _most_below(alike.problem, alike.answer(int(fast)), above)
             if mixed is not None:
                 yield mixed
+
+
+def _at_one_price(problem: StageProblem, budget_bytes: int) -> Iterator[Solved]:
+    """[3]"""
+    before: Solved | None = None
+    for answer in at_rising_prices(problem):
+        if answer.peak_bytes <= budget_bytes:
+            yield answer
+            if before is not None and (mixed := _most_below(problem, before, answer)) is not None:
+                yield mixed
+            return
+        before = answer
 
 
 def _most_below(problem: StageProblem, below: Solved, above: Solved) -> Solved | None:

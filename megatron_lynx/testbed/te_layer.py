@@ -48,7 +48,7 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
     """What the profiler needs of a layer, a shard of `job`; None for local ones. Raises `HookRefused` for unknown releases."""
     if not job.model.uses_te:
         return None
-    norms = {half: _inner_norm(layer, section) for half, section in DENSE.items()}
+    norms = {half: inner_norms(layer, section) for half, section in DENSE.items()}
     return TeLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
 
 
@@ -61,13 +61,19 @@ def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:
     return get_fp8_context(layer.config)  # type: ignore[no-any-return]
 
 
-def _inner_norm(layer: Any, section: Section) -> InnerNorm:
+def inner_norms(layer: Any, section: Section) -> dict[str, InnerNorm]:
+    """The norms that linears of a half make inside of themselves, by linear."""
+    linears = {item: attrgetter(item.path)(layer) for item in section.items if item.is_linear}
+    normed = {item: linear for item, linear in linears.items() if hasattr(linear, "layer_norm_weight")}
+    return {item.name: _inner_norm(layer.config, linear, item.norm_inside or section.norm) for item, linear in normed.items()}
+
+
+def _inner_norm(config: Any, linear: Any, norm: str) -> InnerNorm:
     from megatron.core.extensions.transformer_engine import TENorm
 
     from megatron_lynx.apply.transformer_engine import present_te
     from megatron_lynx.apply.transformer_engine.norm import norm_inside
 
-    config, linear = layer.config, attrgetter(section.item("column_parallel").path)(layer)
-    inside = norm_inside(linear, section.norm, present_te())
-    alone = TENorm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-    return InnerNorm(inside.run, lambda outputs, arguments: inside.saved(nodes_between(outputs, arguments)), alone)
+    inside = norm_inside(linear, norm, present_te())
+    alone = TENorm(config, hidden_size=linear.layer_norm_weight.numel(), eps=config.layernorm_epsilon)
+    return InnerNorm(norm, inside.run, lambda outputs, arguments: inside.saved(nodes_between(outputs, arguments)), alone)

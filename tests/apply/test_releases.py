@@ -21,9 +21,12 @@ TE = ROOT / "megatron_lynx/apply/transformer_engine/releases.py"
 
 
 def test_the_next_release_is_this_one_but_for_what_is_said():
-    first = Release("1.0", {"m:same": "a", "m:changed": "b", "m:lost": "c"}, beside_experts={"m:router": "d"})
-    second = first.then("1.1", fingerprints={"m:changed": "B", "m:lost": GONE, "m:came": "e"})
-    assert second == Release("1.1", {"m:same": "a", "m:changed": "B", "m:came": "e"}, beside_experts={"m:router": "d"})
+    first = Release("1.0", {"m:same": "a", "m:changed": "b", "m:lost": "c"}, {"experts": {"m:router": "d", "m:lost": "l"}})
+    second = first.then(
+        "1.1", fingerprints={"m:changed": "B", "m:lost": GONE, "m:came": "e"}, experts={"m:lost": GONE}, te={"m:te": "t"}
+    )
+    assert second.fingerprints == {"m:same": "a", "m:changed": "B", "m:came": "e"}
+    assert second.only_with == {"experts": {"m:router": "d"}, "te": {"m:te": "t"}}
     assert first.fingerprints["m:lost"] == "c"
 
 
@@ -36,7 +39,7 @@ def test_the_script_drafts_what_is_recorded_of_megatron_core(core, te):
 def test_the_script_says_what_it_could_not_read():
     """Nothing about a table would mean that it is as in the release before."""
     draft = drafted([])
-    assert "# beside_te: not read, because Transformer Engine cannot be imported" in draft
+    assert "# te: not read, because Transformer Engine cannot be imported" in draft
     fingerprints = re.search(r"    fingerprints=\{.*?\n    \},\n", draft, re.DOTALL)[0]
     assert fingerprints in CORE.read_text()
 

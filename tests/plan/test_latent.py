@@ -70,13 +70,38 @@ def test_what_gathers_the_residual_stream_is_kept() -> None:
     validated(Plan, plan_data(te=True, replay=("linear_kv_down_proj",), **sliced), "plan.yaml")
 
 
+@pytest.mark.parametrize(
+    ("te", "linear", "too_early", "in_time"),
+    [
+        (True, "linear_proj", "bwd.attention.0", "bwd.attention.1"),
+        (True, "linear_q_up_proj", "bwd.attention.3", "bwd.attention.4"),
+        (True, "linear_q_down_proj", "bwd.attention.5", "bwd.mlp.0-1"),
+        (False, "linear_q_down_proj", "bwd.attention.9", "bwd.attention.10"),
+    ],
+)
+def test_with_one_micro_batch_a_weight_gradient_waits_for_what_comes_behind(
+    te: bool, linear: str, too_early: str, in_time: str
+) -> None:
+    """In time is the wait for the gradient of its own input; for Transformer Engine's down-projections no wait of the half is."""
+    data = plan_data(te=te, tensor=2, sequence_parallel=True)
+    data["batch"]["microbatches"] = 1
+    [stage] = data["stages"]
+    [rule] = stage["rules"]
+    stage["weight_gradients"] = {"bytes": 1 << 20}
+    stage["rules"] = [rule | {"layers": 1}, rule | {"layers": 2, "weight_gradients": {linear: [in_time]}}]
+    validated(Plan, data, "plan.yaml")
+    stage["rules"][1]["weight_gradients"] = {linear: [too_early]}
+    assert f"weight_gradients.{linear} names {too_early}, which comes before its own backward" in problems(data)
+
+
 def test_what_is_not_planned_with_latent_attention_is_refused_by_name() -> None:
     gathered = plan_data(replay=("linear_kv_up_proj", "kv_layernorm"), tensor=2, sequence_parallel=True)
     gathered["stages"][0]["rules"][0]["gather"] = {"attention": "on_demand"}
     assert "the half's input is gathered for no single linear" in problems(gathered)
-    deferred = plan_data()
+    deferred = plan_data(compressed=False, tensor=2)
     deferred["stages"][0]["rules"][0]["weight_gradients"] = {"linear_q_up_proj": ["bwd.mlp.0"]}
-    assert "weight_gradients.linear_q_up_proj is no linear of a layer: there are linear_fc1, linear_fc2" in problems(deferred)
+    linears = "linear_kv_down_proj, linear_q_proj, linear_kv_up_proj, linear_proj, linear_fc1, linear_fc2"
+    assert f"weight_gradients.linear_q_up_proj is no linear of a layer: there are {linears}" in problems(deferred)
     alone = problems(plan_data(te=True, replay=("linear_kv_up_proj",)))
     assert "linear_kv_up_proj is replayed, and kv_layernorm with it" in alone
     assert "kv_groups is 2, needed 4" in problems({**(data := plan_data()), "model": data["model"] | {"kv_groups": 2}})

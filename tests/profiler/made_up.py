@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.anatomy import CODE_ITEMS, DENSE, Half
+from megatron_lynx.anatomy import CODE_ITEMS, Half
 from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime
 from megatron_lynx.config.job import Job
+from megatron_lynx.profiler.item_seconds import flops_of
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
-from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import half_tensors
 
 FLOPS_PER_S = 1e9
@@ -31,11 +32,12 @@ def made_up_profile(job: Job, link_s: float = 1e-3, **changes: Any) -> Profile:
 
 
 def made_up_half(shape: LayerShape, half: Half) -> HalfProfile:
-    flops, tensors = item_flops(shape), half_tensors(shape, half)
+    flops, tensors = flops_of(shape), half_tensors(shape, half)
+    section = next(section for section in shape.model.kind_sections(experts=False) if section.half == half)
     items = {}
-    for item in DENSE[half].names:
+    for item in section.names:
         gemm_s = flops[item] / FLOPS_PER_S
-        linear = item.startswith("linear_")
+        linear = item in section.linears
         items[item] = ItemProfile(
             forward_s=gemm_s or SMALL_S,
             backward_s=2 * gemm_s or SMALL_S,

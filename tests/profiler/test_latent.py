@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy.dense import CORE_ATTENTION
+from megatron_lynx.anatomy.dense import CORE_ATTENTION, ROTARY
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.parameter_tensors import parameter_tensors
@@ -35,6 +35,8 @@ JOBS = {
     "local, RMSNorm, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True),
     "local in bf16": tiny_job("gpt", latent=SIZES, dtype="bf16", micro=1),
     "Transformer Engine's": tiny_job("gpt", latent=SIZES, **TE),
+    "Transformer Engine's, normed": tiny_job("gpt", latent=SIZES, qk_norm=True, **TE),
+    "Transformer Engine's, RMSNorm in bf16": tiny_job("llama", kv_groups=4, latent=DIRECT, qk_norm=True, dtype="bf16", **TE),
     "Transformer Engine's, queries as they are": tiny_job("llama", kv_groups=4, latent=DIRECT, **TE),
 }
 
@@ -52,6 +54,7 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     from megatron_lynx.profiler.measured.half_run import HalfRun, sites_of
     from megatron_lynx.profiler.measured.seconds import item_flops
     from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.te_layer import inner_norms
     from megatron_lynx.testbed.tiny_models import build_model
 
     initialise(job)
@@ -59,7 +62,8 @@ def measured(rank: int, job: Job) -> tuple[tuple[SavedTensor, ...], dict[str, in
     layer = getattr(chunk, "module", chunk).decoder.layers[0]
     hidden = torch.randn(job.model.seq, job.batch.micro, job.model.hidden, dtype=next(layer.parameters()).dtype)
     section = job.model.kind_sections(experts=False)[0]
-    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section))
+    norms = inner_norms(layer, section) if job.model.uses_te else {}
+    run = HalfRun(section, getattr(layer, section.method), {"attention_mask": None}, hidden, sites_of(layer, section), norms)
     return blocks_of(run)[0], item_flops(run)
 
 
@@ -79,6 +83,18 @@ def test_a_real_layer_keeps_what_its_shape_says(pool_of: Callable[[int], RankPoo
         assert {item: flops.get(item, 0) for item in job.model.kind_sections(experts=False)[0].names} == {
             item: flops_of(shape)[item] for item in job.model.kind_sections(experts=False)[0].names
         }
+
+
+@pytest.mark.parametrize(("exchange", "made_by"), [("p2p", (ROTARY, CORE_ATTENTION)), ("all_gather", (ROTARY, ROTARY))])
+def test_cut_sequences_keep_what_the_exchange_leaves(exchange: Any, made_by: tuple[str, str]) -> None:
+    """Around a ring the keys and values that came last, which no replay makes; values are narrower than keys, as they travel."""
+    query, keys = made_by
+    job = tiny_job("llama", kv_groups=4, latent=SIZES, context=2, context_exchange=exchange, **TE)
+    shape = LayerShape(job.model, job.parallel, job.batch.micro)
+    kept = [(one.made_by, one.bytes) for one in half_tensors(shape, "attention") if one.saved_by == (CORE_ATTENTION,)]
+    one = shape.tokens * 4 * 4  # bytes of a column of every head
+    assert shape.tokens == job.model.seq * job.batch.micro // 2
+    assert kept[:3] == [(query, one * 12), (keys, one * 12), (keys, one * 6)]
 
 
 def parameters_of(rank: int, job: Job) -> tuple[int, int]:

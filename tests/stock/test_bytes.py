@@ -67,8 +67,8 @@ COUNTERS = 8192
 
 
 def of_a_layer(pool, jobs, settings, **model):
-    """What stock none and these hold of a layer with experts, counted and priced. `jobs`: with more layers first, because Megatron
-    keeps one table of auxiliary losses."""
+    """What stock none and these hold of a layer with experts, counted and priced. `jobs`: the one with more layers first, as
+    Megatron keeps one table of auxiliary losses."""
     settings, shape = (NONE, *settings), LayerShape.of(jobs[0])
     many, few = pool.run(hold, jobs, [setting.fields for setting in settings], model)[0]
     layers = jobs[0].model.layers - jobs[1].model.layers

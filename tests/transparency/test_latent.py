@@ -13,18 +13,25 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import HALVES, MLP
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import on_ranks
+from tests.long import long
+from tests.profiler.made_up import made_up_profile
 from tests.te_releases import pool_with, pools_with
+from tests.transparency.deferring import deferring
 from tests.transparency.plans import plan_for
 from tests.transparency.test_every_bit import checked
+from tests.transparency.test_weight_gradients import counts_of
 from tests.transparency.trials import Trial
 
 Pools = Callable[[int], RankPool]
@@ -34,6 +41,7 @@ DIRECT = {name: size for name, size in SIZES.items() if name != "q_rank"}
 TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence_parallel": True}
 PP2 = {"pipeline": 2, "microbatches": 4, "layers": 4}
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 TE = {"implementation": "transformer_engine"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"latent": SIZES, "qk_norm": True, **TE},
@@ -46,6 +54,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP, local": {"latent": SIZES, "qk_norm": True, **SP2},
     "PP2": {"latent": SIZES, **PP2, **TE},
     "PP2xVPP2": {"latent": DIRECT, "qk_norm": True, "layers_per_chunk": 1, **PP2, **TE},
+    "CP2, a ring": {"latent": SIZES, "qk_norm": True, "context": 2, "norm": "rmsnorm", "bias": False, **NO_DROPOUT, **TE},
+    "CP2, traded, local": {"latent": SIZES, "qk_norm": True, "context": 2, "context_exchange": "a2a"},
+    "CP2xTP2+SP, gathered": {"latent": DIRECT, "context": 2, "context_exchange": "all_gather", **SP2, **TE},
 }
 HEADS = ("kv_layernorm", "linear_kv_up_proj", "rotary")
 """What makes keys and values of all heads from what was compressed."""
@@ -92,7 +103,7 @@ def candidates(job: Job) -> list[Plan]:
     plans = [
         latent_plan(job, everything),
         latent_plan(job, HEADS),
-        latent_plan(job, ["input_layernorm", "core_attention", *MLP.replayable[:1]]),
+        latent_plan(job, ["input_layernorm", *(item for item in everything if item == "core_attention"), *MLP.replayable[:1]]),
         latent_plan(job, [*INNER_NORMS, "linear_kv_up_proj"] if job.model.qk_norm else ["input_layernorm"]),
         latent_plan(job, INNER_NORMS if job.model.qk_norm else ["input_layernorm", "rotary"]),
     ]
@@ -104,7 +115,8 @@ def candidates(job: Job) -> list[Plan]:
     return plans
 
 
-LONG = ("one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
+CUT = ("CP2, traded, local", "CP2xTP2+SP, gathered")
+LONG = (*CUT, "one rank, queries as they are", "TP2", "TP2, local", "TP2+SP, queries as they are", "TP2+SP, local", "PP2")
 """Layouts of which the others show, one by one, what each combines."""
 
 
@@ -121,6 +133,40 @@ def test_yarn(pool_of: Pools) -> None:
     """Queries and keys are turned otherwise, by the same code."""
     job = job_of("one rank")
     checked(pool_of, job, [latent_plan(job, all_of(job))], Trial(model=YARN, backward_thread=True))
+
+
+DEFERRING = {"TP2+SP, local": None, "TP2+SP": None, "TP2": "linear_kv_down_proj", "PP2xVPP2": None}
+"""Where weight gradients are deferred, and what else may be the only one that is."""
+
+
+@pytest.mark.parametrize("layout", [*(name for name in DEFERRING if name != "TP2"), *long("TP2")])
+def test_weight_gradients_in_waits(pool_of: Pools, layout: str) -> None:
+    """All of both halves' linears, of kept and of replayed halves, into whatever comes; each is computed once."""
+    job = job_of(layout)
+    profile = made_up_profile(job, link_s=1.0)
+    linears = [linear for section in job.model.kind_sections(experts=False) for linear in section.linears]
+    later = is_forward if job.parallel.tensor > 1 else None
+    plans = [
+        deferring(latent_plan(job, ()), **({"chosen": later} if later else {})),
+        deferring(latent_plan(job, all_of(job))),
+        deferring(latent_plan(job, HEADS), linears=[DEFERRING[layout] or linears[0]]),
+    ]
+    trial = Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True}, canaries=True)
+    for rank, (kept, replayed, one) in enumerate(counts_of(pool_of, job, plans, trial)):
+        assert kept.deferred == replayed.deferred == one.deferred * len(linears) > 0 or job.parallel.tensor == 1
+        assert kept.filled > 0 or rank == 1
+        assert replayed.filled >= kept.filled
+        if later:  # all of a micro-batch's wait for the next forward: at the end of its backward all of them are pending
+            apart = sum(
+                weight_gradient(profile, section, linear).bytes
+                for section in job.model.kind_sections(experts=False)
+                for linear in section.linears
+            )
+            shared = profile.attention.input_bytes if job.model.uses_te else 0  # both down-projections read it
+            assert kept.deferred_bytes == job.model.layers * (apart - shared)
+            spans = [span for span in rehearse(plans[0], profile).timeline().ranks[0] if span.kind == "weight_gradient"]
+            filled = {span.end_s for span in spans if span.filling}
+            assert (len(filled), len(spans) - len(filled)) == (kept.filled, kept.flushed)
 
 
 LIKE_DEEPSEEK = {
@@ -159,6 +205,20 @@ def test_other_releases(te: str, core: str) -> None:
         checked(lambda _: pool, job, candidates(job)[:3])
     finally:
         pool.close()
+
+
+@pytest.mark.long
+def test_megatron_core_0_15() -> None:
+    """Which runs each path to its end before the other. Transformer Engine's layers have plans since 0.16 only."""
+    local, te = job_of("one rank, local"), job_of("one rank")
+    pool = pool_with("2.9", 1, "0.15")
+    try:
+        checked(lambda _: pool, local, candidates(local), Trial(counted=True, canaries=True))
+        [refusal] = pool.run(on_ranks.refused, te, latent_plan(te, HEADS), None)
+    finally:
+        pool.close()
+    assert "Transformer Engine's, in 0.15" in str(refusal.error)
+    assert "train with a later release of megatron-core" in str(refusal.error)
 
 
 def test_a_plan_for_other_sizes_is_refused(pool_of: Pools) -> None:

@@ -6,12 +6,13 @@ Why                   Megatron gathers into one global buffer. The input of a re
                       what it reads, which the next gather would overwrite, as must a replay whose gathered input is kept.
 Calls the original    whenever no frame holds the input asked for; where a weight gradient will be deferred, or what is gathered
                       is kept, for a buffer of the same kind to make a new one of.
-Holds                 which column-parallel linears defer.
+Holds                 which linears that gather their input defer.
 Passes through when   the present site or backward has no gathered input, and its weight gradient is computed at once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.linears import LinearOf
 from megatron_lynx.runtime.engine import Engine
+from megatron_lynx.runtime.pending import Linear
 
 
 class _OneTensor:
@@ -68,14 +71,17 @@ def claims(engine: Engine, linears: Iterable[LinearOf] = ()) -> Iterator[Claim]:
 
 
 def _puts_off(engine: Engine, linears: Iterable[LinearOf]) -> Callable[[], bool]:
-    """Whether the gathered input is for a weight gradient that will be deferred: in backward only the column-parallel linear of
-    a half gathers its input."""
-    of_half = {linear.frame: linear.linear for linear in linears if linear.role == "column_parallel"}
+    """Whether the gathered input may be for a weight gradient that will be deferred: in backward only linears that are not
+    row-parallel gather their inputs. Of latent attention several do, and nobody says which one asks: where one of them defers,
+    none lends the buffer."""
+    of_half: dict[FrameKey, list[Linear]] = defaultdict(list)
+    for linear in linears:
+        if linear.role != "row_parallel":
+            of_half[linear.frame].append(linear.linear)
 
     def puts_off() -> bool:
         half = engine.weight_gradients.backward_of
-        linear = None if half is None else of_half.get(half)
-        return linear is not None and engine.weight_gradients.puts_off(linear)
+        return half is not None and any(map(engine.weight_gradients.puts_off, of_half.get(half, ())))
 
     return puts_off
 

@@ -39,40 +39,42 @@ CORE_0_15 = Release(  # recorded from 0.15.3
         "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops": "4b0901807501c561",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": "ae2076579364bb1e",
     },
-    beside_experts={
-        "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "0ce911f8680b0b10",
-        "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "6d2a2d84672f1ac8",
-        "megatron.core.transformer.moe.router:TopKRouter.forward": "b1b0027d1432cbee",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.router_and_preprocess": "4814068632511ffa",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "07791dd57f94ff8b",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "a13e64cb77068b2f",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "9e06fab9ede53d9f",
-        "megatron.core.transformer.moe.moe_layer:MoELayer.combine": "0357ff0bb33c4648",
-        "megatron.core.transformer.moe.experts:SequentialMLP.forward": "44328dbfacf5d094",
-        "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "6993247cf2ba598c",
-        "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward": "97edaf315b20acba",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_preprocess": "c8bb8d2f56e35ed9",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_dispatch": "30f06d726b4b4704",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess": "78b473d56be996ec",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_preprocess": "9b41813d5892c648",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_combine": "7121227189005485",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_postprocess": "df74ed308a58d4e7",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "924dad9fa63c99f1",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "a0738e802d89b516",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess": "49eba6d1535526cb",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_preprocess": "b9052592ac4aa8d4",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "465c54982e8e295b",
-        "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "ce1c79ce3769810b",
-    },
-    beside_latent={
-        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "71d60bfea63bd2e3",
-        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b4e522b0b5abe19b",
-        "megatron.core.tensor_parallel.mappings:gather_from_tensor_model_parallel_region": "b1f2515482bfd8b8",
-        "megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region": "157735a551a8e564",
-        "megatron.core.tensor_parallel.mappings:scatter_to_sequence_parallel_region": "1a0631dfffd94043",
-        "megatron.core.tensor_parallel.mappings:_gather_along_last_dim": "78507d5543935a72",
-        "megatron.core.tensor_parallel.mappings:_split_along_first_dim": "0c1e41ac726e8e67",
-        "megatron.core.tensor_parallel.mappings:_split_along_last_dim": "6fde549a71823fa5",
+    only_with={
+        "experts": {
+            "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "0ce911f8680b0b10",
+            "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "6d2a2d84672f1ac8",
+            "megatron.core.transformer.moe.router:TopKRouter.forward": "b1b0027d1432cbee",
+            "megatron.core.transformer.moe.moe_layer:MoELayer.router_and_preprocess": "4814068632511ffa",
+            "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "07791dd57f94ff8b",
+            "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "a13e64cb77068b2f",
+            "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "9e06fab9ede53d9f",
+            "megatron.core.transformer.moe.moe_layer:MoELayer.combine": "0357ff0bb33c4648",
+            "megatron.core.transformer.moe.experts:SequentialMLP.forward": "44328dbfacf5d094",
+            "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "6993247cf2ba598c",
+            "megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward": "97edaf315b20acba",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_preprocess": "c8bb8d2f56e35ed9",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_dispatch": "30f06d726b4b4704",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch_postprocess": "78b473d56be996ec",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_preprocess": "9b41813d5892c648",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.token_combine": "7121227189005485",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.combine_postprocess": "df74ed308a58d4e7",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "924dad9fa63c99f1",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "a0738e802d89b516",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_postprocess": "49eba6d1535526cb",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_preprocess": "b9052592ac4aa8d4",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_combine": "465c54982e8e295b",
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess": "ce1c79ce3769810b",
+        },
+        "latent": {
+            "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "71d60bfea63bd2e3",
+            "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b4e522b0b5abe19b",
+            "megatron.core.tensor_parallel.mappings:gather_from_tensor_model_parallel_region": "b1f2515482bfd8b8",
+            "megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region": "157735a551a8e564",
+            "megatron.core.tensor_parallel.mappings:scatter_to_sequence_parallel_region": "1a0631dfffd94043",
+            "megatron.core.tensor_parallel.mappings:_gather_along_last_dim": "78507d5543935a72",
+            "megatron.core.tensor_parallel.mappings:_split_along_first_dim": "0c1e41ac726e8e67",
+            "megatron.core.tensor_parallel.mappings:_split_along_last_dim": "6fde549a71823fa5",
+        },
     },
 )
 
@@ -95,12 +97,12 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate": "a902480caa75a260",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "0ee15132e4bb71cd",
     },
-    beside_te={
+    te={
         "megatron.core.extensions.transformer_engine:TELinear.forward": "25c929fd36999f38",
         "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward": "c1efb1ce3dd88e91",
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "52433b62e8a3fda4",
     },
-    beside_experts={
+    experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "3544478a67584d91",
         "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler": "2eedb2e604cedee5",
         "megatron.core.transformer.moe.router:TopKRouter.forward": "c4642459d3496ff7",
@@ -117,7 +119,7 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "825cfd022c67dd30",
         "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "77d706ef87314f97",
     },
-    beside_latent={
+    latent={
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "49a5a948c69c08c7",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "d884dd41c755342e",
     },
@@ -141,7 +143,7 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": "45dd6edc2bf81d9f",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "fcd0cc5a2f5110df",
     },
-    beside_experts={
+    experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "e337479cc4f53280",
         "megatron.core.transformer.moe.router:TopKRouter.forward": "506f0c26dedb8d88",
         "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "a08172a0c5fd747d",
@@ -151,7 +153,7 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess": "3b11d1747084a908",
         "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.token_dispatch": "1828d60c95208ce5",
     },
-    beside_latent={
+    latent={
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "bf7980d17485b537",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection": "6e1c7d106c8c3ac1",
     },
@@ -171,10 +173,10 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": "450e85c2b5211399",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "9c02878bfe37cca1",
     },
-    beside_te={
+    te={
         "megatron.core.extensions.transformer_engine:TELinear.forward": "974c68745cfa3e7b",
     },
-    beside_experts={
+    experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.forward": "6a2a1313d9e22c44",
         "megatron.core.transformer.moe.moe_layer:MoELayer.dispatch": "607c247175bdeb2e",
         "megatron.core.transformer.moe.moe_layer:MoELayer.shared_experts_compute": "b7f4f42a3ba0e365",
@@ -187,10 +189,10 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.transformer.moe.moe_layer:MoELayer.preprocess": "c96b986108352679",
         "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess": "af955e3082552662",
     },
-    beside_latent={
+    latent={
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "0e7f3882003575b9",
-        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention": "157911d9c9458347",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b57ff9fdfb152d25",
+        "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention": "157911d9c9458347",
     },
 )
 
@@ -211,14 +213,14 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": "091263d1c27eb438",
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_post_mlp": "f767752242219807",
     },
-    beside_te={
+    te={
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward": "83470b9732d24e90",
     },
-    beside_experts={
+    experts={
         "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute": "2cc410c1d5786e62",
         "megatron.core.transformer.moe.experts:TEGroupedMLP.forward": "a56ec1eb78c10de2",
     },
-    beside_latent={
+    latent={
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "b0d8e69892f35651",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "e19fa46a2a0b1b23",
     },

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from megatron_lynx.errors import HookRefused, Problem
@@ -33,43 +34,35 @@ class Release:
     """Major and minor number, as in `0.16`."""
     fingerprints: Mapping[str, str]
     """The functions that matter in every run."""
-    beside_te: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter only with Transformer Engine's layers. They can be imported only where it is installed."""
-    beside_experts: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter only with mixtures of experts."""
+    only_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The functions that matter only in runs that have something, by what that is: `experts`, `latent` attention, or layers of
+    Transformer Engine (`te`: they can be imported only where it is installed); of Transformer Engine itself `fp8`."""
 
-    beside_latent: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter only with latent attention."""
-
-    def then(self: Table, version: str, **changed: Mapping[str, str]) -> Table:
+    def then(
+        self: Table, version: str, fingerprints: Mapping[str, str] = MappingProxyType({}), **only_with: Mapping[str, str]
+    ) -> Table:
         """The next release, which is like this one but for what is said here.
 
         Args:
             version: its major and minor number.
-            changed: by the name of a table (`fingerprints`, ...), the functions that read otherwise than in this one, those that
-                came, and those that are `GONE`.
+            fingerprints: the functions that read otherwise than in this one, those that came, and those that are `GONE`.
+            only_with: the same of those that matter only in some runs, by what these have.
         """
-        tables = {name: {**getattr(self, name), **table} for name, table in changed.items()}
-        return replace(self, version=version, **{name: _without_gone(table) for name, table in tables.items()})
+        tables = {name: _changed(self.only_with.get(name, {}), changed) for name, changed in only_with.items()}
+        return replace(
+            self,
+            version=version,
+            fingerprints=_changed(self.fingerprints, fingerprints),
+            only_with={**self.only_with, **tables},
+        )
 
     def stale(self) -> list[Problem]:
-        """Every function that does not read as recorded."""
+        """Every function that matters in every run and does not read as recorded."""
         return differing(self.fingerprints)
 
-    def stale_beside_experts(self) -> list[Problem]:
-        """The same for layers with a mixture of experts."""
-        return differing(self.beside_experts)
-
-    def stale_beside_latent(self) -> list[Problem]:
-        """The same for layers with latent attention."""
-        return differing(self.beside_latent)
-
-    def stale_beside_te(self) -> list[Problem]:
-        """The same for layers of Transformer Engine."""
-        if not self.beside_te:
-            found, todo = f"Transformer Engine's, in {self.version}", "launch with --transformer-impl local"
-            return [Problem("layers", found, "a later release", todo)]
-        return differing(self.beside_te)
+    def stale_with(self, what: str) -> list[Problem]:
+        """The same of those that matter only in runs that have this."""
+        return differing(self.only_with.get(what, {}))
 
 
 def table_of(version: str, known: Mapping[str, Table], package: str, name: str, todo: str) -> Table:
@@ -97,8 +90,8 @@ def number_of(version: str) -> int:
     return 1000 * int(major) + int(minor)
 
 
-def _without_gone(table: Mapping[str, str]) -> dict[str, str]:
-    return {function: recorded for function, recorded in table.items() if recorded != GONE}
+def _changed(before: Mapping[str, str], changed: Mapping[str, str]) -> dict[str, str]:
+    return {function: recorded for function, recorded in {**before, **changed}.items() if recorded != GONE}
 
 
 def differing(recorded: Mapping[str, str]) -> list[Problem]:

@@ -3,11 +3,9 @@ where the autograd node of a linear with a norm inside keeps what the norm made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from megatron_lynx.apply.releases.release import Release, differing
-from megatron_lynx.errors import Problem
+from megatron_lynx.apply.releases.release import Release
 
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
@@ -22,9 +20,3 @@ class TeRelease(Release):
     """Where, among what that node saves, the norm's output, mean and reciprocal deviation are (RMSNorm has no mean)."""
     norm_slots_fp8: tuple[int, int, int, int, int] = (-5, -4, -3, -2, -1)
     """The same in FP8, counted from the end. There the output is three tensors: bytes by rows, bytes by columns, their scale."""
-    in_fp8: Mapping[str, str] = field(default_factory=dict)
-    """The functions that matter only in FP8."""
-
-    def stale_in_fp8(self) -> list[Problem]:
-        """Every function that matters only in FP8 and does not read as recorded."""
-        return differing(self.in_fp8)

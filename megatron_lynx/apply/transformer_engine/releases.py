@@ -33,20 +33,22 @@ TE_2_9 = TeRelease(  # recorded from 2.9.0
         f"{ATTENTION}.backends:FusedAttention.forward": "017798065625d71d",
         f"{ATTENTION}.backends:FusedAttnFunc.forward": "ba2a11922cb79f1c",
     },
-    in_fp8={
-        "transformer_engine.pytorch.quantization:FP8GlobalStateManager.get_autocast_state": "432990c77de8ae37",
-        "transformer_engine.pytorch.quantization:FP8GlobalStateManager.set_autocast_state": "b7da66f77f65ef4f",
-        "transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_first_fp8_module": "cc2e6adf1546b527",
-        "transformer_engine.pytorch.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "d1d1f3d6569db3f4",
-        "transformer_engine.pytorch.quantization:DelayedScalingRecipeState": "8612dfde0ebc4bb8",
-        "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.init_fp8_metadata": "ca85d90ad99fb713",
-        "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.get_weight_workspace": "91cf0005ef92d9a7",
-        "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "4bce3d2c674c3386",
-        "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "62498e158fabe730",
-        "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "d32ae7ca1c640719",
-        "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "55b0299ff1d804e2",
-        "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "a8df90e129613aa3",
-        "transformer_engine.pytorch.distributed:_all_gather_fp8": "50f5a489c8264dc6",
+    only_with={
+        "fp8": {
+            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.get_autocast_state": "432990c77de8ae37",
+            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.set_autocast_state": "b7da66f77f65ef4f",
+            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_first_fp8_module": "cc2e6adf1546b527",
+            "transformer_engine.pytorch.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "d1d1f3d6569db3f4",
+            "transformer_engine.pytorch.quantization:DelayedScalingRecipeState": "8612dfde0ebc4bb8",
+            "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.init_fp8_metadata": "ca85d90ad99fb713",
+            "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.get_weight_workspace": "91cf0005ef92d9a7",
+            "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "4bce3d2c674c3386",
+            "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "62498e158fabe730",
+            "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "d32ae7ca1c640719",
+            "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "55b0299ff1d804e2",
+            "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "a8df90e129613aa3",
+            "transformer_engine.pytorch.distributed:_all_gather_fp8": "50f5a489c8264dc6",
+        },
     },
 )
 
@@ -64,7 +66,7 @@ TE_2_10 = TE_2_9.then(  # recorded from 2.10.0
         f"{ATTENTION}.backends:FlashAttention.forward": "52d7105cb2b98860",
         f"{ATTENTION}.backends:FusedAttnFunc.forward": "e8883367519e62f3",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.get_weight_workspace": "fb60c45e89338137",
         "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "5fa83d02e9bab042",
         "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "f117c14b88506e35",
@@ -97,7 +99,7 @@ TE_2_12 = TE_2_11.then(  # recorded from 2.12.0
         f"{ATTENTION}.backends:FusedAttention.forward": "bc8b71b1a081f7ca",
         f"{ATTENTION}.backends:FusedAttnFunc.forward": "c6de3114676f171d",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.init_fp8_metadata": "67ab4ebbb24b9567",
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.get_weight_workspace": "dda7b2c4d23f3b0e",
         "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "2ee6c5a89188a220",
@@ -111,7 +113,7 @@ TE_2_13 = TE_2_12.then(  # recorded from 2.13.0
     fingerprints={
         f"{ATTENTION}.dot_product_attention:DotProductAttention.forward": "461be596ba32ee93",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "2deb50831738905b",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "4b911c4a93c86e03",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "d22ebd6607d17fad",
@@ -127,7 +129,7 @@ TE_2_14 = TE_2_13.then(  # recorded from 2.14.0
         "transformer_engine.pytorch.distributed:gather_along_first_dim": "459ef4842d10dfe0",
         "transformer_engine.pytorch.distributed:reduce_scatter_along_first_dim": "c53f0ff11f5b8521",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.get_weight_workspace": "2b4a80548ba209f1",
         "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "c0a3f1e8e5eceffb",
         "transformer_engine.pytorch.module.layernorm_linear:LayerNormLinear._get_quantizers": "427799692383feac",
@@ -157,7 +159,7 @@ TE_2_15 = TE_2_14.then(  # recorded from 2.15.0
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "160e5893a42c7884",
         "transformer_engine.pytorch.module.linear:_linear_backward": "b3d292fb673be1f9",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.quantization:FP8GlobalStateManager.get_autocast_state": "879a0109b995eeee",
         "transformer_engine.pytorch.quantization:FP8GlobalStateManager.set_autocast_state": "117221d58362f8c7",
         "transformer_engine.pytorch.quantization:FP8GlobalStateManager.is_first_fp8_module": "9fc59ea90be08d38",
@@ -188,7 +190,7 @@ TE_2_16 = TE_2_15.then(  # recorded from 2.16.0
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "7e934f6b77d5ecb5",
         "transformer_engine.pytorch.module.linear:_linear_backward": "3b24915f1b046a1a",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.quantization:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "884a2ae8724edad4",
         "transformer_engine.pytorch.quantization:DelayedScalingRecipeState": "36736812aecd7c42",
         "transformer_engine.pytorch.module.linear:Linear._get_quantizers": "5da5dff6ca8ded5b",
@@ -209,7 +211,7 @@ TE_2_17 = TE_2_16.then(  # recorded from 2.17.0
         "transformer_engine.pytorch.module.linear:_linear_forward_impl": "c9a2a2e36625d0e6",
         "transformer_engine.pytorch.module.linear:_linear_backward": "a101cc33078f3910",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.quantization:DelayedScalingRecipeState": "720837b16a061994",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8Quantizer": "3b0b5ffcceba4323",
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "39e86f5ef56e7ace",
@@ -230,7 +232,7 @@ TE_2_18 = TE_2_17.then(  # recorded from 2.18.0
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "5e246ca3bfd43b87",
         "transformer_engine.pytorch.module.linear:_linear_backward": "ac97bed59350d8b0",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "91224e7591a7f6dd",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "45146cbe8012d5fc",
     },
@@ -253,7 +255,7 @@ TE_2_19 = TE_2_18.then(  # recorded from 2.19.0
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "8384a32bc0bb3e67",
         "transformer_engine.pytorch.module.linear:_linear_backward": "83d987c1fb0e5516",
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.tensor.float8_tensor:Float8CurrentScalingQuantizer": "be0d63cd34d18a10",
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "3801a2e1a7df1410",
     },
@@ -274,7 +276,7 @@ TE_2_20 = TE_2_19.then(  # recorded from 2.20.2
         "transformer_engine.pytorch.module.linear:_linear_setup_ctx": "5588fae7f2939b3a",
         "transformer_engine.pytorch.module.linear:_linear_backward": GONE,
     },
-    in_fp8={
+    fp8={
         "transformer_engine.pytorch.tensor.storage.float8_tensor_storage:Float8TensorStorage": "0b82fb81fd37c186",
     },
 )

@@ -96,8 +96,8 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     def left(name: str, result: Any) -> None:
         block = seen(first_of(result))
         block.output = block.output or block.made_by == name
-        if run.inner_norm is not None and name == run.section.column_parallel:
-            _tell_apart(blocks, run.inner_norm.saved(result, taken[0]), run.section.norm, name)
+        if (norm := run.inner_norms.get(name)) is not None:
+            _tell_apart(blocks, norm.saved(result, taken[0]), norm.item, name)
         outputs[name] = nbytes_of(first_of(result))
         item[0] = code_behind(run.section, name)
 
@@ -106,7 +106,7 @@ def _recorded(run: HalfRun) -> tuple[dict[int, _Block], dict[str, int], Any]:
     with run.watched(entered, left), torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         result = run.forward(start, **run.arguments)
     outputs[run.section.residual] = nbytes_of(first_of(result))
-    if run.inner_norm is not None:
+    if run.section.column_parallel in run.inner_norms:
         outputs[run.section.norm] = nbytes_of(start)
     return blocks, outputs, (held, result)
 

@@ -5,9 +5,9 @@ start ─ [norm] ─ [linear_qkv] ─ (rotary) ─ [core_attention] ─ [linear_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,8 @@ from megatron_lynx.nest import all_in
 class InnerNorm:
     """The norm that a linear makes inside of itself (Transformer Engine's): no door of it can be watched."""
 
+    item: str
+    """The name that plans have for this norm."""
     run: Callable[[Tensor], Any]
     """Runs the norm alone, without a graph, as the linear runs it."""
     saved: Callable[[Any, Any], tuple[Tensor | None, ...]]
@@ -38,7 +40,8 @@ class HalfRun:
     arguments: dict[str, Any]
     input: Tensor
     sites: dict[str, nn.Module]
-    inner_norm: InnerNorm | None = None
+    inner_norms: Mapping[str, InnerNorm] = field(default_factory=dict)
+    """By linear: the norm inside it."""
 
     def output(self) -> Tensor:
         result = self.forward(self.input.detach().requires_grad_(), **self.arguments)

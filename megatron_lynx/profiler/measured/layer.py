@@ -35,7 +35,8 @@ def shard_arguments(job: Job) -> dict[str, Any]:
 class TeLayer:
     """What cannot be watched of a layer of Transformer Engine."""
 
-    norms: Mapping[Half, InnerNorm]
+    norms: Mapping[Half, Mapping[str, InnerNorm]]
+    """By half and linear."""
     flops: Mapping[str, int]
     """FLOPs of each item: torch does not count those of Transformer Engine's extension."""
     fp8: bool = False
@@ -64,8 +65,8 @@ def measure_layer(
     for section in DENSE.values():
         start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
         sites = sites_of(layer, section, norms=te is None)
-        norm = None if te is None else te.norms[section.half]
-        runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norm))
+        norms = {} if te is None else te.norms[section.half]
+        runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norms))
     return {run.section.half: _profile(run, device, sequence_shards, repetitions, te) for run in runs}
 
 

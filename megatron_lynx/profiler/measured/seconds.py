@@ -54,11 +54,10 @@ def item_seconds(run: HalfRun, device: Device, repetitions: int) -> tuple[dict[s
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
     passes = [_timed_pass(run, device) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
-    if run.inner_norm is not None:
-        norm, linear = run.section.norm, run.section.column_parallel
-        for seconds, alone_s in zip(medians, inner_norm_seconds(run, run.inner_norm, device, repetitions), strict=True):
+    for linear, norm in run.inner_norms.items():
+        for seconds, alone_s in zip(medians, inner_norm_seconds(run, norm, device, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
-            seconds[norm], seconds[linear] = seconds[norm] + moved_s, seconds[linear] - moved_s
+            seconds[norm.item], seconds[linear] = seconds[norm.item] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
 
 
