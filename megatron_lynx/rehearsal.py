@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
+from megatron_lynx.cost.communication import embedding_of, gather_once_s, gather_spared_s, head_of, message_bytes_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
@@ -211,5 +211,8 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
         return Seating(order.stretches_of(stage, frame, phase))
     behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
     whole = behind is not None and behind.half == section.half
-    gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
-    return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)
+    gather_s, spared_s = (
+        priced_in(profile, section, behind, message_bytes_of(profile), whole=whole)
+        for priced_in in (gather_once_s, gather_spared_s)
+    )
+    return Seating(order.stretches_of(stage, frame, phase), gather, gather_s, spared_s)

@@ -87,8 +87,9 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
     roomy = job.model_copy(update={"budget": Budget(memory_gib=70.0)})
     profile = analytic_profile(job)
     found, stock_none_s = decide(roomy, profile), pipeline_s(under(job, "none"), profile, 0.0)
-    assert decide(deferring(roomy, "none"), profile).simulation.step_s == pytest.approx(stock_none_s)
-    assert found.simulation.step_s < 0.97 * stock_none_s
+    without = decide(deferring(roomy, "none"), profile)
+    assert all(rule.replays("attention") for rule in without.plan.stages[0].rules[:-1]), "inputs gathered for replays spare waits"
+    assert found.simulation.step_s < 0.97 * without.simulation.step_s < 0.97 * stock_none_s
     (tmp_path / "plan.yaml").write_text(dump_plan(found.plan))
     read = load_plan(tmp_path / "plan.yaml")
     assert read == found.plan
@@ -96,7 +97,7 @@ def test_where_memory_does_not_bind_a_plan_is_faster_than_stock_without_recomput
 
 
 def test_layers_leave_memory_to_weight_gradients_that_hide_more_with_it(monkeypatch):
-    job = between(job_of({"model": "llama3-70b", "tensor": 8, "pipeline": 4, "cluster": "h800-80g"}), 0.1)
+    job = between(job_of({"model": "llama3-70b", "tensor": 8, "pipeline": 4, "cluster": "h800-80g"}), 0.12)
     profile = analytic_profile(job)
     sparing = decide(job, profile)
     monkeypatch.setattr(decision, "WORTH_SPARING", inf)
