@@ -18,6 +18,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
+from megatron_lynx.planner.filling import Filler
 from megatron_lynx.planner.packing import LONG, Linear, Put, Ways
 from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
 from megatron_lynx.planner.summary import summary
@@ -160,3 +161,20 @@ def test_packing_in_turns_finds_nearly_what_every_way_finds():
         assert not any(is_forward(wait) for wait in turns[0].waits.values())
     assert isinstance(ways_of(lengths_s, linears, 1.1), InTurns)
     assert isinstance(ways_of(lengths_s, linears[:4], 1.1), Ways)
+
+
+def test_forwards_of_whichever_chunk_are_filled(monkeypatch):
+    """Of stages with several chunks only backwards were filled; and the last stage, on which the loss counted what is held before
+    backwards of all its chunks, often deferred nothing."""
+    job = job_of({})
+    job = between(job.model_copy(update={"parallel": job.parallel.model_copy(update={"layers_per_chunk": 8})}), 0.45)
+    profile = analytic_profile(job)
+    found = decide(job, profile)
+    waits = {
+        wait for entry in found.plan.stages for rule in entry.rules for each in rule.weight_gradients.values() for wait in each
+    }
+    assert any(wait.startswith("fwd.") for wait in waits)
+    assert max(memory.total for memory in found.memory) <= job.memory_budget_bytes
+    assert any(entry.defers for entry in found.plan.chunks_of(1))
+    monkeypatch.setattr(decision, "Filler", lambda *of, forwards: Filler(*of, forwards=False))
+    assert found.simulation.step_s < decide(job, profile).simulation.step_s
