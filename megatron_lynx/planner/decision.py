@@ -174,11 +174,17 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
 
 
 def _filled(decision: Decision, profile: Profile) -> tuple[Decision, Refused]:
-    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory. What
-    the simulation holds beyond the budget is taken from what they may hold, and they are placed again."""
+    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}"), Refused()
-    filler = Filler(decision.plan, decision.job, profile, decision.simulation)
+    ways = (True,) if decision.job.chunks == 1 else (True, False)  # `planner.filling` [3]
+    return min((_placed(decision, profile, forwards=way) for way in ways), key=lambda found: found[0].simulation.step_s)
+
+
+def _placed(decision: Decision, profile: Profile, *, forwards: bool) -> tuple[Decision, Refused]:
+    """The same with waits of forwards, or without. What the simulation holds beyond the budget is taken from what weight
+    gradients may hold, and they are placed again."""
+    filler = Filler(decision.plan, decision.job, profile, decision.simulation, forwards=forwards)
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     for _ in range(PLACED_AGAIN):
         plan = filler.filled(budgets)

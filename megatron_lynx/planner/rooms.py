@@ -34,15 +34,11 @@ class Rooms:
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """The waits of one layer, those of its backward first, in the order in which they come."""
-        return tuple(self._wait(address) for address in self._addresses(layer))
+        return self._waits[layer]
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """The linears of one layer, in the order in which backward reaches them."""
-        return tuple(
-            self._linear(layer, section, name)
-            for section in reversed(self._sections(layer))
-            for name in reversed(section.linears)
-        )
+        return self._linears[layer]
 
     def cost(self, linear: str) -> WeightGradient:
         return self._costs[linear]
@@ -52,6 +48,21 @@ class Rooms:
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _waits(self) -> dict[int, tuple[Wait, ...]]:
+        return {layer: tuple(map(self._wait, self._addresses(layer))) for layer in self.entry.layers}
+
+    @cached_property
+    def _linears(self) -> dict[int, tuple[Linear, ...]]:
+        return {
+            layer: tuple(
+                self._linear(layer, section, name)
+                for section in reversed(self._sections(layer))
+                for name in reversed(section.linears)
+            )
+            for layer in self.entry.layers
+        }
 
     @cached_property
     def _by_layer(self) -> dict[int, list[WindowAddress]]:

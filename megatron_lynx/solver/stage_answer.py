@@ -71,11 +71,16 @@ class StageAnswer:
     @property
     def host_late_s(self) -> float:
         """By how much its passes are longer than on the device alone, because the host is slower."""
-        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.exposed_s)
+        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.longer_s)
 
     @property
     def exposed_s(self) -> float:
         return sum(chunk.exposed_s for chunk in self.chunks)
+
+    @property
+    def longer_s(self) -> float:
+        """By how much its passes take longer on the device than without replays; below 0 where they take less."""
+        return sum(chunk.longer_s for chunk in self.chunks)
 
     @property
     def peak_bytes(self) -> int:
@@ -119,4 +124,4 @@ class StageAnswer:
 
     def seconds(self, microbatches: int) -> float:
         """How long one micro-batch takes, with its part of the exposed copies."""
-        return self.stock.both_s + self.exposed_s + self.host_late_s + self.exposed_copies_s / microbatches
+        return self.stock.both_s + self.longer_s + self.host_late_s + self.exposed_copies_s / microbatches

@@ -132,11 +132,11 @@ class Stages:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
         if copy_s == 0:
             return 0.0
-        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.exposed_s)
+        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.longer_s)
         return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
 
     def _late_s(self, answer: StageAnswer) -> float:
-        late_s = answer.exposed_s + answer.host_late_s
+        late_s = answer.longer_s + answer.host_late_s
         return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
