@@ -42,14 +42,14 @@ HALF_OF: Mapping[str, Half] = {linear: half for half, section in DENSE.items() f
 
 
 class Filler:
-    """Fills the waits of one plan for a job. `simulation`: of the plan."""
+    """Fills the waits of one plan for a job. `simulation`: of the plan; `known`: from fillers of other plans for the job."""
 
-    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> None:
+    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         self._rooms = [_rooms(plan, entry, job, profile) for entry in plan.stages]
-        self._known = Known()
+        self._known = known
         self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:
