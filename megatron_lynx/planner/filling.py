@@ -42,14 +42,22 @@ class Refused(NamedTuple):
 
 
 class Filler:
-    """Fills the waits of one plan for a job. `simulation`: of the plan. `forwards`: whether waits of forwards are filled, too."""
+    """Fills the waits of one plan for a job.
 
-    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, *, forwards: bool = True) -> None:
+    Args:
+        simulation: of the plan.
+        known: from fillers of other plans for the job.
+        forwards: whether waits of forwards are filled, too.
+    """
+
+    def __init__(
+        self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known, *, forwards: bool = True
+    ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
         self._rooms = [_rooms(plan, entry, profile, simulation, forwards=forwards) for entry in plan.stages]
-        self._known = Known()
+        self._known = known
         self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:

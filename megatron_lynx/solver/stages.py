@@ -115,7 +115,8 @@ class Stages:
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver))
+        quick = partial(_solved, self.job)
+        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver, quick))
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
