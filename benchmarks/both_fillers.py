@@ -27,7 +27,7 @@ from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.planner.filling import Filler
+from megatron_lynx.planner.filling import Filler, Known
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, ours
@@ -63,7 +63,7 @@ def training(sequence_parallel: bool, rate: float) -> Job:
 
 def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with weight gradients in its waits, as many as help: memory is no matter here."""
-    return Filler(plan, job, profile, rehearse(plan, profile)).filled([int(job.cluster.memory_gib * GIB)])
+    return Filler(plan, job, profile, rehearse(plan, profile), Known()).filled([int(job.cluster.memory_gib * GIB)])
 
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:

@@ -5,6 +5,7 @@
 What a layer keeps and replays, and which wait hides how much of each replay and of each weight gradient, may be any mixture.
     every wait      what runs in it is no longer than it is; one that a weight gradient leaves that hid it is longer by that
     every GEMM      runs in one wait: it hides no more than the shorter of the two
+    every gather    for a replay delays nothing, and spares its half's backward the wait for its own
     memory          what all micro-batches in flight keep, beside the loss; what weight gradients hold that wait for a forward
 Nothing else is asked: no order, no memory for what is regenerated or gathered ahead. So no plan of this runtime is below it, and
 one that is near it leaves little to gain. A step is priced by its slowest stage, and by the passes of the others before and
@@ -134,8 +135,9 @@ def more_than_none_s(profile: Profile, job: Job, layers: int, in_flight: float, 
             programme.most.append(({chosen: -1.0} | {here: 1.0 for here, _ in placed}, 0.0))
         for wait in waits.lengths_s:
             gathers = profile.shape.sequence_parallel and DENSE[wait[1]].column_parallel in layer.replay
-            if wait[0] == "bwd" and wait[2] == 1 and gathers:  # the input was gathered before: there is no such wait
+            if wait[0] == "bwd" and wait[2] == 1 and gathers:  # the input was gathered before: nobody waits for it
                 waits.take(wait, chosen, waits.lengths_s[wait])
+                programme.costs[chosen] -= waits.lengths_s[wait]
     held = {name: (in_flight - 1) * size for name, size in kept.items()}
     for section in DENSE.values():
         for linear in section.linears:

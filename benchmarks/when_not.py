@@ -131,7 +131,7 @@ class Row:
     hideable_s: float
     """The least of what a stage replays and of what the waits that the runtime may use for it have room for, for all stages
     together: collectives of its backwards, and receives for the replays that gather nothing (rule R2), less what weight gradients
-    fill of either, and with what they open. Where more is hidden, in forwards, that counts as well."""
+    fill of either, without what nobody waits for, and with what they open. Where more is hidden, in forwards, that counts too."""
     waits_s: float
     """The same with all waits of backwards and receives as stock leaves them, whether a replay could run there or not."""
     forward_windows_s: float
@@ -253,6 +253,8 @@ class Waits(NamedTuple):
     """Receives of gradients."""
     receivable_s: float
     """What of them the replays may use that gather nothing, each once for its backward."""
+    spared_s: float
+    """What of the collectives is not waited for, because an input was gathered before."""
     opened_s: float
     """By how much collectives of backwards are waited for longer, because a weight gradient was put off that hid them."""
     filled_s: float
@@ -266,7 +268,7 @@ class Waits(NamedTuple):
 
     @property
     def usable_s(self) -> float:
-        return self.backward_s + self.receivable_s + self.opened_s - self.filled_s
+        return self.backward_s + self.receivable_s + self.opened_s - self.spared_s - self.filled_s
 
 
 def waits_of(decision: Decision, stage: int) -> Waits:
@@ -281,7 +283,7 @@ def waits_of(decision: Decision, stage: int) -> Waits:
     last = stage == job.parallel.pipeline - 1
     message_s = 0.0 if last else profile.link_s("p2p", profile.attention.input_bytes) / profile.interference
     cooldown_s = (seats.received_s or 0.0) / profile.interference
-    halves = treated_halves(decision.plan, decision.plan.stages[stage], profile)
+    halves = tuple(treated_halves(decision.plan, decision.plan.stages[stage], profile))
     entry, message_bytes = decision.plan.stages[stage], LayerShape.of(job).gathered_bytes
     deferred = [(each, tuple(entry.rule_for(layer).weight_gradients)) for layer in entry.layers for each in DENSE.values()]
     opened_s = sum(
@@ -295,6 +297,7 @@ def waits_of(decision: Decision, stage: int) -> Waits:
         job.microbatches * job.layers_on(stage) * layer_s["bwd"] / profile.interference,
         phases.steady * message_s + phases.cooldown * cooldown_s,
         phases.steady * min(message_s, free_s) + phases.cooldown * min(cooldown_s, free_s),
+        job.microbatches * sum(each[1] for half in halves if (each := half.spared("steady"))) / profile.interference,
         job.microbatches * opened_s / profile.interference,
         filled_in_backwards_s(decision, stage, profile.interference),
         job.layers_on(stage) * forward_s / profile.interference,

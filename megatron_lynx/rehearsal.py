@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from megatron_lynx.anatomy import Section
+from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, gather_once_s, head_of, message_bytes_of
+from megatron_lynx.cost.communication import embedding_of, gather_once_s, gather_spared_s, head_of, message_bytes_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
@@ -34,6 +34,9 @@ from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Deferral, Seating, Treated
+
+Gathers = dict[tuple[Half, Half | None], tuple[float, float]]
+"""What gathering a half's input behind another's first collective delays, and what it spares, in seconds."""
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
@@ -172,6 +175,7 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
     offloads, prices = stage.offload is not None, {}
+    gathers: Gathers = {}
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
         rule = stage.rule_for(layer)
@@ -179,7 +183,7 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
         if choice not in prices:
             prices[choice] = priced(profile, *choice), half_host_s(profile, *choice, offloads=offloads)
         price, host = prices[choice]
-        steady, cooldown = (_seating(stage, frame, section, phase, profile) for phase in BACKWARD_PHASES)
+        steady, cooldown = (_seating(stage, frame, section, phase, profile, gathers) for phase in BACKWARD_PHASES)
         yield Treated(
             layer,
             section,
@@ -205,11 +209,13 @@ def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dic
     }
 
 
-def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile) -> Seating:
+def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile, known: Gathers) -> Seating:
     gather = order.gather_of(stage, frame, phase)
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
     behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
-    whole = behind is not None and behind.half == section.half
-    gather_s = gather_once_s(profile, section, behind, message_bytes_of(profile), whole=whole)
-    return Seating(order.stretches_of(stage, frame, phase), gather, gather_s)
+    key = section.half, None if behind is None else behind.half
+    if key not in known:
+        where, whole = (profile, section, behind, message_bytes_of(profile)), behind is not None and behind.half == section.half
+        known[key] = gather_once_s(*where, whole=whole), gather_spared_s(*where, whole=whole)
+    return Seating(order.stretches_of(stage, frame, phase), gather, *known[key])

@@ -19,9 +19,9 @@ from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
 from tests.profiler.made_up import made_up_profile
 
-LONGER_AT_MOST = 0.02
-"""Plans are found by heuristics. In 399 drawn triples of budgets more memory made a plan longer 18 times: 7 times in 165 without
-weight gradients in waits, by 0.4 % at most, and 11 times in 234 with them, by 1.5 %."""
+LONGER_AT_MOST = 0.002
+"""Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter. docs/decisions.md
+says how much longer more memory was seen to make a step, and why."""
 STATES_OF_A_HALF = 5 * 5056
 """Random states that a frame remembers at most on this testbed; they are no activations."""
 
@@ -59,19 +59,34 @@ def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, le
 
 @st.composite
 def jobs_on_ranks(draw):
-    layout = draw(
-        st.sampled_from([{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2, "microbatches": 3}])
-    )
+    """With 16 bits and pipelines, and with replicas that share an optimizer, since such once held more than was said."""
+    pipeline, replicas = {"pipeline": 2, "microbatches": 3}, {"replicas": 2, "distributed_optimizer": True}
+    layouts = [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, pipeline, {**pipeline, "dtype": "bf16"}]
+    layout = draw(st.sampled_from([*layouts, replicas, {**replicas, "dtype": "bf16"}]))
     size = {"layers": 4, "hidden": 64, "ffn": 256, "micro": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     size |= {"vocab": draw(st.sampled_from([64, 1024, 2048])), "seq": draw(st.sampled_from([64, 128]))}
     return tiny_job(draw(st.sampled_from(["gpt", "llama"])), **size, **layout)
 
 
+LINKS_S = st.sampled_from([1e-9, 1e-5, 1.0])
+
+
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None)
-@given(job=jobs_on_ranks(), link_s=st.sampled_from([1e-9, 1e-5, 1.0]), share=st.floats(0, 1))
+@given(job=jobs_on_ranks(), link_s=LINKS_S, share=st.floats(0, 1))
 def test_what_runs_never_holds_more_than_its_plan_says(pool_of, job, link_s, share) -> None:
-    """Of all moments, updates included. Budgets lie between the least that can be held and what keeping everything takes."""
+    hold_what_is_said(pool_of, job, link_s, share)
+
+
+@pytest.mark.long
+@settings(max_examples=50, deadline=None)
+@given(job=jobs_on_ranks(), link_s=LINKS_S, share=st.floats(0, 1))
+def test_many_jobs_never_hold_more_than_their_plans_say(pool_of, job, link_s, share) -> None:
+    hold_what_is_said(pool_of, job, link_s, share)
+
+
+def hold_what_is_said(pool_of, job, link_s, share) -> None:
+    """At all moments, updates included. Budgets lie between the least that can be held and what keeping everything takes."""
     profile = made_up_profile(job, link_s)
     kept, lean = decide(job.model_copy(update={"policy": "none"}), profile), decide(job, profile)
     most, least = (max(memory.total for memory in decision.memory) for decision in (kept, lean))
@@ -85,6 +100,13 @@ def test_what_runs_never_holds_more_than_its_plan_says(pool_of, job, link_s, sha
     held_by_gloo = 4 * shape.gathered_bytes if job.gpus > 1 else shape.gathered_bytes
     for stage, memory in enumerate(decision.memory):
         frames = 2 * job.layers_on(stage) * min(job.parallel.pipeline - stage, job.microbatches)
-        held = max(counted[stage * job.parallel.tensor].values())
+        rank = stage * job.parallel.tensor * job.replicas
+        held = max(size - copied_by_gloo(job, memory, moment) for moment, size in counted[rank].items())
         assert held <= memory.total + STATES_OF_A_HALF * frames + small + held_by_gloo
         assert memory.total <= (least + share * (most - least)) + 1
+
+
+def copied_by_gloo(job, memory, moment) -> int:
+    """Its reduce-scatter sums gradients up in a copy of all of them, which is given back some time later. NCCL has none."""
+    shared = job.replicas > 1 and job.parallel.distributed_optimizer
+    return memory.gradients if shared and moment in ("reduction", "first_update", "update") else 0

@@ -14,7 +14,7 @@ from megatron_lynx.planner import decide, make_plan, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.rehearsal import rehearse, stage_passes_of
+from megatron_lynx.rehearsal import rehearse, stage_passes_of, treated_halves
 from megatron_lynx.simulator.figures import as_json
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.testbed.candidates import without_windows
@@ -108,7 +108,9 @@ def closed_form_s(job, profile, plan):
     stages = []
     for stage in plan.stages:
         time, exposed_s = stage_seconds(job, profile, stage.stage, message), stage.predicted.exposed_replay_s / job.microbatches
-        stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s))
+        spared = [half.spared("steady") for half in treated_halves(plan, stage, profile)]
+        spared_s = sum(seconds for _, seconds in filter(None, spared))
+        stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))
     return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
 
 
@@ -266,3 +268,19 @@ def test_a_profile_of_other_experts_is_not_the_plans():
         rehearse(some, profile)
     with pytest.raises(ValidationError, match=r"shape\.experts and experts belong together"):
         Profile.model_validate(profile.model_dump() | {"experts": None})
+
+
+def test_an_input_that_was_gathered_before_is_not_waited_for_again():
+    """It was, in simulations: where the earlier gather delayed nothing, the wait that it spares was forgotten."""
+    job = catalogued_job(gpus=8, batch=4, policy="planned", parallel={"tensor": 8, "pipeline": 1, "sequence_parallel": True})
+    profile = analytic_profile(job)
+    plans = uniform_plan(job, "none"), uniform_plan(job, gather="once")
+    kept, gathered = (rehearse(plan, profile) for plan in plans)
+    waits = [{span.name for span in one.timeline().ranks[0] if span.kind == "window"} for one in (kept, gathered)]
+    assert "bwd.attention.1@3" in waits[0]
+    assert "bwd.attention.1@3" not in waits[1]
+    half = next(each for each in treated_halves(plans[1], plans[1].stages[0], profile) if each.layer == 3)
+    window, spared_s = half.spared("steady")
+    (span,) = (span for span in kept.executed[0][1].content.spans if span.name == str(window))
+    assert spared_s > 0
+    assert spared_s == pytest.approx(span.end_s - span.start_s)

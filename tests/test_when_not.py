@@ -24,7 +24,7 @@ def test_the_table_is_current(priced: tuple[Row, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "least"), [("t=8, p=1", 1.09), ("H800, t=8, p=1", 0.96), ("H800 (NVLink 200 GB/s)", 0.96)], ids=str
+    ("what", "least"), [("t=8, p=1", 1.09), ("H800, t=8, p=1", 0.91), ("H800 (NVLink 200 GB/s)", 0.94)], ids=str
 )
 def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: float) -> None:
     """What is out of reach at these budgets, whatever a planner does."""
@@ -41,7 +41,7 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     assert all(row.ours_s < row.best_stock_s < row.block_s for row in by_name.values())
     assert all(bare.best_stock_s / bare.ours_s <= row.best_stock_s / row.ours_s for row in by_name.values())
     assert all("mlp" in row.best_stock and "offload" in row.best_stock for row in by_name.values())
-    assert by_name["t=8, p=1"].hidden < 0.25 < 0.95 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
+    assert by_name["t=8, p=1"].hidden < 0.25 < 0.94 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
     assert by_name["t=8, p=1"].hidden_s > 0.85 * by_name["t=8, p=1"].hideable_s
     assert all(row.hidden_s <= row.hideable_s * (1 + 1e-9) for row in by_name.values())
     assert by_name["H800, t=8, p=1"].hidden_best_s < by_name["H800, t=8, p=1"].ours_s

@@ -24,6 +24,7 @@ that identical layers have identical entries in a plan.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_lynx.anatomy.dense import DENSE
@@ -74,6 +75,7 @@ def window_name(passing: Pass, half: Half, ordinal: int, above: int = 0) -> str:
     return f"{passing}.{half}.{ordinal}{f'{above:+}' if above else ''}"
 
 
+@lru_cache(maxsize=8192)
 def window_at(text: str, layer: int) -> Window:
     """The window that `text` names, seen from `layer` (its number from 1). ValueError where `text` names none."""
     if text == ON_DEMAND:

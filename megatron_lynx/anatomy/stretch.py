@@ -11,6 +11,7 @@ short for runs on in it, and what was missed runs in the next window, or on dema
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import ON_DEMAND, PATTERN
@@ -31,6 +32,7 @@ class Stretch(NamedTuple):
         return self.window if self.until is None else f"{self.window}{UNTIL}{self.until}"
 
 
+@lru_cache(maxsize=1024)
 def stretches_in(text: str) -> tuple[Stretch, ...]:
     """The stretches that a text names, in order. The last one has no end."""
     parts = (part.partition(UNTIL) for part in text.split(THEN))

@@ -39,6 +39,9 @@ LATER: dict[str, dict[str, Any]] = {
 IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
 """The same of `model.experts`."""
 
+IN_OVERLAP = ("weight_gradients", "bucket_parameters")
+"""Of `overlap`, where anything else of it is stated."""
+
 
 def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster, *, fp8: bool) -> dict[str, Any]:
     """What pydantic is to exclude. `fp8`: whether the model asks for it; else the cluster's figures for it do not matter."""
@@ -51,8 +54,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
         off["model"]["experts"] = {name for name, value in IN_EXPERTS.items() if getattr(experts, name) == value}
     if overlap == Overlap():
         off["overlap"] = True
-    elif overlap.weight_gradients == Overlap().weight_gradients:
-        off["overlap"] = {"weight_gradients"}
+    else:
+        off["overlap"] = {name for name in IN_OVERLAP if getattr(overlap, name) == getattr(Overlap(), name)}
     off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
     if "deterministic" in off["model"]:
         off["cluster"]["ordered_attention"] = True

@@ -1,7 +1,7 @@
 """What a job communicates beside its computing, as the flags of its launch say it.
 
                                                                        flag
-    reductions of gradients     behind the last micro-batch's backward --overlap-grad-reduce
+    reductions of gradients     behind the last micro-batch's backward --overlap-grad-reduce, --ddp-bucket-size
     gathers of parameters       behind the first forward               --overlap-param-gather
     a linear's gradient         behind its weight's gradient           unless --no-async-tensor-model-parallel-allreduce
     messages between chunks     behind passes                          unless --no-overlap-p2p-communication
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.validation import Part
 
@@ -26,6 +26,9 @@ class Overlap(Part):
 
     gradients: bool = False
     """Whether gradients are reduced bucket by bucket while the last micro-batch's backward goes on."""
+    bucket_parameters: int | None = Field(default=None, ge=1)
+    """How many parameters a bucket has at least before it is reduced. None: Megatron's own, 40 million, or a million for each
+    rank that shares them if that is more. Where reductions do not overlap there are no buckets, and it means nothing."""
     parameters: bool = False
     """Whether the distributed optimizer's parameters are gathered while the first forward of the next step goes on."""
     linears: bool = True

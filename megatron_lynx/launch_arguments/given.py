@@ -24,6 +24,7 @@ AT_LEAST_ONE = frozenset(
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size"),
         *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "global_batch_size", "vocab_size"),
+        "ddp_bucket_size",
     }
 )
 """Sizes and divisors, which must not be 0."""

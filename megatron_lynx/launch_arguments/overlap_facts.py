@@ -8,6 +8,7 @@ from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 
 SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_gather"}
+BUCKET = "ddp_bucket_size"
 LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
 
 
@@ -19,6 +20,8 @@ def overlap_facts(given: Given) -> Iterator[Fact]:
     for name, flag in SWITCHED_ON.items():
         if given[flag]:
             yield Fact(f"overlap.{name}", True, given.origin(flag))
+    if given[BUCKET] is not None:
+        yield Fact("overlap.bucket_parameters", given[BUCKET], given.origin(BUCKET))
     for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
         if given[flag] is False:
             yield Fact(f"overlap.{name}", False, given.origin(flag))

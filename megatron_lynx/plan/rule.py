@@ -8,6 +8,7 @@ Neighbouring layers that are treated alike share one rule (`joined`):
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from pydantic import Field, model_validator
 
@@ -93,16 +94,13 @@ class Rule(Part):
 
     def replays(self, half: Half) -> tuple[str, ...]:
         """The replayed items of one half, in the order in which the layer runs them."""
-        known = dict.fromkeys((*self.filling(half).names, *names_in(half)))
-        return tuple(item for item in known if item in self.replay)
+        return _replayed(half, self.keep, self.replay)
 
     def filling(self, half: Half) -> Section:
         """The section whose items the rule names in a half: that of a dense layer, unless it names one of another section's."""
-        dense, *others = FILLING[half]
-        of_experts = {linear for section in others if section.has_experts for linear in section.linears}
-        named = {*self.keep, *self.replay, *of_experts.intersection(self.weight_gradients)}
-        found = [section for section in others if named & set(section.names) - set(dense.names)]
-        return max(found, key=lambda section: len(named & set(section.names)), default=dense)
+        of_experts = (linear for section in FILLING[half] if section.has_experts for linear in section.linears)
+        deferred = tuple(linear for linear in of_experts if linear in self.weight_gradients) if self.weight_gradients else ()
+        return _filling(half, self.keep + deferred, self.replay)
 
     @model_validator(mode="after")
     def _whole(self) -> Rule:
@@ -189,3 +187,16 @@ def joined(rules: Iterable[Rule]) -> tuple[Rule, ...]:
         else:
             result.append(rule)
     return tuple(result)
+
+
+@lru_cache(maxsize=1024)
+def _filling(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> Section:  # asked for thousands of times for a plan
+    named, (dense, *others) = {*keep, *replay}, FILLING[half]
+    found = [section for section in others if named & set(section.names) - set(dense.names)]
+    return max(found, key=lambda section: len(named & set(section.names)), default=dense)
+
+
+@lru_cache(maxsize=1024)
+def _replayed(half: Half, keep: tuple[str, ...], replay: tuple[str, ...]) -> tuple[str, ...]:
+    known = dict.fromkeys((*_filling(half, keep, replay).names, *names_in(half)))
+    return tuple(item for item in known if item in replay)

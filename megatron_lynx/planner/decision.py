@@ -19,7 +19,7 @@ from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
-from megatron_lynx.planner.filling import Filler, Refused
+from megatron_lynx.planner.filling import Filler, Known, Refused
 from megatron_lynx.planner.load import loads_that_fit
 from megatron_lynx.planner.nearest import nearest_change
 from megatron_lynx.planner.partitioning import partitioned
@@ -34,7 +34,8 @@ from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
 WORTH_READING = 1e-3
-"""The part of a step that must be gained for a plan with layers that differ, which is harder to read."""
+"""The part of a step that must be to gain for a plan with layers that differ, which is harder to read, to be looked for. One that
+was found is taken if it is faster at all: else more memory could make a step longer, by less than this."""
 
 WORTH_SPARING = 1e-2
 """The part of a step that weight gradients without memory must have been able to hide for the stages to be solved once more."""
@@ -90,22 +91,33 @@ def decide(job: Job, profile: Profile) -> Decision:
 
 def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile) -> Decision:
     """The decision whose waits hold weight gradients, too; it spares memory for them where that makes the step faster."""
-    filled, refused = _filled(_refined(decision, stages, job, profile), profile)
+    known = Known()
+    filled, refused = _best_filled(decision, stages, job, profile, known)
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
     if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
         return filled
-    sparing = _sparing(job, decision.job, profile, refused.bytes)
-    enough_s = (1 - WORTH_READING) * filled.simulation.step_s
-    return filled if sparing is None or sparing.simulation.step_s > enough_s else sparing
+    sparing = _sparing(job, decision.job, profile, refused.bytes, known)
+    return filled if sparing is None or not _faster(sparing.simulation, filled) else sparing
 
 
-def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int) -> Decision | None:
+def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int, known: Known) -> Decision | None:
     """The decision whose layers leave so many bytes of their budget to weight gradients; None where they cannot."""
     try:
         decision, stages = _fitting(job, parted, profile, spared_bytes)
     except Infeasible:
         return None
-    return _filled(_refined(decision, stages, job, profile), profile)[0]
+    return _best_filled(decision, stages, job, profile, known)[0]
+
+
+def _best_filled(decision: Decision, stages: Stages, job: Job, profile: Profile, known: Known) -> tuple[Decision, Refused]:
+    """The decision as the exact solver has it, with weight gradients. Where that alone gains little, layers alike may leave so
+    much more room for these that they are faster: both are tried."""
+    refined = _refined(decision, stages, job, profile)
+    little = refined.simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
+    tried = [decision, refined] if little and refined is not decision else [refined]
+    return min(
+        (_filled(each, profile, known) for each in tried), key=lambda found: round(found[0].simulation.step_s, SECOND_DIGITS)
+    )
 
 
 def _with_loads(decision: Decision, profile: Profile) -> Decision:
@@ -156,7 +168,7 @@ def _fitting(job: Job, parted: Job, profile: Profile, spared_bytes: int = 0) -> 
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """The decision with the exact solver's answers, if they shorten the step by `WORTH_READING`."""
+    """The decision with the exact solver's answers, if they are faster; sought where they may gain `WORTH_READING`."""
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     passes = job.microbatches + job.parallel.pipeline - 1
@@ -166,19 +178,24 @@ def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> 
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
     simulation = rehearse(plan, profile)
-    slower = simulation.step_s > (1 - WORTH_READING) * decision.simulation.step_s
-    if slower or any(_over_budget(decision.job, answer, simulation) for answer in answers):
+    if not _faster(simulation, decision) or any(_over_budget(decision.job, answer, simulation) for answer in answers):
         return decision
     rehearsed, host = with_rehearsed(plan, decision.job, answers, simulation), HostReport.of(profile, simulation.host_bound)
     return Decision(decision.job, answers, rehearsed, simulation, host)
 
 
-def _filled(decision: Decision, profile: Profile) -> tuple[Decision, Refused]:
-    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory. What
-    the simulation holds beyond the budget is taken from what they may hold, and they are placed again."""
+def _filled(decision: Decision, profile: Profile, known: Known) -> tuple[Decision, Refused]:
+    """The decision with weight gradients deferred into waits, where that is faster and fits, and what of them had no memory."""
     if (why := why_none_deferred(decision.job)) is not None:
         return replace(decision, weight_gradients=f"none deferred: {why}"), Refused()
-    filler = Filler(decision.plan, decision.job, profile, decision.simulation)
+    ways = (True,) if decision.job.chunks == 1 else (True, False)  # `planner.filling` [3]
+    return min((_placed(decision, profile, known, forwards=way) for way in ways), key=lambda found: found[0].simulation.step_s)
+
+
+def _placed(decision: Decision, profile: Profile, known: Known, *, forwards: bool) -> tuple[Decision, Refused]:
+    """The same with waits of forwards, or without. What the simulation holds beyond the budget is taken from what weight
+    gradients may hold, and they are placed again."""
+    filler = Filler(decision.plan, decision.job, profile, decision.simulation, known, forwards=forwards)
     budgets = [_budget_bytes(decision, answer) for answer in decision.stages]
     for _ in range(PLACED_AGAIN):
         plan = filler.filled(budgets)
@@ -187,7 +204,7 @@ def _filled(decision: Decision, profile: Profile) -> tuple[Decision, Refused]:
         simulation = rehearse(plan, profile, reduced_in_backward=decision.job.overlap.gradients)
         over = [_too_much_bytes(decision, answer, simulation) for answer in decision.stages]
         if not any(over):
-            if simulation.step_s >= decision.simulation.step_s - 10**-SECOND_DIGITS:
+            if not _faster(simulation, decision):
                 break
             rehearsed = with_rehearsed(plan, decision.job, decision.stages, simulation)
             host, gained = HostReport.of(profile, simulation.host_bound), 1 - simulation.step_s / decision.simulation.step_s
@@ -212,6 +229,11 @@ def _too_much_bytes(decision: Decision, answer: StageAnswer, simulation: Simulat
         memory = memory_in(decision.job, answer, simulation, defers=True)
         too_much = max(too_much, memory.total - decision.job.memory_budget_bytes)
     return max(0, too_much)
+
+
+def _faster(simulation: Simulation, decision: Decision) -> bool:
+    """Whether a step is shorter than a decision's, as far as seconds are written down."""
+    return simulation.step_s < decision.simulation.step_s - 10.0**-SECOND_DIGITS
 
 
 def _layers_of(answers: Iterable[StageAnswer]) -> list[tuple[LayerChoice, ...]]:

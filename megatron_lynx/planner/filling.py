@@ -7,6 +7,8 @@
 [1] in every layer first what waits for a window of the same backward only, which holds little; then, as far as memory goes, what
     waits for a forward, where a byte gains most first, and of equals in the lowest layer: its weight gradients wait shortest
 [2] what waits for a forward may run in the receive of a gradient, too: in cool-down no forward comes
+[3] with several chunks per stage the forward is whichever comes behind the backward; the receive is not offered, so in cool-down
+    what waits is computed at the end. That may cost more than it gains, so such plans are tried without forwards as well
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megatron_lynx.plan.rule import joined
 from megatron_lynx.planner.packing import NOWHERE, Packed, Ways
 from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
 from megatron_lynx.planner.rooms import Rooms
-from megatron_lynx.planner.slack import Slack
+from megatron_lynx.planner.slack import Slack, next_forward
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.units import MIB
@@ -39,14 +41,22 @@ class Refused(NamedTuple):
 
 
 class Filler:
-    """Fills the waits of one plan for a job. `simulation`: of the plan."""
+    """Fills the waits of one plan for a job.
 
-    def __init__(self, plan: Plan, job: Job, profile: Profile, simulation: Simulation) -> None:
+    Args:
+        simulation: of the plan.
+        known: from fillers of other plans for the job.
+        forwards: whether waits of forwards are filled, too.
+    """
+
+    def __init__(
+        self, plan: Plan, job: Job, profile: Profile, simulation: Simulation, known: Known, *, forwards: bool = True
+    ) -> None:
         self._plan = plan
         self._job = job
         self._simulation = simulation
-        self._rooms = [_rooms(plan, entry, job, profile) for entry in plan.stages]
-        self._known = Known()
+        self._rooms = [_rooms(plan, entry, job, profile, simulation, forwards=forwards) for entry in plan.stages]
+        self._known = known
         self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:
@@ -61,14 +71,14 @@ class Filler:
         return self._plan.model_copy(update={"stages": entries})
 
     def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
-        return _Filling(rooms, Slack(self._simulation, rooms.entry.stage, rooms.entry.chunk, budget_bytes), self._known)
+        chunks = self._plan.chunks_of(rooms.entry.stage)
+        slack = Slack(self._simulation, rooms.entry, [entry.layers.first for entry in chunks], budget_bytes)
+        return _Filling(rooms, slack, self._known)
 
 
-def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile) -> Rooms:
-    """With several chunks a forward may be another chunk's, whose memory is not this one's: only backwards are filled."""
-    warmup = job.parallel.pipeline - 1 - entry.stage
-    forwards = job.chunks == 1 and warmup + 1 < job.microbatches
-    return Rooms(plan, entry, profile, forwards, looked_into=not job.model.experts_whole)
+def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile, simulation: Simulation, *, forwards: bool) -> Rooms:
+    followed = next_forward(simulation, entry.stage, entry.chunk) is not None
+    return Rooms(plan, entry, profile, forwards=forwards and followed, looked_into=not job.model.experts_whole)
 
 
 def _receives(job: Job, entry: Stage) -> bool:

@@ -36,15 +36,11 @@ class Rooms:
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """The waits of one layer, those of its backward first, in the order in which they come."""
-        return tuple(self._wait(address) for address in self._addresses(layer))
+        return self._waits[layer]
 
     def linears(self, layer: int) -> tuple[Linear, ...]:
         """The linears of one layer, in the order in which backward reaches them."""
-        return tuple(
-            self._linear(layer, section, name)
-            for section in reversed(self._sections(layer))
-            for name in reversed(self._linears(section))
-        )
+        return self._linears[layer]
 
     def cost(self, linear: str) -> WeightGradient:
         return self._costs[linear]
@@ -53,7 +49,7 @@ class Rooms:
         """The half that has a linear."""
         return next(section.half for section in self._own if linear in section.linears)
 
-    def _linears(self, section: Section) -> tuple[str, ...]:
+    def _deferrable(self, section: Section) -> tuple[str, ...]:
         return section.linears if self.looked_into or not section.has_experts else ()
 
     def _sections(self, layer: int) -> tuple[Section, ...]:
@@ -61,6 +57,21 @@ class Rooms:
 
     def _addresses(self, layer: int) -> list[WindowAddress]:
         return self._by_layer.get(layer, [])
+
+    @cached_property
+    def _waits(self) -> dict[int, tuple[Wait, ...]]:
+        return {layer: tuple(map(self._wait, self._addresses(layer))) for layer in self.entry.layers}
+
+    @cached_property
+    def _linears(self) -> dict[int, tuple[Linear, ...]]:
+        return {
+            layer: tuple(
+                self._linear(layer, section, name)
+                for section in reversed(self._sections(layer))
+                for name in reversed(self._deferrable(section))
+            )
+            for layer in self.entry.layers
+        }
 
     @cached_property
     def _by_layer(self) -> dict[int, list[WindowAddress]]:
@@ -81,7 +92,7 @@ class Rooms:
         hides = section.beside_wgrad(name, sliced)
         beside = next((at for at in own if waits[at].ordinal == hides), None)
         first = self._first(waits, section, name)
-        number = [each for own in reversed(self._sections(layer)) for each in reversed(self._linears(own))].index(name)
+        number = [each for own in reversed(self._sections(layer)) for each in reversed(self._deferrable(own))].index(name)
         return Linear(
             name, self.cost(name).seconds, self.cost(name).bytes, beside, tuple(self._puts(layer, waits, first, number + 1))
         )

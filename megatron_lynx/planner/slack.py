@@ -8,20 +8,24 @@ held   ╲  backward k         ╱ forward      ╲  backward k + 1          the
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from megatron_lynx.anatomy.address import FrameKey, Window, WindowAddress
+from megatron_lynx.plan.stage import Stage
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
 class Slack:
     """Bytes that are left for one chunk, from one of its backwards to the end of the forward behind it, if one is."""
 
-    def __init__(self, simulation: Simulation, stage: int, chunk: int, budget_bytes: int) -> None:
-        """`budget_bytes`: what the stage's layers may hold."""
-        backward, behind = _backward(simulation, stage, chunk)
-        curve = simulation.memory(stage)
+    def __init__(self, simulation: Simulation, entry: Stage, first_layers: Sequence[int], budget_bytes: int) -> None:
+        """`first_layers`: of all chunks of the stage. `budget_bytes`: what the stage's layers may hold."""
+        backward, behind = next_forward(simulation, entry.stage, entry.chunk) or _alone(simulation, entry)
+        curve = simulation.memory(entry.stage)
+        self._moved = first_layers[behind.action.chunk] - entry.layers.first
         first, end = bisect_right(curve.times_s, backward.start_s) - 1, bisect_right(curve.times_s, behind.end_s)
         self.end_s = behind.end_s
         self._times_s = list(curve.times_s[first:end])
@@ -48,8 +52,10 @@ class Slack:
         """The time at which a wait is reached, or at which its half ends if nothing is left to wait for."""
         if not isinstance(window, WindowAddress):
             return self.end_s
-        kind = "backward" if window.passing == "bwd" else "forward"
-        return self._windows.get(str(window), self._halves[kind, window.frame][1])
+        if window.passing == "bwd":
+            return self._windows.get(str(window), self._halves["backward", window.frame][1])
+        window = window._replace(layer=window.layer + self._moved)  # the forward may be another chunk's
+        return self._windows.get(str(window), self._halves.get(("forward", window.frame), (0.0, self.end_s))[1])
 
     def takes(self, size_bytes: int, from_s: float, until_s: float) -> bool:
         """Whether so much can be held from one time to another; if so, it is taken from what is left."""
@@ -74,10 +80,16 @@ class Slack:
         return slice(max(0, bisect_right(self._times_s, from_s) - 1), bisect_right(self._times_s, until_s))
 
 
-def _backward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed]:
-    """A backward of a chunk, and what runs behind it: a forward of the same chunk, if that ever comes next; else itself."""
+def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed] | None:
+    """A backward of a chunk behind which the stage runs a forward, of whichever chunk, with that forward; None: there is none."""
     passes = [each for each in simulation.executed[stage] if each.action.kind != "R"]
-    own = [at for at, each in enumerate(passes) if each.action.kind == "B" and each.action.chunk == chunk]
-    before = [at for at in own if at + 1 < len(passes) and passes[at + 1].action._replace(micro_batch=0) == (0, "F", chunk)]
-    at = before[len(before) // 2] if before else own[0]
-    return passes[at], passes[at + 1] if before else passes[at]
+    pairs = [
+        pair for pair in pairwise(passes) if [each.action.kind for each in pair] == ["B", "F"] and pair[0].action.chunk == chunk
+    ]
+    return pairs[len(pairs) // 2] if pairs else None
+
+
+def _alone(simulation: Simulation, entry: Stage) -> tuple[Executed, Executed]:
+    """The first backward of a chunk behind which no forward comes."""
+    own = next(each for each in simulation.executed[entry.stage] if each.action.kind == "B" and each.action.chunk == entry.chunk)
+    return own, own

@@ -107,7 +107,7 @@ def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
 
 def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> Parts:
     """The same in a rehearsal. `defers`: whether weight gradients are deferred in it."""
-    at_loss_bytes = simulation.before_backward_bytes(answer.stage) if defers else None
+    at_loss_bytes = simulation.before_backward_bytes(answer.stage, job.chunks - 1) if defers else None
     return device_parts(job, answer, simulation.memory(answer.stage).peak_bytes, at_loss_bytes)
 
 

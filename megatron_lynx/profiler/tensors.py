@@ -100,10 +100,11 @@ def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTenso
     keys, which Megatron copies to put them side by side; RMSNorm keeps its product as well.
     """
     model, own = shape.model, {"made_by": ROTARY, "saved_by": (ROTARY,)}
-    layernorm, one = model.norm == "layernorm", model.element_bytes if shape.eager else FP32_BYTES
+    layernorm = model.norm == "layernorm"
+    one = model.element_bytes if shape.eager and layernorm else FP32_BYTES
     heads, groups = (width // model.head_size for width in (shape.query_width, shape.key_width))
     copied = [query, key] if not shape.eager else [query] if heads > groups > 1 else []
-    products = [query, key] if shape.eager and not layernorm else []
+    products = [*_rms_products(shape, query), *_rms_products(shape, key)] if shape.eager and not layernorm else []
     statistics = [shape.tokens * count * one for count in (heads, groups)] * (2 if layernorm else 1)
     return [SavedTensor(bytes=size, **own) for size in (*copied, *products, *statistics)]
 
@@ -148,6 +149,19 @@ def _mlp(shape: LayerShape) -> list[SavedTensor]:
     return [*blocks, _dropout(shape, MLP)]
 
 
+def _eager_norm_bytes(shape: LayerShape) -> int:
+    """Of one number that RMSNorm keeps of a row: made of single operators, it counts in fp32."""
+    return FP32_BYTES if shape.eager else shape.model.element_bytes
+
+
+def _rms_products(shape: LayerShape, size: int) -> list[int]:
+    """What RMSNorm of single operators keeps of an input of so many bytes: its product before the weight, in fp32, and in 16 bits
+    the fp32 copy that this is made of. Then nothing of the norm reads its input, which counts as kept all the same."""
+    model = shape.model
+    whole = size // model.element_bytes * FP32_BYTES
+    return [whole] if model.element_bytes == FP32_BYTES else [whole, whole]
+
+
 def _norm(shape: LayerShape, section: Section) -> list[SavedTensor]:
     """The norm's output, and per row what it needs to go back. Transformer Engine's is no site: nothing remembers its output."""
     model, rows, norm, linear = shape.model, shape.own_tokens, section.norm, section.column_parallel
@@ -157,9 +171,10 @@ def _norm(shape: LayerShape, section: Section) -> list[SavedTensor]:
         statistics = [SavedTensor(bytes=rows * FP32_BYTES, made_by=norm, saved_by=(norm,)) for _ in range(1 + layernorm)]
         out = out if model.fp8_recipe is None else saved_bytes(model.fp8_recipe, rows, model.hidden)
         return [*statistics, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,))]
-    blocks = [SavedTensor(bytes=rows * model.element_bytes, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
+    one = model.element_bytes if layernorm else _eager_norm_bytes(shape)
+    blocks = [SavedTensor(bytes=rows * one, made_by=norm, saved_by=(norm,)) for _ in range(2 if layernorm else 1)]
     if shape.eager and not layernorm:
-        blocks.append(SavedTensor(bytes=out, made_by=norm, saved_by=(norm,)))  # before the weight
+        blocks += [SavedTensor(bytes=size, made_by=norm, saved_by=(norm,)) for size in _rms_products(shape, out)]
     return [*blocks, SavedTensor(bytes=out, made_by=norm, saved_by=(linear,), output=True)]
 
 

@@ -114,7 +114,7 @@ def _to_be_planned(job: Job, offload: bool) -> Job:
 
 def _spent(floor: Spent, cost: LayerCost, job: Job, answers: Sequence[StageAnswer]) -> Spent:
     """A floor, with the exposed replays and copies of these stages. The slowest one sets the pace."""
-    slowest_s = max(answer.stock.both_s + answer.exposed_s for answer in answers)
+    slowest_s = max(answer.stock.both_s + answer.longer_s for answer in answers)
     replay_s = job.microbatches * max(0.0, slowest_s - cost.slowest_s(job))
     return replace(floor, replay_s=replay_s, copies_s=max(answer.exposed_copies_s for answer in answers))
 

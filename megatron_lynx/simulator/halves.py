@@ -45,6 +45,9 @@ Served = dict[Window, tuple[Part, ...]]
 Gathered = dict[Window, int]
 """Bytes of inputs that are gathered behind a window, and of what had to be made for that."""
 
+Spared = Mapping[WindowAddress, float]
+"""By how many seconds a wait for a half's own input is shorter, because that was gathered before."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -89,6 +92,7 @@ def stage_passes(
     host = sum((half.host for half in treated), start=NO_HOST_TIME)  # [4]
 
     own = {phase: (parts_by_window(treated, phase), _gathered(treated, phase)) for phase in PHASES}
+    spared = {phase: dict(filter(None, (half.spared(phase) for half in treated))) for phase in PHASES}
     seen = {chunk: _as_seen_by(treated, other) for chunk, other in others.items()}
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
@@ -102,12 +106,14 @@ def stage_passes(
             return _received(Walk(1.0, queue), own[which][0])
         walk = Walk(profile.interference, queue, back[0])
         defers = not (last and reduced_in_backward)
-        return _backward(walk, treated, *own[which], backward, back[1], last, defers).issued_in(host.backward_s)
+        return _backward(walk, treated, *own[which], spared[which], backward, back[1], last, defers).issued_in(host.backward_s)
 
     def queue(pending: Pending) -> Queue:
         return Queue(*deferral, due, pending)
 
-    first_alike = {phase: next(each for each in PHASES if own[each] == own[phase]) for phase in PHASES}
+    first_alike = {
+        phase: next(each for each in PHASES if (own[each], spared[each]) == (own[phase], spared[phase])) for phase in PHASES
+    }
     hides = any(isinstance(window, WindowAddress) and window.passing == "fwd" for each in own["steady"] for window in each)
 
     def plain(key: PassKey) -> PassKey:
@@ -210,20 +216,21 @@ def _backward(
     treated: Sequence[Treated],
     served: Served,
     gathered: Gathered,
+    spared: Spared,
     halves: Parts,
     end_s: float,
     last: bool,
     defers: bool,
 ) -> TimedPass:
-    """One backward. `last`: the chunk's last one in a step, behind which nothing stays deferred. `defers`: whether it defers
-    anything itself."""
+    """One backward. `spared`: of waits of halves whose input was gathered before. `last`: the chunk's last one in a step, behind
+    which nothing stays deferred. `defers`: whether it defers anything itself."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
     for half in reversed(treated):
         if (part := late.get((half.layer, half.half))) is not None:
             walk.on_demand(part)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
-        _back_through(walk, half, halves[kind], served, gathered, defers)
+        _back_through(walk, half, halves[kind], served, gathered, spared, defers)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -231,7 +238,9 @@ def _backward(
     return walk.over()
 
 
-def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, defers: bool) -> None:
+def _back_through(
+    walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, spared: Spared, defers: bool
+) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
     for ordinal, compute_s in enumerate(parts.compute_s):
@@ -244,7 +253,8 @@ def _back_through(walk: Walk, half: Treated, parts: Segments, served: Served, ga
             _hold_rest(walk, half, *_let_go_of(half.section))
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
-            walk.window(place, max(0.0, parts.windows_s[ordinal] - ran_s), served.get(place, ()))
+            length_s = parts.windows_s[ordinal] - ran_s - spared.get(place, 0.0)
+            walk.window(place, max(0.0, length_s), served.get(place, ()))
             walk.regenerate(gathered.get(place, 0))
     walk.hold(-left, regenerated_bytes=-regenerated)
     _hold_rest(walk, half, *half.deferred)

@@ -110,10 +110,10 @@ class Simulation:
             self._curves[stage] = self._curve(stage)
         return self._curves[stage]
 
-    def before_backward_bytes(self, stage: int) -> int:
-        """The most that the stage's layers hold when one of its backwards is about to begin."""
+    def before_backward_bytes(self, stage: int, chunk: int) -> int:
+        """The most that the stage's layers hold when a backward of one of its chunks is about to begin."""
         curve = self.memory(stage)
-        starts_s = [each.start_s for each in self.executed[stage] if each.action.kind == "B"]
+        starts_s = [each.start_s for each in self.executed[stage] if (each.action.kind, each.action.chunk) == ("B", chunk)]
         return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
 
     @cached_property

@@ -29,6 +29,8 @@ class Seating:
     """Behind which window the replay's input is gathered, if it is."""
     gather_s: float = 0.0
     """Seconds by which that delays the replay."""
+    spared_s: float = 0.0
+    """Seconds by which the half's backward waits shorter for its input, because it was gathered before."""
 
 
 SEATED_ON_DEMAND = Seating()
@@ -96,6 +98,14 @@ class Treated:
         if gather is None or gather == ON_DEMAND or _missed(gather, phase):
             return None
         return gather, self.stops[self.section.column_parallel].bytes
+
+    def spared(self, phase: Phase) -> tuple[WindowAddress, float] | None:
+        """The wait of its backward for its own input, and by how much it is shorter because that was gathered ahead of time."""
+        if not self.replayed or self.gathered(phase) is None:
+            return None
+        collectives = self.section.collectives("bwd", sequence_parallel=True)
+        ordinal = next(at for at, each in enumerate(collectives) if each.carries == "input")
+        return WindowAddress("bwd", self.layer, self.half, ordinal), self._seating(phase).spared_s
 
     def parts(self, phase: Phase) -> Iterator[Part]:
         """The parts of its replay for a backward of this phase, what is left for it on demand included."""

@@ -93,6 +93,11 @@ class Solved:
         return self._replaying_share * sum(half.exposed_s for half in self.halves)
 
     @cached_property
+    def longer_s(self) -> float:
+        """By how much a micro-batch takes longer than if everything were kept; below 0 where it takes less."""
+        return self._replaying_share * sum(half.longer_s for half in self.halves)
+
+    @cached_property
     def hidden_s(self) -> float:
         return self._replaying_share * sum(half.hidden_s for half in self.halves)
 

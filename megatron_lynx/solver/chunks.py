@@ -9,21 +9,39 @@
     the budget of those that hold most, until all keep theirs
 [3] chunks without layers, which have the embedding or the loss alone, decide nothing
 [4] the backward of the model's last chunk follows its own forward: beside the others there is one of it at most, so it may use
-    what they leave
+    what they leave. A byte kept of that chunk costs one byte, and one of the others as many as there are in flight: so the others
+    leave it more than they have to where both together then expose less
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.schedule.interleaved import goes_back_at_once
 from megatron_lynx.solver.answer import Solved, Solver, infeasible
+from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.solver.stage_answer import SolvedChunks
+from megatron_lynx.units import SECOND_DIGITS
+
+RESERVES = 16
+"""How many parts of what the model's last chunk needs to keep everything are tried as room that the others leave it. [4]"""
+
+
+class _SharedOut(NamedTuple):
+    """The answers of all chunks, where those before the last one left it so many bytes, or more."""
+
+    chunks: SolvedChunks
+    reserved_bytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        return round(self.chunks.exposed_s, SECOND_DIGITS)
 
 
 @dataclass(frozen=True)
@@ -32,18 +50,20 @@ class Chunks:
 
     problems: StageProblems
 
-    def solved(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        """All chunks of a stage, `in_flight` of them at once."""
+    def solved(
+        self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, quick: Solver | None = None
+    ) -> SolvedChunks:
+        """All chunks of a stage, `in_flight` of them at once. `quick`: finds what the last one is left, if `solver` is slow."""
         deciding = partial(_decided, solver)
-        at_once = self._goes_back_at_once(stage)
-        beside = range(self.problems.job.chunks - at_once)
-        common = self._beside_each_other(stage, beside, in_flight, budget_bytes, deciding)
-        answers = SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in beside)
-        if not at_once:
-            return answers
-        room_bytes = (answers.peak_bytes if budget_bytes is None else budget_bytes) - answers.beside_bytes
-        problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
-        return SolvedChunks((*answers, _solved_or_least(problem, deciding, least=budget_bytes is None)))
+        if not self._goes_back_at_once(stage):
+            return self._beside_each_other(stage, in_flight, budget_bytes, deciding)
+        found = self._shared_out(stage, in_flight, budget_bytes, partial(_decided, quick or solver))
+        if quick is None:
+            return found.chunks
+        try:
+            return self._with_last(stage, in_flight, budget_bytes, deciding, found.reserved_bytes).chunks
+        except Infeasible:  # the others' answer is faster, and leaves the last one too little
+            return found.chunks
 
     def sharing(self, stage: int, budget_bytes: int | None, chunks: SolvedChunks) -> SolvedChunks:
         """The same answers, with replays of cool-down moved into the receive of the gradient."""
@@ -52,25 +72,55 @@ class Chunks:
         problems = [replace(self._problem(stage, (chunk,)), budget_bytes=budget_bytes) for chunk in range(len(chunks))]
         return SolvedChunks(map(with_shared_receive, problems, chunks))
 
+    def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
+        """What exposes least of several ways to share the budget out between the model's last chunk and the others. [4]"""
+        last = self._problem(stage, (self.problems.job.chunks - 1,))
+        if budget_bytes is None or not last.layers:
+            return self._with_last(stage, in_flight, budget_bytes, solver)
+        most_bytes, found, error = keep_all(last).peak_bytes, list[_SharedOut](), None
+        for part in range(RESERVES + 1):
+            try:
+                found.append(self._with_last(stage, in_flight, budget_bytes, solver, part * most_bytes // RESERVES))
+            except Infeasible as too_little:
+                error = error or too_little
+                if part:  # the others have not so much to leave
+                    break
+            if found and found[0].chunks[-1].exposed_s == 0:
+                break
+        if error is not None and not found:
+            raise error
+        return min(found, key=lambda each: each.exposed_s)
+
+    def _with_last(
+        self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
+    ) -> _SharedOut:
+        """The answers of chunks beside each other that leave so many bytes, and that of the last chunk in all that they leave."""
+        beside = self._beside_each_other(stage, in_flight, budget_bytes, solver, reserved_bytes)
+        room_bytes = (beside.peak_bytes if budget_bytes is None else budget_bytes) - beside.beside_bytes
+        problem = replace(self._problem(stage, (len(beside),)), in_flight=1, budget_bytes=room_bytes)
+        last = _solved_or_least(problem, solver, least=budget_bytes is None)
+        return _SharedOut(SolvedChunks((*beside, last)), reserved_bytes)
+
     def _beside_each_other(
-        self, stage: int, chunks: range, in_flight: float, budget_bytes: int | None, solver: Solver
-    ) -> dict[int, Solved]:
-        """The answers by chunk. [1] [2]"""
+        self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0
+    ) -> SolvedChunks:
+        """The answers of all chunks but that one. [1] [2] To a solver what is reserved is one more thing that the loss holds."""
+        chunks = range(self.problems.job.chunks - self._goes_back_at_once(stage))
         kinds = {chunk: self._kind(stage, chunk) for chunk in chunks}
         alike = [tuple(chunk for chunk in chunks if kinds[chunk] == kind) for kind in sorted(set(kinds.values()))]
-        budgets = [budget_bytes] * len(alike)
+        problems = [replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget_bytes) for some in alike]
         while True:
-            solved = SolvedChunks(
-                solver(replace(self._problem(stage, some), in_flight=in_flight, budget_bytes=budget))
-                for some, budget in zip(alike, budgets, strict=True)
-            )
+            solved = SolvedChunks(_reserving(solver, problem, reserved_bytes) for problem in problems)
             too_much = 0 if budget_bytes is None else solved.peak_bytes - budget_bytes
             if too_much <= 0:
-                return {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
+                break
             most = solved.most_resident_bytes
-            budgets = [
-                (budget or 0) - too_much * (each.resident_bytes == most) for budget, each in zip(budgets, solved, strict=True)
+            problems = [
+                replace(problem, budget_bytes=(problem.budget_bytes or 0) - too_much * (each.resident_bytes == most))
+                for problem, each in zip(problems, solved, strict=True)
             ]
+        common = {chunk: each for some, each in zip(alike, solved, strict=True) for chunk in some}
+        return SolvedChunks(self.problems.in_chunk(common[chunk], stage, chunk) for chunk in chunks)
 
     def _kind(self, stage: int, chunk: int) -> tuple[int, tuple[bool, ...]]:
         """What alike chunks have in common: how many layers, and which of them have experts."""
@@ -93,6 +143,14 @@ class Chunks:
     @cached_property
     def _known(self) -> dict[tuple[int, tuple[int, ...]], StageProblem]:
         return {}
+
+
+def _reserving(solver: Solver, problem: StageProblem, reserved_bytes: int) -> Solved:
+    """The answer that leaves so many bytes of the budget before its backward begins."""
+    if not reserved_bytes:
+        return solver(problem)
+    solved = solver(replace(problem, loss_bytes=problem.loss_bytes + reserved_bytes))
+    return replace(solved, loss_bytes=problem.loss_bytes, gap=None)
 
 
 def _decided(solver: Solver, problem: StageProblem) -> Solved:

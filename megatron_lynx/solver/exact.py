@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import Infeasible, Problem
@@ -45,7 +46,7 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
     if problem.budget_bytes is None:
         seated = problem.best_seated
         problem = replace(seated, budget_bytes=least_memory(seated, time_limit_s).peak_bytes)
-    search = _Search(problem, "time", _by_heuristic(problem), enough=enough_s)
+    search = _Search(problem, "time", _by_heuristic(problem), _least_s(problem), enough=enough_s)
     search.go(deadline)
     if search.answer is None:
         raise infeasible(problem, least_memory(problem, time_limit_s)) if search.hopeless else _not_found(problem, time_limit_s)
@@ -56,7 +57,7 @@ def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     """The answer that holds least, whatever it exposes."""
     if problem.mixed is not None:
         return mixed.least_memory(problem)
-    search = _Search(problem, "memory", heuristic.least_memory(problem))
+    search = _Search(problem, "memory", heuristic.least_memory(problem), 0.0)
     search.go(time.monotonic() + time_limit_s)
     assert search.answer is not None
     return search.answer
@@ -69,7 +70,8 @@ class _Search:
     problem: StageProblem
     goal: Goal
     answer: Solved | None
-    bound: float = 0.0
+    bound: float
+    """No answer is below it."""
     hopeless: bool = False
     enough: float = 0.0
     """What need not be gained."""
@@ -88,7 +90,7 @@ class _Search:
     def _enough_share(self) -> float:
         """The part of the answer's cost that need not be gained."""
         cost = 0.0 if self.answer is None else self._cost(self.answer)
-        return self.enough / cost if cost else 0.0
+        return self.enough / abs(cost) if cost else 0.0
 
     @property
     def _near(self) -> bool:
@@ -101,8 +103,8 @@ class _Search:
         if self.answer is None:
             return None
         cost = self._cost(self.answer)
-        same = cost - self.bound <= max(SAME * cost, SAME_S if self.goal == "time" else SAME_BYTES)
-        return 0.0 if same else (cost - self.bound) / cost
+        same = cost - self.bound <= max(SAME * abs(cost), SAME_S if self.goal == "time" else SAME_BYTES)
+        return 0.0 if same else (cost - self.bound) / abs(cost) if cost else inf
 
     def _better(self, answer: Solved) -> bool:
         budget_bytes = self.problem.budget_bytes
@@ -114,7 +116,7 @@ class _Search:
         return gained > (SAME_S if self.goal == "time" else 0)
 
     def _cost(self, answer: Solved) -> float:
-        return answer.exposed_s if self.goal == "time" else answer.peak_bytes
+        return answer.longer_s if self.goal == "time" else answer.peak_bytes
 
 
 def _rounds(halves: int) -> Iterator[int]:
@@ -124,6 +126,11 @@ def _rounds(halves: int) -> Iterator[int]:
         yield explicit
         explicit *= 2
     yield halves
+
+
+def _least_s(problem: StageProblem) -> float:
+    """No answer is faster than if every half took its fastest option, whatever that holds."""
+    return sum(float(choices.columns.longer_s.min()) for choices in problem.halves)
 
 
 def _by_heuristic(problem: StageProblem) -> Solved | None:

@@ -66,8 +66,8 @@ class Form:
         lower = (self._layer(below),) * (self.below_last - count) + (self._layer(above),) * count
         return Solved((*lower, end), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
-    def exposed_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
-        ends_s = self.first.exposed_s[above] + self.last.exposed_s[last]
+    def longer_s(self, below: Numbers, above: Numbers, last: Numbers, count: Floats) -> Floats:
+        ends_s = self.first.longer_s[above] + self.last.longer_s[last]
         seconds = (self.below_last - count) * self.layer_s[below] + count * self.layer_s[above] + ends_s
         return np.round(seconds, SECOND_DIGITS)
 
@@ -170,7 +170,7 @@ class Form:
 
     @cached_property
     def layer_s(self) -> Floats:
-        return self.attention.exposed_s + self.mlp.exposed_s
+        return self.attention.longer_s + self.mlp.longer_s
 
     @cached_property
     def layer_resident(self) -> Floats:

@@ -7,9 +7,9 @@ X, Y and Z run over every choice that no other one beats. Where Y is faster than
 fewest: halves that need little while their backward runs belong on top, where most is held, be they kept or replayed late.
 Exact among answers of this form, by enumeration, and deterministic:
 
-    with a budget     least exposed seconds, then least peak, then fewest resident bytes; layers of two kinds are only looked at
+    with a budget     fastest backward, then least peak, then fewest resident bytes; layers of two kinds are only looked at
                       where they could be faster than layers of one
-    without one       least peak, then least exposed seconds, then fewest resident bytes; all layers alike, and every replay
+    without one       least peak, then fastest backward, then fewest resident bytes; all layers alike, and every replay
                       in the window of its backward that hides most of it: leaving a window empty saves no memory
 The last tie goes to the choice that comes first in the problem. More budget allows every answer that less allows, so it never
 costs time. An on-demand replay is exposed whole, so a window never makes an answer worse.
@@ -82,7 +82,7 @@ def least_memory(problem: StageProblem) -> Solved:
         return mixed.least_memory(problem)
     uniform = _uniform(Form(problem))
     cost = uniform.form
-    return uniform.where(_ordered(uniform, cost.peak_bytes, cost.exposed_s, cost.resident_bytes)).first()
+    return uniform.where(_ordered(uniform, cost.peak_bytes, cost.longer_s, cost.resident_bytes)).first()
 
 
 def _uniform(form: Form) -> _Candidates:
@@ -108,7 +108,7 @@ def _promising(form: Form, best_s: float, budget_bytes: float) -> tuple[NDArray[
     """Pairs of X and Y, numbered, with the least that they could expose whatever Z is, where that could be best."""
     below, above = form.lower[:, None], np.arange(form.layers)[None, :]
     count = form.count_at_best(below, above, budget_bytes)
-    bounds_s = form.exposed_s(below, above, int(form.last.exposed_s.argmin()), count)
+    bounds_s = form.longer_s(below, above, int(form.last.longer_s.argmin()), count)
     rows, columns = np.nonzero((below != above) & (count > 0) & (bounds_s < best_s - ROUNDED_S))
     ordered = np.argsort(bounds_s[rows, columns], kind="stable")
     rows, columns = rows[ordered], columns[ordered]
@@ -126,7 +126,7 @@ def _with_every_last(form: Form, pairs: NDArray[np.intp], budget_bytes: float) -
 
 def _least_s(candidates: _Candidates, budget_bytes: float) -> float:
     fitting = candidates.where(candidates.priced(candidates.form.peak_bytes) <= budget_bytes)
-    return float(fitting.priced(candidates.form.exposed_s).min(initial=np.inf))
+    return float(fitting.priced(candidates.form.longer_s).min(initial=np.inf))
 
 
 def _joined(candidates: Sequence[_Candidates]) -> _Candidates:
@@ -140,7 +140,7 @@ def _time_first(candidates: _Candidates, budget_bytes: float) -> Iterator[Solved
     form = candidates.form
     left = candidates.where(candidates.priced(form.peak_bytes) <= budget_bytes)
     while len(left.count):
-        best = _ordered(left, form.exposed_s, form.peak_bytes, form.resident_bytes)
+        best = _ordered(left, form.longer_s, form.peak_bytes, form.resident_bytes)
         yield left.where(best).first()
         left = left.where(np.setdiff1d(np.arange(len(left.count)), best[:1]))
 

@@ -37,7 +37,7 @@ def solve(problem: StageProblem, solver: Solver) -> Solved:
     others = [_restored(problem, solver(_weighted(problem, weight))) for weight in WEIGHTS]  # [2]
     return min(
         (answer, *others),
-        key=lambda each: (round(each.exposed_s + late_s(problem, each), SECOND_DIGITS), host_of(each).both_s),
+        key=lambda each: (round(each.longer_s + late_s(problem, each), SECOND_DIGITS), host_of(each).both_s),
     )
 
 
@@ -45,7 +45,7 @@ def late_s(problem: StageProblem, answer: Solved) -> float:
     """By how much the passes of a micro-batch are longer because of the host; 0 where its time is not known."""
     if problem.device is None:
         return 0.0
-    return host_of(answer).beyond(problem.device.forward_s, problem.device.backward_s + answer.exposed_s)
+    return host_of(answer).beyond(problem.device.forward_s, problem.device.backward_s + answer.longer_s)
 
 
 def host_of_stage(job: Job, profile: Profile, stage: int, chunks: Iterable[Solved], *, offloads: bool) -> HostSeconds:
@@ -77,7 +77,10 @@ def _weighted(problem: StageProblem, weight: float) -> StageProblem:
 def _costing(choices: Choices, weight: float) -> Choices:
     least_s = min(option.host.both_s for option in choices)
     return Choices(
-        replace(option, exposed_s=(1 - weight) * option.exposed_s + weight * (option.host.both_s - least_s)) for option in choices
+        replace(
+            option, exposed_s=(1 - weight) * option.exposed_s + weight * (option.host.both_s - least_s + option.seat.spared_s)
+        )
+        for option in choices
     )
 
 

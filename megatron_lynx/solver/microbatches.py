@@ -28,7 +28,7 @@ def with_whole_microbatches(problem: StageProblem, solve: Solver = heuristic.sol
     answer = solve(problem)
     if problem.budget_bytes is None or problem.in_flight != int(problem.in_flight):
         return answer
-    return min((answer, *_with_whole(problem, solve)), key=lambda answer: answer.exposed_s)
+    return min((answer, *_with_whole(problem, solve)), key=lambda answer: answer.longer_s)
 
 
 def _with_whole(problem: StageProblem, solve: Solver) -> Iterator[Solved]:

@@ -43,7 +43,7 @@ def solve(problem: StageProblem) -> Solved:
     answers = [*_of_combinations(problem, problem.budget_bytes), *_at_one_price(problem, problem.budget_bytes)]
     if not answers:
         raise infeasible(problem, least_memory(problem))
-    return min(answers, key=lambda answer: (round(answer.exposed_s, SECOND_DIGITS), answer.peak_bytes))
+    return min(answers, key=lambda answer: (round(answer.longer_s, SECOND_DIGITS), answer.peak_bytes))
 
 
 def _of_combinations(problem: StageProblem, budget_bytes: int) -> Iterator[Solved]:
@@ -52,9 +52,9 @@ def _of_combinations(problem: StageProblem, budget_bytes: int) -> Iterator[Solve
     fitting = np.flatnonzero(alike.peak_bytes <= budget_bytes)
     if not len(fitting):
         return
-    fitting = fitting[np.lexsort((alike.resident[fitting], alike.peak_bytes[fitting], alike.exposed_s[fitting]))]
-    faster = np.flatnonzero((alike.peak_bytes > budget_bytes) & (alike.exposed_s < alike.exposed_s[fitting[0]]))
-    faster = faster[np.lexsort((alike.exposed_s[faster], alike.peak_bytes[faster]))]
+    fitting = fitting[np.lexsort((alike.resident[fitting], alike.peak_bytes[fitting], alike.longer_s[fitting]))]
+    faster = np.flatnonzero((alike.peak_bytes > budget_bytes) & (alike.longer_s < alike.longer_s[fitting[0]]))
+    faster = faster[np.lexsort((alike.longer_s[faster], alike.peak_bytes[faster]))]
     yield alike.answer(int(fitting[0]))
     yield from _of_two_sorts(alike, fitting, faster)
 
@@ -62,7 +62,7 @@ def _of_combinations(problem: StageProblem, budget_bytes: int) -> Iterator[Solve
 def least_memory(problem: StageProblem) -> Solved:
     """The answer with all halves of a kind alike that has the least peak, then the least exposed seconds."""
     alike = Combinations(problem)
-    return alike.answer(int(np.lexsort((alike.resident, alike.exposed_s, alike.peak_bytes))[0]))
+    return alike.answer(int(np.lexsort((alike.resident, alike.longer_s, alike.peak_bytes))[0]))
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Combinations:
         return Solved(layers_of(forward), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
 
     @cached_property
-    def exposed_s(self) -> Floats:
-        return np.round(sum((columns.exposed_s for columns in self._halves), np.zeros(self._size)), SECOND_DIGITS)
+    def longer_s(self) -> Floats:
+        return np.round(sum((columns.longer_s for columns in self._halves), np.zeros(self._size)), SECOND_DIGITS)
 
     @cached_property
     def resident(self) -> Floats:
@@ -177,10 +177,10 @@ def _fewer(choices: Choices, in_flight: float) -> Choices:
     one with the peak."""
     columns = choices.columns
     peak = (in_flight - 1) * columns.resident + columns.whole + columns.early + columns.ahead + columns.ahead2
-    return Choices(choices[number] for number in unbeaten((columns.exposed_s, columns.held, peak)))
+    return Choices(choices[number] for number in unbeaten((columns.longer_s, columns.held, peak)))
 
 
 def _every_second(choices: Choices) -> Choices:
     """Half of them, from the one that holds least to the fastest of those that keep most, both of these included."""
-    ordered = sorted(choices, key=lambda option: (option.memory.resident, -option.exposed_s))
+    ordered = sorted(choices, key=lambda option: (option.memory.resident, -option.longer_s))
     return Choices((*compress(ordered[:-1], cycle((True, False))), ordered[-1]))

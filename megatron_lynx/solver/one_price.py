@@ -48,7 +48,7 @@ def line(choices: Choices, in_flight: float) -> list[Option]:
     """The corners, from the fastest option to the one that holds least. Of equals the one that holds least while backward is in
     its half, or in the one before."""
     corners: list[Option] = []
-    for option in sorted(choices, key=lambda each: (each.exposed_s, _held(each, in_flight), _there(each))):
+    for option in sorted(choices, key=lambda each: (each.longer_s, _held(each, in_flight), _there(each))):
         if corners and _held(option, in_flight) >= _held(corners[-1], in_flight):
             continue
         while len(corners) > 1 and _price(corners[-2], option, in_flight) <= _price(corners[-2], corners[-1], in_flight):
@@ -63,7 +63,7 @@ def _steps(kind: int, corners: list[Option], in_flight: float) -> Iterator[_Step
 
 
 def _price(faster: Option, leaner: Option, in_flight: float) -> float:
-    return (leaner.exposed_s - faster.exposed_s) / (_held(faster, in_flight) - _held(leaner, in_flight))
+    return (leaner.longer_s - faster.longer_s) / (_held(faster, in_flight) - _held(leaner, in_flight))
 
 
 def _held(option: Option, in_flight: float) -> float:

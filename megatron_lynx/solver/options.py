@@ -120,7 +120,7 @@ class StageProblems:
         best: dict[tuple[str, ...], Option] = {}
         for option in attention:
             if self._seats.at_top(kind, option.seat) and not option.memory.early:
-                best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.exposed_s)
+                best[option.replay] = min(best.get(option.replay, option), option, key=lambda one: one.longer_s)
         top = Choices(option if self._seats.at_top(kind, option.seat) else best[option.replay] for option in attention)
         self._tops[id(attention)] = attention, top
         return top

@@ -93,6 +93,8 @@ class Seat:
     gather: str | None = None
     gather_s: float = 0.0
     """Seconds of that gather which nothing hides."""
+    spared_s: float = 0.0
+    """Seconds by which the half's backward waits shorter for its input, because it was gathered before."""
 
     def exposed_s(self, replay_s: float, interference: float) -> float:
         """Seconds of a replay that its windows do not hide, the mean over both phases."""

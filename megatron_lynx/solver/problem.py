@@ -51,6 +51,12 @@ class Option:
     """How long the host takes to issue the half so."""
 
     @property
+    def longer_s(self) -> float:
+        """By how much its backward takes longer than if all of it were kept; below 0 where it takes less, because a gather for
+        the replay spares it a longer wait."""
+        return self.exposed_s - self.seat.spared_s
+
+    @property
     def hidden_s(self) -> float:
         return max(0.0, self.replay_s - self.exposed_s)
 
@@ -63,7 +69,7 @@ def received_memory(option: Option) -> HalfMemory:
 class Columns(NamedTuple):
     """What many options cost: an array for each kind of cost."""
 
-    exposed_s: Floats
+    longer_s: Floats
     resident: Floats
     whole: Floats
     tail: Floats
@@ -113,7 +119,7 @@ class Choices(tuple[Option, ...]):
         subsets: dict[tuple[str, ...], Option] = {}
         for option in self:
             known = subsets.get(option.replay)
-            if not option.memory.early and (known is None or option.exposed_s < known.exposed_s):
+            if not option.memory.early and (known is None or option.longer_s < known.longer_s):
                 subsets[option.replay] = option
         return Choices(subsets.values())
 
@@ -124,7 +130,7 @@ class Choices(tuple[Option, ...]):
 
 
 def _costs(option: Option) -> tuple[float, ...]:
-    return round(option.exposed_s, SECOND_DIGITS), *(getattr(option.memory, cost) for cost in Columns._fields[1:])
+    return round(option.longer_s, SECOND_DIGITS), *(getattr(option.memory, cost) for cost in Columns._fields[1:])
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ class Programme:
             bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
             options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
         )
-        bound = result.mip_dual_bound if result.mip_dual_bound is not None else 0.0
+        bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
         answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))
-        return Found(result.status != IMPOSSIBLE, max(0.0, bound) * unit, answer)
+        return Found(result.status != IMPOSSIBLE, bound * unit, answer)
 
     def _arranged(self, chosen: np.ndarray[tuple[int], np.dtype[np.int_]]) -> Solved:
         """Of halves that were only counted, those that need least on top of what they hold come first."""
@@ -134,7 +134,7 @@ class Programme:
 
     @cached_property
     def _seconds(self) -> Floats:
-        seconds = self._columns.exposed_s
+        seconds = self._columns.longer_s
         return np.minimum(seconds, HOPELESS * max(seconds[seconds > 0], default=1.0))
 
     @property

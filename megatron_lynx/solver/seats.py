@@ -29,7 +29,7 @@ from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
+from megatron_lynx.cost.communication import gather_once_s, gather_spared_s, window_lengths_s
 from megatron_lynx.cost.section import PricedSection, Stop
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -79,7 +79,7 @@ class Seats:
         if not self.gathers(kind, replay):
             return tuple(Seat(placement, placement) for placement in placements)
         if communicates or not kind.windows_before:
-            return (Seat(gather=ON_DEMAND, gather_s=self._gather_s(kind.half, None)),)
+            return (Seat(NOWHERE, NOWHERE, 1.0, ON_DEMAND, *self._gather_s(kind.half, None)),)
         return tuple(Seat(placement, placement, 1.0, *self._gathered_for(kind, placement)) for placement in placements)
 
     def gathers(self, kind: HalfKind, replay: Collection[str]) -> bool:
@@ -122,13 +122,13 @@ class Seats:
             before, own = before[-1:], own + self._windows["bwd", kind.half, 0][:in_time]
         return [wait for wait in before + own if wait[1] > 0]
 
-    def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float]:
-        """Behind which collective the input is gathered for a replay there, and for how long that delays it."""
+    def _gathered_for(self, kind: HalfKind, placement: Placement) -> tuple[str, float, float]:
+        """Behind which collective the input is gathered for a replay there, for how long that delays it, and what it spares."""
         before, above = half_before(kind.half)
         first = window_name("bwd", before, 0, above)
         if not placement or placement[0].window != first:
-            return first, self._gather_s(kind.half, before)
-        return window_name("bwd", kind.half, 0, 1), self._gather_s(kind.half, kind.half, whole=True)
+            return first, *self._gather_s(kind.half, before)
+        return window_name("bwd", kind.half, 0, 1), *self._gather_s(kind.half, kind.half, whole=True)
 
     def at_top(self, kind: HalfKind, seat: Seat) -> bool:
         """Whether the stage has all its windows for the attention half of its last layer, before which one half runs backward."""
@@ -185,17 +185,17 @@ class Seats:
             for passing, half, above in product(PASSES, HALVES, (0, 1))
         }
 
-    def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> float:
-        """Exposed seconds of gathering a half's input behind another half's first collective."""
+    def _gather_s(self, half: Half, behind: Half | None, *, whole: bool = False) -> tuple[float, float]:
+        """Exposed seconds of gathering a half's input behind another half's first collective, and seconds that it spares."""
         key = half, behind, whole
         if key not in self._gathers_s:
             section = None if behind is None else self._halves[behind]
-            lost_s = gather_once_s(self.profile, self._halves[half], section, self.shape.gathered_bytes, whole=whole)
-            self._gathers_s[key] = lost_s
+            where = self.profile, self._halves[half], section, self.shape.gathered_bytes
+            self._gathers_s[key] = gather_once_s(*where, whole=whole), gather_spared_s(*where, whole=whole)
         return self._gathers_s[key]
 
     @cached_property
-    def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], float]:
+    def _gathers_s(self) -> dict[tuple[Half, Half | None, bool], tuple[float, float]]:
         return {}
 
     @cached_property

@@ -25,6 +25,10 @@ class SolvedChunks(tuple[Solved, ...]):
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
+    def exposed_s(self) -> float:
+        return sum(chunk.exposed_s for chunk in self)
+
+    @property
     def peak_bytes(self) -> int:
         """While any of them runs backward, with as many of the largest beside it as there can be."""
         return max(chunk.peak_bytes + self._more_beside(chunk) for chunk in self)
@@ -71,11 +75,16 @@ class StageAnswer:
     @property
     def host_late_s(self) -> float:
         """By how much its passes are longer than on the device alone, because the host is slower."""
-        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.exposed_s)
+        return self.host.beyond(self.stock.forward_s, self.stock.backward_s + self.longer_s)
 
     @property
     def exposed_s(self) -> float:
-        return sum(chunk.exposed_s for chunk in self.chunks)
+        return self.chunks.exposed_s
+
+    @property
+    def longer_s(self) -> float:
+        """By how much its passes take longer on the device than without replays; below 0 where they take less."""
+        return sum(chunk.longer_s for chunk in self.chunks)
 
     @property
     def peak_bytes(self) -> int:
@@ -119,4 +128,4 @@ class StageAnswer:
 
     def seconds(self, microbatches: int) -> float:
         """How long one micro-batch takes, with its part of the exposed copies."""
-        return self.stock.both_s + self.exposed_s + self.host_late_s + self.exposed_copies_s / microbatches
+        return self.stock.both_s + self.longer_s + self.host_late_s + self.exposed_copies_s / microbatches

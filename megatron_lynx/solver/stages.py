@@ -115,7 +115,8 @@ class Stages:
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver))
+        quick = partial(_solved, self.job)
+        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver, quick))
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
@@ -132,11 +133,11 @@ class Stages:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
         if copy_s == 0:
             return 0.0
-        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.exposed_s)
+        passes = StageSeconds(answer.stock.forward_s, answer.stock.backward_s + answer.longer_s)
         return exposed_copies_s(self.job, passes, answer.stage, copy_s, self.profile.link_s("p2p", self._shape.input_bytes))
 
     def _late_s(self, answer: StageAnswer) -> float:
-        late_s = answer.exposed_s + answer.host_late_s
+        late_s = answer.longer_s + answer.host_late_s
         return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:

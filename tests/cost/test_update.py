@@ -66,6 +66,22 @@ def test_a_job_hides_what_it_says():
     assert plain - gradients == pytest.approx(hidden_s - checked_s)
 
 
+def test_smaller_buckets_leave_less_of_a_reduction_exposed_and_more_to_check():
+    """What no pass hides is one bucket. Each one more is checked for what is no number: five kernels, two waits."""
+    usual, smaller = (updated(job_with(gradients=True, bucket_parameters=size)) for size in (None, 20_000_000))
+    job = job_with()
+    count, nic = stage_parameters(job, 0).total, job.cluster.nic.byte_per_s
+    more_buckets = ceil(count / 20e6) - ceil(count / 40e6)
+    hidden_s = 20e6 * 4 * 31 / 32 / (4 * nic)
+    assert usual - smaller == pytest.approx(hidden_s - more_buckets * (5 * 4e-6 + 2 * (10e-6 + RESTART_S)))
+    assert updated(job_with(gradients=True, bucket_parameters=40_000_000)) == usual
+
+
+def test_a_bucket_has_at_least_one_parameter_and_none_is_cut_where_nothing_overlaps():
+    assert updated(job_with(gradients=True, bucket_parameters=1)) == updated(job_with(gradients=True, bucket_parameters=1000))
+    assert updated(job_with(bucket_parameters=1)) == updated(job_with())
+
+
 def test_the_longer_one_micro_batch_takes_the_more_it_hides():
     """The same update of a large model behind one sequence of 128 tokens, and of 2048."""
     short, long = (

@@ -120,9 +120,15 @@ def launch(
 
 
 def plan_of(
-    layout: str, *, implementation: str = "local", schedule: str = "flush", experts: bool = False, **options: Any
+    layout: str,
+    *,
+    implementation: str = "local",
+    schedule: str = "flush",
+    experts: bool = False,
+    userbuffers: bool = False,
+    **options: Any,
 ) -> Plan:
-    also = WITH_EXPERTS if experts else {}
+    also = {**(WITH_EXPERTS if experts else {}), "userbuffers": userbuffers}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_lynx.plan.plan import Plan
 
+from ..long import long
 from ..te_releases import folder_of
 from .launched import (
     EXPERTS,
@@ -73,6 +74,20 @@ def test_with_transformer_engine(script, layout, tmp_path):
     folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
     flags = [*MODEL, *TE, "--mock-data"]
     check_every_digit(script, flags, layout, tmp_path, path=[folder], implementation="transformer_engine")
+
+
+@pytest.mark.parametrize("layout", [FOUR, *long(INTERLEAVED)])
+def test_with_userbuffers(script, layout, tmp_path):
+    """The script asks Transformer Engine for them, whose Python makes them; buffers and products are stood in for. A plan for a
+    run without them is refused."""
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
+    flags = [*MODEL, *TE, "--mock-data", "--tp-comm-overlap", "--tp-comm-bootstrap-backend", "gloo"]
+    facts = {"implementation": "transformer_engine"}
+    check_every_digit(script, flags, layout, tmp_path, path=[folder], userbuffers=True, **facts)
+    wrong = saved(plan_of(layout, **facts), tmp_path / "wrong.yaml")
+    refused = launch(script, [*flags, *flags_of(layout), "--lynx-plan", wrong], ranks=4, path=[folder])
+    assert refused.status == 1
+    assert refused.ours[1].startswith("  - --tp-comm-overlap: found given, needed not given"), refused.text
 
 
 def test_with_context_parallelism(script, tmp_path):

@@ -527,6 +527,8 @@ def test_what_overlaps_is_read() -> None:
     chunks = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication"
     assert facts(f"{SMALL} {chunks}")["overlap.messages"] is False
     assert not [place for place in facts(SMALL) if place.startswith("overlap")]
+    assert facts(f"{SMALL} --overlap-grad-reduce --ddp-bucket-size 20000000")["overlap.bucket_parameters"] == 20_000_000
+    assert "--ddp-bucket-size: found 0" in problems(f"{SMALL} --ddp-bucket-size 0")
 
 
 @pytest.mark.parametrize("planning", [False, True])
