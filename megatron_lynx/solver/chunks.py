@@ -40,8 +40,8 @@ class _SharedOut(NamedTuple):
     reserved_bytes: int
 
     @property
-    def exposed_s(self) -> float:
-        return round(self.chunks.exposed_s, SECOND_DIGITS)
+    def longer_s(self) -> float:
+        return round(sum(chunk.longer_s for chunk in self.chunks), SECOND_DIGITS)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Chunks:
         return SolvedChunks(map(with_shared_receive, problems, chunks))
 
     def _shared_out(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> _SharedOut:
-        """What exposes least of several ways to share the budget out between the model's last chunk and the others. [4]"""
+        """What takes least of several ways to share the budget out between the model's last chunk and the others. [4]"""
         last = self._problem(stage, (self.problems.job.chunks - 1,))
         if budget_bytes is None or not last.layers:
             return self._with_last(stage, in_flight, budget_bytes, solver)
@@ -85,11 +85,11 @@ class Chunks:
                 error = error or too_little
                 if part:  # the others have not so much to leave
                     break
-            if found and found[0].chunks[-1].exposed_s == 0:
+            if found and found[0].chunks[-1].longer_s <= 0:
                 break
         if error is not None and not found:
             raise error
-        return min(found, key=lambda each: each.exposed_s)
+        return min(found, key=lambda each: each.longer_s)
 
     def _with_last(
         self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver, reserved_bytes: int = 0

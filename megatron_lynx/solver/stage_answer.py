@@ -25,10 +25,6 @@ class SolvedChunks(tuple[Solved, ...]):
         return max(chunk.resident_bytes for chunk in self.beside_each_other)
 
     @property
-    def exposed_s(self) -> float:
-        return sum(chunk.exposed_s for chunk in self)
-
-    @property
     def peak_bytes(self) -> int:
         """While any of them runs backward, with as many of the largest beside it as there can be."""
         return max(chunk.peak_bytes + self._more_beside(chunk) for chunk in self)
@@ -79,7 +75,7 @@ class StageAnswer:
 
     @property
     def exposed_s(self) -> float:
-        return self.chunks.exposed_s
+        return sum(chunk.exposed_s for chunk in self.chunks)
 
     @property
     def longer_s(self) -> float:
