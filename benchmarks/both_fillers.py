@@ -1,12 +1,13 @@
 """What does replaying everything cost where waits hold replays and weight gradients? Two ranks, 16 layers, against stock.
 
-    python -m benchmarks.both_fillers -o benchmarks/results [--rates 1000 400] [--rounds 5]      idle machine, 10 minutes
+    python -m benchmarks.both_fillers -o benchmarks/results [--rates 1000 400] [--modes no yes] [--rounds 5]     idle, 25 minutes
 
-Two ranks, one core each, on two emulated hosts, tensor-parallel; three micro-batches. For each rate of the link, without and with
-sequence parallelism: stock without and with full recomputation; the plan with nothing in its waits, with replays in them, with
-weight gradients as well; and a plan that keeps everything and defers weight gradients. All settings add their weight gradients
-up in place. They take turns in the same processes; a ratio is the median over rounds of the slowest rank's step over stock none's
-of the same round. `simulated`: the same ratio from a profile that was measured right before, over the same link.
+Two ranks, one core each, on two emulated hosts, tensor-parallel; three micro-batches. For each rate of the link, without and
+with sequence parallelism: stock without and with full recomputation; the planner's plan of least memory, which replays
+everything, with nothing in its waits, with replays in them, with weight gradients as well; and a plan that keeps everything and
+defers these. All settings add their weight gradients up in place. They take turns in the same processes; a ratio is the median
+over rounds of the slowest rank's step over stock none's of the same round. `simulated`: the same ratio from a profile that was
+measured right before, over the same link.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from benchmarks.overlap_sweep import job_of, plan_of
-from megatron_lynx.config.job import Batch, Job
+from benchmarks.overlap_sweep import job_of
+from megatron_lynx.config.job import Batch, Budget, Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import uniform_plan
+from megatron_lynx.planner import make_plan, uniform_plan
 from megatron_lynx.planner.filling import Filler, Known
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
@@ -67,7 +68,8 @@ def filled(plan: Plan, job: Job, profile: Profile) -> Plan:
 
 
 def settings(job: Job, profile: Profile) -> Sequence[Candidate]:
-    replays = filled(plan_of(job, "once" if job.parallel.sequence_parallel else "keep"), job, profile)
+    alone = job.model_copy(update={"budget": Budget(), "overlap": Overlap(weight_gradients="none")})
+    replays = filled(make_plan(alone, profile), job, profile)
     keeps = filled(uniform_plan(job, "none"), job, profile)
     return NONE, FULL, *ours(replays), Candidate("keeps everything, weight gradients deferred", plan=keeps)
 
@@ -92,10 +94,10 @@ def rows(job: Job, hosts: Hosts, rounds: int) -> Iterator[Row]:
         )
 
 
-def measure(rates: Sequence[float], rounds: int) -> Iterator[Row]:
-    for sequence_parallel in (False, True):
+def measure(modes: Sequence[str], rates: Sequence[float], rounds: int) -> Iterator[Row]:
+    for mode in modes:
         for rate in rates:
-            job = training(sequence_parallel, rate)
+            job = training(mode == "yes", rate)
             with hosts_for(job) as hosts:
                 yield from rows(job, hosts, rounds)
 
@@ -114,10 +116,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), metavar="MBIT")
+    parser.add_argument("--modes", nargs="+", choices=("no", "yes"), default=["no", "yes"], help="sequence parallelism")
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     found = []
-    for row in measure(chosen.rates, chosen.rounds):
+    for row in measure(chosen.modes, chosen.rates, chosen.rounds):
         found.append(row)
         print(row, flush=True)
     with hosts_for(training(False, chosen.rates[0])) as hosts:
