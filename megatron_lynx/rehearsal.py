@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, gather_once_s, gather_spared_s, head_of, message_bytes_of
+from megatron_lynx.cost.communication import embedding_of, gather_lost_and_spared_s, head_of, message_bytes_of
 from megatron_lynx.cost.host import half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
@@ -217,5 +217,5 @@ def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPha
     key = section.half, None if behind is None else behind.half
     if key not in known:
         where, whole = (profile, section, behind, message_bytes_of(profile)), behind is not None and behind.half == section.half
-        known[key] = gather_once_s(*where, whole=whole), gather_spared_s(*where, whole=whole)
+        known[key] = gather_lost_and_spared_s(*where, whole=whole)
     return Seating(order.stretches_of(stage, frame, phase), gather, *known[key])

@@ -154,21 +154,18 @@ def gather_once_s(
     is gathered on demand, and nothing runs. In exchange the section's own backward gathers nothing, which stock Megatron hides
     behind the dgrad GEMM as far as that goes.
     """
-    return max(0.0, _gathered_once_s(profile, section, behind, message_bytes, whole=whole))
+    return gather_lost_and_spared_s(profile, section, behind, message_bytes, whole=whole)[0]
 
 
-def gather_spared_s(
+def gather_lost_and_spared_s(
     profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool = False
-) -> float:
-    """Seconds that are gained by it instead: its backward would wait for its own gather longer than the earlier one delays it."""
-    return max(0.0, -_gathered_once_s(profile, section, behind, message_bytes, whole=whole))
-
-
-def _gathered_once_s(profile: Profile, section: Section, behind: Section | None, message_bytes: int, *, whole: bool) -> float:
-    """What an earlier gather delays, less what is no longer waited for."""
+) -> tuple[float, float]:
+    """The same seconds, and those that are gained instead, where its backward would wait for its own gather longer than the
+    earlier one delays it: one of the two is 0."""
     gather_s = profile.link_s("all_gather", gathered_input_bytes(profile, message_bytes))
     saved_s = max(0.0, gather_s - profile.half(section.half).items[section.column_parallel].dgrad_s)
-    return max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
+    longer_s = max(0.0, gather_s - (_behind_gather_s(profile, behind, whole) if behind else 0.0)) - saved_s
+    return max(0.0, longer_s), max(0.0, -longer_s)
 
 
 def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:

@@ -56,8 +56,8 @@ def weight_gradient(profile: Profile, section: Section, linear: str) -> WeightGr
 
 def _latent_operands_bytes(profile: Profile, section: Section, linear: str, message_bytes: int) -> tuple[int, int]:
     """What a linear of latent attention was given, and what it made: Transformer Engine's down-projections on the rank's own
-    rows, Megatron's a part of the columns. Two that read the same input are taken to hold it each by
-    itself, although it is there once."""
+    rows, Megatron's a part of the columns. Two that read the same input are taken to
+    hold it each by itself, although it is there once."""
     down, te = section.of_name[linear].role == "down_projection", profile.shape.implementation == "transformer_engine"
     made_bytes = _output_bytes(profile, section, linear) // (profile.shape.tensor if down and not te else 1)
     if down and te:

@@ -66,7 +66,7 @@ class Pending:
 
     def bytes_with(self, chunk: int, blocks: Mapping[int, int]) -> int:
         """What they would hold with one more."""
-        return self._bytes[chunk] + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
+        return self.bytes_of(chunk) + sum(size for block, size in blocks.items() if not self._holders[chunk, block])
 
     def add(self, entry: Entry) -> None:
         self._of.setdefault(entry.linear, deque()).append(entry)

@@ -29,7 +29,7 @@ from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
 from megatron_lynx.anatomy.in_time import half_before, own_exchanges_in_time, own_windows_in_time
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.communication import gather_once_s, gather_spared_s, window_lengths_s
+from megatron_lynx.cost.communication import gather_lost_and_spared_s, window_lengths_s
 from megatron_lynx.cost.section import PricedSection, Stop
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -191,7 +191,7 @@ class Seats:
         if key not in self._gathers_s:
             section = None if behind is None else self._halves[behind]
             where = self.profile, self._halves[half], section, self.shape.gathered_bytes
-            self._gathers_s[key] = gather_once_s(*where, whole=whole), gather_spared_s(*where, whole=whole)
+            self._gathers_s[key] = gather_lost_and_spared_s(*where, whole=whole)
         return self._gathers_s[key]
 
     @cached_property

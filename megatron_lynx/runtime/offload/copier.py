@@ -87,7 +87,7 @@ class Copy:
     @property
     def well(self) -> bool:
         """Whether compute comes behind it already, and it is not known to have failed."""
-        return self.pairs is None and self.error is None
+        return self.behind and self.error is None
 
     def let_go(self) -> None:
         """Compute comes behind it, or it is over."""
