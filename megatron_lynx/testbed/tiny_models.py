@@ -72,7 +72,7 @@ def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": model.dtype == "bf16",
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
         # Interleaved schedules free an output while it is being sent, and gloo would send what is in its memory by then.
         "deallocate_pipeline_outputs": job.chunks == 1,
         "gradient_accumulation_fusion": False,
@@ -166,9 +166,9 @@ def _build_chunk(
         position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
         vp_stage=vp_stage,
     )
+    chunk.cuda(torch.cuda.current_device())
     if like is None:
         draw_weights(chunk, seed)
-    chunk.cuda(torch.cuda.current_device())
     whole = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
     if like is not None:
         share_weights(whole, like)

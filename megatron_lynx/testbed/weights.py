@@ -29,11 +29,12 @@ SAME = {f"{section.item('column_parallel').path}.layer_norm_": f"{section.norm}.
 
 @torch.no_grad()
 def draw_weights(chunk: GPTModel, seed: int) -> None:
-    """Overwrite every parameter with its slice of a tensor drawn from `seed` and its global name."""
+    """Overwrite every parameter with its slice of a tensor drawn, on the parameter's device, from `seed` and its global name."""
     for name, parameter in chunk.named_parameters():
         name, shard = global_name(chunk, name), shard_of(name)
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
-        whole = torch.randn(whole_shape(parameter, shard), generator=generator) * 0.05
+        of_name = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+        generator = torch.Generator(parameter.device).manual_seed(of_name)
+        whole = torch.randn(whole_shape(parameter, shard), generator=generator, device=parameter.device) * 0.05
         parameter.copy_(slice_of_rank(parameter, whole + 1 if name.endswith("norm.weight") else whole, shard))
 
 

@@ -31,6 +31,9 @@ from megatron_lynx.runtime.trace import Trace
 from scripts.gpu_check.part import Answer
 
 ROUNDS = 5
+TELLING = ("FAILED", "ERROR", "========= ERROR SUMMARY")
+MOST_LINES = 80
+"""Of the output of tests that fail."""
 TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload")]
 
 
@@ -154,6 +157,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _ended(command: Sequence[str]) -> str:
+    """The exit status, and what pytest and the sanitizer say of it in the end; all that they print where it is not 0."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    last = run.stdout.strip().splitlines()[-1:] or ["no output"]
-    return f"exit status {run.returncode}: {last[0]}"
+    lines = [line for line in run.stdout.strip().splitlines() if line.strip()] or ["no output"]
+    telling = [
+        line for line in lines if line.startswith(TELLING) or (" in " in line and (" passed" in line or " failed" in line))
+    ]
+    said = "; ".join(telling or lines[-1:])
+    return f"exit status {run.returncode}: {said}" + ("" if run.returncode == 0 else "\n" + "\n".join(lines[-MOST_LINES:]))
