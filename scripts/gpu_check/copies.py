@@ -9,6 +9,7 @@ Offloading inside training needs two stages, and is a part of its own.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -160,8 +161,6 @@ def _ended(command: Sequence[str]) -> str:
     """The exit status, and what pytest and the sanitizer say of it in the end; all that they print where it is not 0."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in run.stdout.strip().splitlines() if line.strip()] or ["no output"]
-    telling = [
-        line for line in lines if line.startswith(TELLING) or (" in " in line and (" passed" in line or " failed" in line))
-    ]
+    telling = [line for line in lines if line.startswith(TELLING) or re.search(r"(passed|failed).* in \d", line)]
     said = "; ".join(telling or lines[-1:])
     return f"exit status {run.returncode}: {said}" + ("" if run.returncode == 0 else "\n" + "\n".join(lines[-MOST_LINES:]))

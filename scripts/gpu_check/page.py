@@ -59,6 +59,10 @@ def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
                 "seconds": round(result.seconds, 1),
                 "step_ratio_to_stock": result.ratio,
                 "memory_ratio_to_stock": result.memory_ratio,
+                "stock_s": [answer.stock_s for answer in result.answers],
+                "ours_s": [answer.ours_s for answer in result.answers],
+                "stock_bytes": [answer.stock_bytes for answer in result.answers],
+                "ours_bytes": [answer.ours_bytes for answer in result.answers],
                 "figures": [dict(answer.figures) for answer in result.answers],
                 "details": result.details,
             }
