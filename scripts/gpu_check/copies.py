@@ -9,12 +9,14 @@ Offloading inside training needs two stages, and is a part of its own.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,7 +138,8 @@ def order(device: torch.device) -> dict[str, str]:
     sanitizer = shutil.which("compute-sanitizer")
     if device.type != "cuda" or sanitizer is None:
         return {**found, "compute-sanitizer": "not run: no GPU" if device.type != "cuda" else "not run: not installed"}
-    return {**found, "compute-sanitizer": _ended([sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *plain])}
+    checked = [sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *plain]
+    return {**found, "compute-sanitizer": _ended(checked, {"CUDA_LAUNCH_BLOCKING": "1"})}  # as it makes them, and tests know it
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -157,9 +160,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _ended(command: Sequence[str]) -> str:
+def _ended(command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> str:
     """The exit status, and what pytest and the sanitizer say of it in the end; all that they print where it is not 0."""
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **more})
     lines = [line for line in run.stdout.strip().splitlines() if line.strip()] or ["no output"]
     telling = [line for line in lines if line.startswith(TELLING) or re.search(r"(passed|failed).* in \d", line)]
     said = "; ".join(telling or lines[-1:])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_lynx.runtime.device import Device, device_for
+from megatron_lynx.runtime.device import Device, Event, device_for
+from megatron_lynx.runtime.offload.copier import Copy
 
 CPU = device_for(torch.device("cpu"))
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the CPU's streams are threads")
@@ -28,3 +30,9 @@ def delay(device: Device) -> None:
         torch.cuda._sleep(50_000_000)
     else:
         time.sleep(0.03)
+
+
+def under_way(event: Event | Copy, device: Device) -> bool:
+    """Whether an event, or a copy's end, is still to come. Where each launch waits for its end, as under compute-sanitizer, none ever is, and
+    nothing can be said."""
+    return not event.done or (device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1")
