@@ -32,7 +32,8 @@ def delay(device: Device) -> None:
         time.sleep(0.03)
 
 
-def under_way(event: Event | Copy, device: Device) -> bool:
-    """Whether an event, or a copy's end, is still to come. Where each launch waits for its end, as under compute-sanitizer, none ever is, and
-    nothing can be said."""
-    return not event.done or (device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1")
+def under_way(moment: Event | Copy, device: Device) -> bool:
+    """Whether an event, or a copy's end, is still to come. Where each launch waits for its end, as under compute-sanitizer, none
+    ever is, and nothing can be said."""
+    blocking = device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    return blocking or not moment.done
