@@ -15,13 +15,14 @@ import pytest
 from megatron_lynx.config.job import Job
 from megatron_lynx.runtime.trace import Span
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from scripts.gpu_check import command
 from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
+from scripts.gpu_check.maker import plan_of
 from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Part, Result
-from scripts.gpu_check.parts import PUT_OFF, TE_PUT_OFF, parts, plan_of
-from scripts.gpu_check.running import lacking
+from scripts.gpu_check.parts import PUT_OFF, TE_PUT_OFF, parts
+from scripts.gpu_check.places import Places
+from scripts.gpu_check.running import Running, lacking
 from scripts.gpu_check.trial import Setting
 from tests import gpu_faults
 from tests.te_releases import folder_of
@@ -39,9 +40,11 @@ def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = par
 
 
 DRY_RUN = [
-    "fusions",
     "Transformer Engine",
+    "order of copies, compute-sanitizer",
     "one rank of TP8",
+    "fusions",
+    "2 ranks meet",
     "TP2, sequence parallel",
     PUT_OFF,
     "PP2, offloading",
@@ -60,6 +63,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert list(found) == DRY_RUN
     assert {name: part["reason"] for name, part in found.items() if part["status"] == "skipped"} == {
         "Transformer Engine": "Transformer Engine is not installed",
+        "order of copies, compute-sanitizer": "needs a GPU",
         "PP4": "needs 4 GPUs, this run has 2",
     }
     assert {part["status"] for part in found.values()} == {"passed", "skipped"}
@@ -70,8 +74,62 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 7 passed, 0 failed, 2 skipped" in page
+    assert "**PASSED**: 8 passed, 0 failed, 3 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
+    assert "SHARED" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_share_a_gpu_stay_from_part_to_part_and_their_seconds_are_not_given(tmp_path: Path) -> None:
+    chosen = [
+        Part("2 ranks meet", "", 2, gpu_faults.where_it_is, opens=True),
+        Part("again", "", 2, gpu_faults.where_it_is),
+        Part("raises", "", 2, gpu_faults.raising),
+        Part("afresh", "", 2, gpu_faults.where_it_is),
+        Part("apart", "", 2, gpu_faults.where_it_is, apart=True),
+    ]
+    status, results, page = run(tmp_path, "--gpus", "1", "--ranks", "2", of=lambda machine: chosen)
+    assert status == 1
+    assert "RANKS SHARED GPUS: up to 2 ranks on 1." in page
+    assert "RANKS SHARED GPUS" in results["note"]
+    assert "NCCL_NET=Socket" in results["machine"]["NCCL where ranks share"]
+    found = {part["name"]: part["figures"] for part in results["parts"]}
+    first = found["2 ranks meet"]
+    assert [figures["LOCAL_RANK"] for figures in first] == ["0", "0"]
+    assert [figures["NCCL_HOSTID"] for figures in first] == ["rank-0", "rank-1"]
+    processes = {name: {figures["process"] for figures in of} for name, of in found.items() if of}
+    assert processes["again"] == processes["2 ranks meet"]
+    assert len(processes["again"] | processes["afresh"] | processes["apart"]) == 6
+    assert [part["step_ratio_to_stock"] for part in results["parts"]] == [None] * 5
+    details = {part["name"]: part["details"] for part in results["parts"]}
+    assert details["raises"].endswith("nccl-1 said\nNCCL WARN of rank 1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_where_ranks_do_not_meet_other_parts_of_as_many_are_skipped(tmp_path: Path) -> None:
+    names = ["meet", "as many", "more", "one"]
+    ranks = dict(zip(names, (2, 2, 4, 1), strict=True))
+    chosen = [Part(name, "", ranks[name], gpu_faults.raising, opens=name == "meet") for name in names]
+    status, results, _ = run(tmp_path, "--gpus", "4", of=lambda machine: chosen)
+    assert status == 1
+    reason = "meet: failed, rank 1: ValueError: a rank that cannot go on"
+    assert [(part["status"], part["reason"]) for part in results["parts"][1:]] == [
+        ("skipped", reason),
+        ("skipped", reason),
+        ("passed", ""),
+    ]
+
+
+def test_ranks_with_a_gpu_each_are_left_to_nccl(tmp_path: Path) -> None:
+    assert not {"NCCL_HOSTID", "NCCL_NET", "LOCAL_RANK"} & Places(tmp_path, 2, shared=False).environment(1).keys()
+
+
+def test_a_setting_of_nccl_that_the_caller_makes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    found = Places(tmp_path, 2, shared=True).environment(3)
+    assert (found["NCCL_SOCKET_IFNAME"], found["NCCL_NET"], found["LOCAL_RANK"]) == ("eth0", "Socket", "1")
 
 
 @pytest.mark.slow
@@ -163,6 +221,10 @@ def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.Capt
         (replace(GPUS, facts={"megatron-core": "none"}), ["megatron-core: found none installed, needed one of 0.15, "]),
         (replace(GPUS, facts={"megatron-core": "0.12.3"}), ["megatron-core: found 0.12.3, needed one of 0.15, 0.16, "]),
         (Machine(dry=True, gpus=8, devices=(), nccl=None), []),
+        (replace(GPUS, asked=4), []),
+        (replace(GPUS, asked=3), ["--ranks: found 3, needed 1, 2, 4 or 8; there are parts for these numbers"]),
+        (replace(GPUS, asked=1), ["--ranks: found 1 for 2 GPUs, needed a rank for each GPU at least; ask for fewer --gpus"]),
+        (replace(GPUS, gpus=4, devices=(H800,)), ["ask for 1; with --ranks 4 beside it, ranks share it"]),
     ],
     ids=[
         "fine",
@@ -175,6 +237,10 @@ def test_what_goes_wrong_on_purpose_is_named(tmp_path: Path, capsys: pytest.Capt
         "no Megatron",
         "an old Megatron",
         "dry",
+        "shared",
+        "three ranks",
+        "a GPU without a rank",
+        "what could share",
     ],
 )
 def test_a_run_that_cannot_begin_says_why(machine: Machine, says: list[str]) -> None:
@@ -206,7 +272,7 @@ def test_bad_input_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_folder_that_cannot_be_written_is_known_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "run_part", lambda *_: pytest.fail("a part runs"))
+    monkeypatch.setattr(Running, "run", lambda *_: pytest.fail("a part runs"))
     (tmp_path / "in the way").touch()
     for out in (tmp_path / "in the way", tmp_path / "in the way" / "results"):
         assert main(["--dry-run", "--out", str(out)]) == 2
@@ -223,7 +289,7 @@ def test_an_interrupted_run_leaves_what_it_has(
             return answer
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run_part", run_part)
+    monkeypatch.setattr(Running, "run", run_part)
     status, results, page = run(tmp_path)
     assert status == 130
     assert f"interrupted; 1 of {len(parts(GPUS))} parts are in {tmp_path}" in capsys.readouterr().err

@@ -2,7 +2,10 @@
 
     machine    what is here, and why the run cannot begin: too few GPUs, no NCCL, devices of two kinds
     parts      what these GPUs allow: a list of parts, each a function for some ranks, and what it is given
-    running    each part in processes of its own, with a time limit: one that hangs is ended, and named
+      maker    makes them: jobs, and plans for these
+    running    each part with a time limit: one that hangs is ended, and named. Parts share processes until one fails
+      places   the GPU of each rank; ranks that share one
+      meeting  whether ranks reach each other at all
       trial      a training beside stock's: bits, frames, windows, seconds
         late       collectives that are wrong until they are over
         overlap    which part of the replays lay behind them

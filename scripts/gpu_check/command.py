@@ -15,7 +15,7 @@ from scripts.gpu_check.machine import CANNOT_BEGIN, Machine, found
 from scripts.gpu_check.page import failed, write_page
 from scripts.gpu_check.part import Part, Result
 from scripts.gpu_check.parts import parts
-from scripts.gpu_check.running import LIMIT_S, lacking, run_part
+from scripts.gpu_check.running import LIMIT_S, Running, lacking
 
 INTERRUPTED = 130
 """The exit status of a run that somebody interrupts, as shells have it."""
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None, of: Callable[[Machine], list[Pa
     """0 where every part that could run passed; 1 where one failed, each of which is named; 2 where the run cannot begin."""
     given = _read(arguments)
     try:
-        machine = found(dry=given.dry_run, gpus=given.gpus)
+        machine = found(dry=given.dry_run, gpus=given.gpus, ranks=given.ranks)
         chosen = _chosen(of(machine), given, machine)
         folder = given.out or _folder(machine)
         write_page(machine, _not_run(chosen), folder)  # nobody wants to know in the end that it cannot be written
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, of: Callable[[Machine], list[Pa
         return error.exit_status
     results = list[Result]()
     try:
-        for result in _run(chosen, machine, given.limit):
+        for result in _run(chosen, machine, given):
             results.append(result)
             write_page(machine, [*results, *_not_run(chosen[len(results) :])], folder)
     except KeyboardInterrupt:
@@ -49,14 +49,15 @@ def main(arguments: Sequence[str] | None = None, of: Callable[[Machine], list[Pa
     return 1 if failed(results) else 0
 
 
-def _run(chosen: list[Part], machine: Machine, limit_s: float) -> Iterator[Result]:
-    for part in chosen:
-        print(f"{part.name} ... ", end="", flush=True)
-        result = run_part(part, machine, limit_s)
-        print(f"{result.status} ({result.seconds:.0f} s) {result.reason}", flush=True)
-        if result.details:
-            print(result.details, file=sys.stderr, flush=True)
-        yield result
+def _run(chosen: list[Part], machine: Machine, given: argparse.Namespace) -> Iterator[Result]:
+    with Running(machine, given.limit, fresh=given.fresh) as running:
+        for part in chosen:
+            print(f"{part.name} ... ", end="", flush=True)
+            result = running.run(part)
+            print(f"{result.status} ({result.seconds:.0f} s) {result.reason}", flush=True)
+            if result.details:
+                print(result.details, file=sys.stderr, flush=True)
+            yield result
 
 
 def _not_run(left: list[Part]) -> list[Result]:
@@ -89,7 +90,9 @@ def _folder(machine: Machine) -> Path:
     if machine.dry:
         folder = f"build/gpu-dry-run-{date.today()}"
     else:
-        folder = f"benchmarks/results/gpu-{machine.devices[0].replace(' ', '-').lower()}-x{machine.gpus}-{date.today()}"
+        shared = f"-shared-by-{machine.ranks}" if machine.shared_by(machine.ranks) else ""
+        name = machine.devices[0].replace(" ", "-").lower()
+        folder = f"benchmarks/results/gpu-{name}-x{machine.gpus}{shared}-{date.today()}"
     names = (Path(folder if number == 1 else f"{folder}-{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
@@ -97,8 +100,10 @@ def _folder(machine: Machine) -> Path:
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description="What GPUs can show of megatron-lynx.")
     parser.add_argument("--gpus", type=int, help="1, 2, 4 or 8; by default as many of these as there are")
+    parser.add_argument("--ranks", type=int, help="1, 2, 4 or 8: more than there are GPUs share them; by default one for each")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on CPU ranks (2, or as --gpus says); measures nothing")
     parser.add_argument("--parts", metavar="NAMES", help="only these, by name, with ; between")
     parser.add_argument("--limit", metavar="S", type=float, default=LIMIT_S, help="seconds for each part, by default %(default)g")
+    parser.add_argument("--fresh", action="store_true", help="each part in processes of its own; slower")
     parser.add_argument("--out", type=Path, help="folder for the results; by default $OUT, else a new one in benchmarks/results")
     return parser.parse_args(arguments)

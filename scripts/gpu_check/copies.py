@@ -2,7 +2,7 @@
 
 link        bytes a second each way, one at a time and both at once, through the runtime's own copiers and page-locked memory
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
-order       tests of device, copier and offload on this device, and again under compute-sanitizer where that is installed
+order       tests of device, copier and offload on this device, and again under compute-sanitizer: parts of their own
 
 Offloading inside training needs two stages, and is a part of its own.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -49,15 +48,10 @@ def copies(rank: int, job: Job, dry: bool) -> Answer:
     initialise(job)
     device = torch.device("cpu" if dry else "cuda")
     training = Training(job, build_model(job), optimizer=None)
-    ended = order(device)
     return Answer(
-        wrong=tuple(
-            f"{name}: {status}" for name, status in ended.items() if status.startswith("exit") and "status 0" not in status
-        ),
         figures={
             "link, GB/s": link(2**20 if dry else 2**30, device),
             f"one layer, sequence {job.model.seq}": hidden(job, training, device),
-            "order": ended,
         },
     )
 
@@ -131,15 +125,28 @@ def hidden(job: Job, training: Any, device: torch.device) -> dict[str, float]:
     return {"step_s": step_s, "copy_s": copy_s, "both_s": both_s, "hidden_share": share, "bytes": float(copies.bytes)}
 
 
-def order(device: torch.device) -> dict[str, str]:
-    """How the tests of order ended on this device."""
-    plain = [sys.executable, "-m", "pytest", "-q", "-x", *TESTS, "-k", f"[{device.type}]"]
-    found = {"tests": _ended(plain)}
-    sanitizer = shutil.which("compute-sanitizer")
-    if device.type != "cuda" or sanitizer is None:
-        return {**found, "compute-sanitizer": "not run: no GPU" if device.type != "cuda" else "not run: not installed"}
-    checked = [sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *plain]
-    return {**found, "compute-sanitizer": _ended(checked, {"CUDA_LAUNCH_BLOCKING": "1"})}  # as it makes them, and tests know it
+def order(rank: int, dry: bool) -> Answer:
+    """Runs inside `RankPool`. The tests of order, on this device."""
+    return _of_tests(_tests("cpu" if dry else "cuda"))
+
+
+def order_sanitized(rank: int) -> Answer:
+    """Runs inside `RankPool`. The same, with every access to the device's memory checked."""
+    checked = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", *_tests("cuda")]
+    return _of_tests(checked, {"CUDA_LAUNCH_BLOCKING": "1"})  # as it makes them, and tests know it
+
+
+def _tests(device: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS, "-k", f"[{device}]"]
+
+
+def _of_tests(command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> Answer:
+    """What pytest and the sanitizer say in the end; the end of all that they print, where that is not well."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **more})
+    lines = [line for line in ended.stdout.strip().splitlines() if line.strip()] or ["no output"]
+    telling = [line for line in lines if line.startswith(TELLING) or re.search(r"(passed|failed).* in \d", line)]
+    said = f"exit status {ended.returncode}: {'; '.join(telling or lines[-1:])}"
+    return Answer(wrong=("\n".join([said, *lines[-MOST_LINES:]]),)) if ended.returncode else Answer(notes=(said,))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -158,12 +165,3 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _ended(command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The exit status, and what pytest and the sanitizer say of it in the end; all that they print where it is not 0."""
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **more})
-    lines = [line for line in run.stdout.strip().splitlines() if line.strip()] or ["no output"]
-    telling = [line for line in lines if line.startswith(TELLING) or re.search(r"(passed|failed).* in \d", line)]
-    said = "; ".join(telling or lines[-1:])
-    return f"exit status {run.returncode}: {said}" + ("" if run.returncode == 0 else "\n" + "\n".join(lines[-MOST_LINES:]))

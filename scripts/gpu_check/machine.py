@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_lynx.apply.releases import KNOWN, minor_of
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.version import __version__
+from scripts.gpu_check.places import sockets
 
 CANNOT_BEGIN = "the acceptance run cannot begin"
 
@@ -38,14 +39,32 @@ class Machine:
     """Transformer Engine's version, if it is installed."""
     facts: dict[str, str] = field(default_factory=dict)
     """Versions and settings that whoever reads the results wants to know."""
+    asked: int | None = None
+    """The ranks that were asked for; None: one for each GPU."""
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus if self.asked is None else self.asked
+
+    def shared_by(self, ranks: int) -> bool:
+        """Whether so many ranks share GPUs."""
+        return ranks > self.gpus
 
 
-def found(*, dry: bool, gpus: int | None) -> Machine:
-    """This machine, for so many GPUs; by default for all that there are parts for. Raises `ConfigError` where that cannot be."""
+def found(*, dry: bool, gpus: int | None, ranks: int | None = None) -> Machine:
+    """This machine, for so many GPUs and ranks; by default for all that there are parts for, and a rank for each.
+
+    Raises `ConfigError` where that cannot be.
+    """
     devices = () if dry else tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if devices and dist.is_nccl_available() else None
     most = 2 if dry else max((count for count in COUNTS if count <= len(devices)), default=1)
-    machine = Machine(dry, most if gpus is None else gpus, devices, nccl, _version("transformer-engine"), _facts(dry))
+    if gpus is None:
+        gpus = most if ranks not in COUNTS else min(most, ranks)
+    facts = _facts(dry)
+    if ranks is not None and ranks > gpus:
+        facts["NCCL where ranks share"] = ", ".join(f"{name}={value}" for name, value in sockets().items())
+    machine = Machine(dry, gpus, devices, nccl, _version("transformer-engine"), facts, ranks)
     if wrong := [*problems(machine)]:
         raise ConfigError(CANNOT_BEGIN, wrong)
     return machine
@@ -56,6 +75,13 @@ def problems(machine: Machine) -> Iterator[Problem]:
     if machine.gpus not in COUNTS:
         yield Problem("--gpus", str(machine.gpus), "1, 2, 4 or 8", "there are parts for these numbers")
         return
+    if machine.ranks not in COUNTS:
+        yield Problem("--ranks", str(machine.ranks), "1, 2, 4 or 8", "there are parts for these numbers")
+        return
+    if machine.ranks < machine.gpus:
+        yield Problem(
+            "--ranks", f"{machine.ranks} for {machine.gpus} GPUs", "a rank for each GPU at least", "ask for fewer --gpus"
+        )
     core = machine.facts.get("megatron-core")
     if core == "none" or (core is not None and minor_of(core) not in KNOWN):
         yield Problem(
@@ -71,7 +97,8 @@ def problems(machine: Machine) -> Iterator[Problem]:
     if machine.gpus > len(machine.devices):
         there = f"{machine.gpus}, and {len(machine.devices)} on this machine"
         fitting = max(count for count in COUNTS if count <= len(machine.devices))
-        yield Problem("--gpus", there, "no more than there are", f"ask for {fitting}")
+        beside = f"; with --ranks {machine.gpus} beside it, ranks share it" if fitting == 1 else ""
+        yield Problem("--gpus", there, "no more than there are", f"ask for {fitting}{beside}")
     kinds = {name: number for number, name in reversed(list(enumerate(machine.devices[: machine.gpus])))}
     if len(kinds) > 1:
         listed = ", ".join(f"device {number} is {name}" for name, number in sorted(kinds.items(), key=lambda kind: kind[1]))

@@ -15,7 +15,11 @@ from scripts.gpu_check.machine import CANNOT_BEGIN, Machine
 from scripts.gpu_check.part import Result
 
 DRY = "DRY RUN ON CPU RANKS, tiny sizes: this shows that the script runs. It is no measurement of a GPU."
-
+SHARED = (
+    "RANKS SHARED GPUS: up to {ranks} ranks on {gpus}. Their contexts take turns on the device, and sockets join them. Where a "
+    "part has more than {gpus} ranks, its bits, frames, order, hangs and bytes mean what they always do; its seconds, and which "
+    "share ran behind collectives, mean nothing."
+)
 
 MOST_LINES = 60
 """Of the details of a part that failed; results.json has all."""
@@ -43,10 +47,10 @@ def write_page(machine: Machine, results: Sequence[Result], folder: Path) -> str
 
 def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
     return {
-        "note": DRY if machine.dry else "",
+        "note": " ".join(_notes(machine)),
         "passed": not failed(results) and not unfinished(results),
         "gpus": list(machine.devices[: machine.gpus]),
-        "ranks": machine.gpus,
+        "ranks": machine.ranks,
         "nccl": machine.nccl,
         "machine": machine.facts,
         "parts": [
@@ -57,7 +61,8 @@ def as_json(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
                 "status": result.status,
                 "reason": result.reason,
                 "seconds": round(result.seconds, 1),
-                "step_ratio_to_stock": result.ratio,
+                "shared": machine.shared_by(result.part.ranks),
+                "step_ratio_to_stock": _ratio(result, machine),
                 "memory_ratio_to_stock": result.memory_ratio,
                 "stock_s": [answer.stock_s for answer in result.answers],
                 "ours_s": [answer.ours_s for answer in result.answers],
@@ -76,11 +81,15 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
     verdict = "FAILED" if failed(results) else "NOT FINISHED" if unfinished(results) else "PASSED"
     statuses = ("passed", "failed", "skipped", *(["not run"] if unfinished(results) else []))
     counted = ", ".join(f"{counts[status]} {status}" for status in statuses)
-    where = DRY if machine.dry else f"{machine.gpus} x {machine.devices[0]}, NCCL {machine.nccl}."
-    lines = [f"# megatron-lynx acceptance run, {date.today()}", "", where, "", f"**{verdict}**: {counted}", ""]
+    lines = [f"# megatron-lynx acceptance run, {date.today()}", ""]
+    if not machine.dry:
+        lines += [f"{machine.gpus} x {machine.devices[0]}, NCCL {machine.nccl}.", ""]
+    for note in _notes(machine):
+        lines += [note, ""]
+    lines += [f"**{verdict}**: {counted}", ""]
     lines += [f"* {name}: {value}" for name, value in machine.facts.items()]
     lines += ["", "| part | ranks | | seconds | step / stock | memory / stock | |", "|---|---|---|---|---|---|---|"]
-    lines += [_row(result) for result in results]
+    lines += [_row(result, machine) for result in results]
     lines += [
         "",
         "Step and memory are ours by stock's without recomputation. So small, replays cost more than at real sizes.",
@@ -91,11 +100,21 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(result: Result) -> str:
+def _notes(machine: Machine) -> list[str]:
+    """What a reader must know before he reads a figure."""
+    shared = SHARED.format(ranks=machine.ranks, gpus=machine.gpus) if machine.shared_by(machine.ranks) else ""
+    return [note for note in (DRY if machine.dry else "", shared) if note]
+
+
+def _ratio(result: Result, machine: Machine) -> float | None:
+    return None if machine.shared_by(result.part.ranks) else result.ratio
+
+
+def _row(result: Result, machine: Machine) -> str:
     status = {"failed": "**FAILED**"}.get(result.status, result.status)
     seconds = f"{result.seconds:.0f}" if result.seconds else ""
     said = "; ".join(filter(None, [result.part.shows, result.reason])).replace("|", "\\|").replace("\n", " ")
-    return f"| {result.part.name} | {result.part.ranks} | {status} | {seconds} | {_in_words(result.ratio)} | " + (
+    return f"| {result.part.name} | {result.part.ranks} | {status} | {seconds} | {_in_words(_ratio(result, machine))} | " + (
         f"{_in_words(result.memory_ratio)} | {said} |"
     )
 

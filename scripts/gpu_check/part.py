@@ -31,9 +31,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Part:
-    """Something to be shown. It runs in processes of its own.
+    """Something to be shown.
 
-    `function(rank, *given)` answers on each of `ranks` ranks.
+    `function(rank, *given)` answers on each of `ranks` ranks, in processes that other parts of as many ranks, with the same
+    environment, have run in before it.
     """
 
     name: str
@@ -46,6 +47,12 @@ class Part:
     """Environment variables of its processes."""
     lacking: Callable[[Machine], str | None] = lambda machine: None
     """Why it cannot run on such a machine; None where it can."""
+    apart: bool = False
+    """Whether no other part may run in its processes."""
+    opens: bool = False
+    """Whether parts of as many ranks, and of more, cannot run where it fails."""
+    limit_s: float = float("inf")
+    """Seconds that it may take, if the run's limit is not less."""
 
 
 @dataclass(frozen=True)

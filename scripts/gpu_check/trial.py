@@ -4,14 +4,14 @@
     must be equal in every bit
 [2] beside it frames are checked as `--lynx-check frames` checks them: that judges where stock differs from itself
 [3] the last step is traced: what the plan puts behind collectives must have run behind them
-[4] stock and the plan once more, with collectives as they are: seconds and bytes of a step
+[4] stock and the plan once more, with collectives as they are: seconds and bytes of a step, and every bit again
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,12 +48,16 @@ class Setting:
     """Whether ranks wait for their devices and for each other behind each step, as Megatron does when it logs every step."""
     alone: bool = False
     """Whether this rank is the only one of its job that exists; collectives are emulated."""
+    shared: bool = False
+    """Whether ranks share a GPU. Their contexts take turns, so what ran behind what is noted, and not judged."""
 
 
 @dataclass
 class _Run:
     """What a training showed."""
 
+    keep: Callable[[torch.Tensor], torch.Tensor]
+    """Copies what is to be compared: to the host, where the bytes of the device are counted."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     step_s: list[float] = field(default_factory=list)
     bytes: int | None = None
@@ -83,13 +87,20 @@ def trial(rank: int, setting: Setting) -> Answer:
         restless, differing = _differing(stock, again), _differing(stock, ours)
         for run in (stock, again, ours):
             run.tensors.clear()  # or they would count as memory of what is timed
-    timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
-    notes = [ours.checked] if ours.checked else []
+    with _repeatable(timed=True):
+        timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
+    share = hidden_share(ours.replays, ours.collectives)
+    behind = f"of the replays in windows {share:.0%} ran behind their collectives" if setting.shared and ours.replays else ""
+    notes = [note for note in (ours.checked, behind) if note]
     if restless:
         notes.append(f"stock differs from itself ({restless[0]} and {len(restless) - 1} more), so only frames are judged")
-    share = hidden_share(ours.replays, ours.collectives)
     return Answer(
-        wrong=(*_wrong_bits(differing, restless), *filter(None, [ours.frames]), *_wrong_windows(setting, ours, share)),
+        wrong=(
+            *_wrong_bits(differing, restless),
+            *_wrong_bits([] if setting.alone else _differing(*timed), restless, " with collectives as they are"),
+            *filter(None, [ours.frames]),
+            *_wrong_windows(setting, ours, share),
+        ),
         notes=tuple(notes),
         stock_s=min(timed[0].step_s[1:]),
         ours_s=min(timed[1].step_s[1:]),
@@ -104,9 +115,9 @@ def trial(rank: int, setting: Setting) -> Answer:
     )
 
 
-def _wrong_bits(differing: list[str], restless: list[str]) -> Iterator[str]:
+def _wrong_bits(differing: list[str], restless: list[str], where: str = "") -> Iterator[str]:
     if differing and not restless:
-        yield f"{len(differing)} values are not stock's in every bit, the first of them {differing[0]}"
+        yield f"{len(differing)} values are not stock's in every bit{where}, the first of them {differing[0]}"
 
 
 def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
@@ -118,7 +129,7 @@ def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
         return
     if not ours.replays:
         yield "no replay ran in a window of a collective"
-    elif share < ENOUGH:
+    elif share < ENOUGH and not setting.shared:
         yield f"of the replays in windows {share:.0%} ran behind their collectives, needed {ENOUGH:.0%}: overlap is missing"
 
 
@@ -140,7 +151,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    run = _Run()
+    run = _Run(torch.clone if late else _on_the_host)
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
         seed_random_numbers(SEED)
@@ -154,14 +165,17 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
         check = _frame_check(setting) if plan is not None and late and not setting.alone else None
         try:
             for number in range(STEPS):
-                _step(setting, training, installation, number, run, check, slow, late=late)
+                _step(setting, training, installation, number, run, check, slow)
         except _Differs as differs:
             run.frames = str(differs)
         else:
             run.checked = (check.summary() or "") if check is not None else ""
-    if late:
-        run.tensors |= {f"weight {name}": value.detach().clone() for name, value in training.parameters().items()}
+    run.tensors |= {f"weight {name}": run.keep(value.detach()) for name, value in training.parameters().items()}
     return run
+
+
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 class _Differs(Exception):
@@ -174,9 +188,7 @@ def _frame_check(setting: Setting) -> Any:
     return FrameCheck(STEPS, setting.plan, seed=SEED)
 
 
-def _step(
-    setting: Setting, training: Any, installation: Any, number: int, run: _Run, check: Any, slow: Late, *, late: bool
-) -> None:
+def _step(setting: Setting, training: Any, installation: Any, number: int, run: _Run, check: Any, slow: Late) -> None:
     from megatron_lynx.testbed.batches import synthetic_batches
 
     batches = synthetic_batches(setting.job, number)
@@ -200,9 +212,9 @@ def _step(
         run.offloaded_bytes += counts.offloaded_bytes
         if last:
             run.replays, run.collectives = replays_behind_collectives(installation.engine.trace.stop()), slow.intervals()
-    if late and setting.compared == "everything":  # what is timed keeps nothing of its steps: that would count as its memory
-        run.tensors |= {f"step {number}: loss {index}": loss.detach().clone() for index, loss in enumerate(losses)}
-        run.tensors |= {f"step {number}: gradient of {name}": value for name, value in training.gradients().items()}
+    if setting.compared == "everything":
+        run.tensors |= {f"step {number}: loss {index}": run.keep(loss.detach()) for index, loss in enumerate(losses)}
+        run.tensors |= {f"step {number}: gradient of {name}": run.keep(value) for name, value in training.gradients().items()}
 
 
 def _checked(training: Any, batches: Any, check: Any, installation: Any) -> Any:
@@ -226,13 +238,19 @@ def _wait(alone: bool, everybody: bool = True) -> None:
 
 
 @contextmanager
-def _repeatable() -> Iterator[None]:
-    """Kernels that compute the same bits twice, where there are such."""
+def _repeatable(timed: bool = False) -> Iterator[None]:
+    """Kernels that compute the same bits twice, where there are such. Memory that nobody has written holds NaN, unless that
+    would count in what is timed."""
+    from torch.utils import deterministic
+
+    before = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = not timed  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 def _differing(one: _Run, other: _Run) -> list[str]:

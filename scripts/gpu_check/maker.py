@@ -1,0 +1,103 @@
+"""Makes parts of one size: jobs, plans for them, and what of a machine they need."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_lynx.apply.releases import minor_of
+from megatron_lynx.apply.transformer_engine import KNOWN
+from megatron_lynx.config.job import Job
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.schedules import Way
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+from scripts.gpu_check.machine import Machine
+from scripts.gpu_check.meeting import meeting
+from scripts.gpu_check.part import Part
+from scripts.gpu_check.trial import Setting, trial
+from scripts.gpu_check.without_flushes import two_versions
+from tests.transparency.deferring import deferring
+from tests.transparency.offloaded import offloading
+from tests.transparency.plans import plan_for, replayable
+
+SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
+LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
+"""Of what runs on GPUs. A dry run has the sizes of `tiny_job`."""
+DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
+"""Of a collective: longer than a replay of such a layer takes."""
+MEETING_S = 60.0
+"""Until ranks that do not meet are ended. To begin to use CUDA takes some of it; NCCL's connections take a second or two."""
+HOST_BYTES = {False: 2**28, True: 10**6}
+"""What a chunk may send to the host, of each micro-batch; by whether this is a dry run."""
+
+
+class Maker:
+    """Makes parts for one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._dry = machine.dry
+        self._shared_by = machine.shared_by
+
+    def job(self, like: Any, **fields: Any) -> Job:
+        groups = {} if self._dry else {"kv_groups": SIZE["heads"] // (2 if like == "llama" else 1)}
+        size = {} if self._dry else SIZE
+        return tiny_job(like, **{"dtype": "bf16", **size, **groups, **fields})
+
+    def te_job(self, **layout: Any) -> Job:
+        attention = "unfused" if self._dry else "flash"
+        return self.job("llama", **layout, implementation="transformer_engine", attention=attention)
+
+    def part_of(self, name: str, shows: str, job: Job, **options: Any) -> Part:
+        ranks, env, lacking = options.pop("ranks", job.gpus), options.pop("env", {}), options.pop("lacking", _nothing)
+        apart = options.pop("apart", False)
+        plan = plan_of(job)
+        if options.pop("offloads", False):
+            plan = offloading(plan_of(job, share=0.5), HOST_BYTES[self._dry])
+        if options.pop("defers", False):
+            plan = deferring(plan)
+        delay = options.pop("delay", "trial")
+        setting = Setting(job, plan, DELAY_S["dry" if self._dry else delay], shared=self._shared_by(ranks), **options)
+        return Part(name, shows, ranks, trial, (setting,), env, lacking, apart)
+
+    def ranks_meet(self, ranks: int) -> Part:
+        given = (self.job("gpt", tensor=ranks, heads=8, kv_groups=8),)
+        shows = "each collective that Megatron uses, right"
+        return Part(f"{ranks} ranks meet", shows, ranks, meeting, given, opens=True, limit_s=MEETING_S)
+
+    def part_of_te(self, name: str, shows: str, job: Job, **options: Any) -> Part:
+        return self.part_of(name, shows, job, lacking=no_te, **options)
+
+    def without_flushes(self, stages: int) -> Iterator[Part]:
+        for defers in (True, False):
+            job = self.job("gpt", pipeline=stages, layers=max(4, stages), microbatches=2 * stages)
+            job = job.model_copy(update={"schedule": "double_buffered", "defer_updates": defers})
+            name = f"PP{stages}, double-buffered, updates {'deferred' if defers else 'at once'}"
+            given = (job, Way("ours", defers=defers, plan=uniform_plan(job)))
+            yield Part(name, "weights of the version rule, ranks wait behind each update", stages, two_versions, given)
+
+
+def plan_of(job: Job, share: float = 1.0) -> Plan:
+    """Everything that can be replayed is, in windows; or a share of it, drawn layer by layer."""
+    draw, everything = random.Random(7), replayable(job, gather=True)
+    return plan_for(job, lambda layer: [item for item in everything if draw.random() < share])
+
+
+def no_te(machine: Machine) -> str | None:
+    if machine.te is None:
+        return "Transformer Engine is not installed"
+    if minor_of(machine.te) not in KNOWN:
+        return f"Transformer Engine {machine.te} is not known; {', '.join(KNOWN)} are"
+    return None
+
+
+def no_sanitizer(machine: Machine) -> str | None:
+    if machine.dry:
+        return "needs a GPU"
+    return None if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
+
+
+def _nothing(machine: Machine) -> str | None:
+    return None
