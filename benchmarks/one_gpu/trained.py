@@ -1,7 +1,7 @@
 """A subject being trained, under one setting after the other: Megatron's DistributedDataParallel, its Adam, one set of weights.
 
 The learning rate is 0: an update takes as long as ever and changes no weight, so that all settings train the same model.
-Weights are Megatron's own, drawn on the device. Where layers are Transformer Engine's, weight gradients are added up in place, as
+Where layers are Transformer Engine's, weight gradients are added up in place, as
 launches have it; for the one linear that is not (the output projection) a product and a sum stand in where Apex is missing.
 """
 
@@ -36,13 +36,9 @@ class Trained:
 
     def __init__(self, subject: Subject) -> None:
         self.job: Job = subject.job
-        self._fields: dict[str, Any] = {"gradient_accumulation_fusion": subject.uses_te}
-        if torch.cuda.is_available():
-            self._fields["use_cpu_initialization"] = False
+        self._fields: dict[str, Any] = {"gradient_accumulation_fusion": subject.uses_te, "perform_initialization": False}
         seed_random_numbers(SEED)
-        self._base = Training(
-            self.job, build_model(self.job, seed=None, **self._fields), optimizer="megatron", ddp=True, learning_rate=0.0
-        )
+        self._base = Training(self.job, build_model(self.job, **self._fields), optimizer="megatron", ddp=True, learning_rate=0.0)
         self.forward_step: ForwardStep = _WithGradient(self.job) if subject.alone else forward_step
         self._now = self._base
         self.batches: list[MicroBatch] = synthetic_batches(self.job)
@@ -68,7 +64,7 @@ class Trained:
     def _built(self, candidate: Candidate) -> Training:
         """The same weights in chunks that are configured otherwise."""
         of_base = unwrapped(self._base.chunks)
-        fields = {**self._fields, "perform_initialization": False, **candidate.fields}
+        fields = {**self._fields, **candidate.fields}
         chunks = build_model(self.job, weights_of=of_base, **fields)
         training = Training(self.job, chunks, optimizer=None, ddp=True, buffers_of=self._base)
         get_model_config(training.chunks[0]).grad_scale_func = self._base.optimizer.scale_loss
