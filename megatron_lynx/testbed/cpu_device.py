@@ -204,7 +204,9 @@ class CpuStream(torch.cpu.Stream):
 class CpuEvent(torch.cpu.Event):
     """`torch.cuda.Event`, always reached."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
         super().__init__()
 
 

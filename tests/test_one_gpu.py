@@ -1,0 +1,82 @@
+"""The benchmark for one GPU, as far as a CPU rank can run it: predictions beside measurements; what goes wrong is recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.one_gpu.__main__ import PAGE, main
+from benchmarks.one_gpu.figures import covered_s, fingerprint
+from benchmarks.one_gpu.results import Results
+from benchmarks.one_gpu.running import _left_behind
+from benchmarks.one_gpu.settings import settings_of
+from benchmarks.one_gpu.subjects import Subject, subjects
+from megatron_lynx.testbed.candidates import FULL, NONE, SELECTIVE
+from megatron_lynx.testbed.ranks import RankError
+
+
+def subject(name: str, *, dry: bool) -> Subject:
+    return next(each for each in subjects(dry=dry) if each.name == name)
+
+
+def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings are measured beside their predictions, with stock's bits. Stock's layernorm, which Megatron cannot run without
+    Transformer Engine, is recorded with its error, and what comes behind it is measured."""
+    only = ["everything replayed", "planned, between", "layernorm"]
+    status = main(["llama", "--dry-run", "--steps", "1", "--out", str(tmp_path), "--only", *only])
+    assert status == 0, capsys.readouterr().out
+    results = json.loads((tmp_path / "one-gpu-llama.json").read_text())
+    rows = {row["setting"]: row for row in results["rows"]}
+    assert next(iter(rows)) == "stock none"
+    assert [*rows][-1] == "again: stock none"
+    for name in ("stock none", "ours, everything replayed", "ours, planned, between", "again: stock none"):
+        row = rows[name]
+        assert row["error"] is None
+        assert (row["losses_equal"], row["gradients_equal"]) == (True, True)
+        assert min(row["passes_s"], row["issued_s"], row["update_s"], row["peak_bytes"]) > 0
+    layernorm = rows["stock layernorm"]
+    assert layernorm["error"] or layernorm["gradients_equal"]
+    assert rows["ours, everything replayed"]["replays"] == 2 * 2 * 2, "two halves of two layers of two micro-batches"
+    assert rows["stock none"]["replays"] is None
+    assert rows["ours, everything replayed"]["forward_bytes"] < rows["stock none"]["forward_bytes"]
+    assert set(results["predicted"]) == set(rows) - {"again: stock none"}
+    assert "| ours, planned, between |" in (tmp_path / PAGE).read_text()
+
+
+def test_what_ends_its_process_is_named(tmp_path: Path) -> None:
+    """A fresh process goes on with what comes behind it."""
+    Results("llama", "", under_way=FULL.name, rows=[{"setting": NONE.name}]).write(tmp_path)
+    error = RankError(0, "ended without an answer (exit status -9)", lost=True)
+    left, results = _left_behind([NONE, FULL, SELECTIVE], tmp_path, subject("llama", dry=True), error)
+    assert left == [SELECTIVE]
+    assert results.rows[-1]["setting"] == FULL.name
+    assert "exit status -9" in results.rows[-1]["error"]
+    assert Results.read(tmp_path, "llama").under_way is None
+
+
+@pytest.mark.parametrize("name", ["llama", "small", "gpt", "stage", "bits"])
+def test_what_is_predicted_fits_one_gpu(name: str) -> None:
+    settings, refused = settings_of(subject(name, dry=False))
+    predicted = {each.name: each.predicted for each in settings}
+    none, full = predicted[NONE.name], predicted[FULL.name]
+    assert not refused
+    assert max(each.peak_bytes for each in predicted.values()) < 70e9
+    between = predicted["ours, planned, between"]
+    assert full.peak_bytes < between.peak_bytes <= none.peak_bytes
+    assert none.device_s <= between.device_s < full.device_s
+
+
+def test_fingerprints_differ_by_one_bit_and_by_order() -> None:
+    one = torch.randn(5, 7)
+    other, turned = one.clone(), one.clone()
+    other[3, 2] = torch.nextafter(one[3, 2], torch.tensor(9.0))
+    turned[[0, 1]] = one[[1, 0]]
+    assert fingerprint(one) == fingerprint(one.clone())
+    assert len({fingerprint(each) for each in (one, other, turned)}) == 3
+
+
+def test_time_that_two_kernels_share_counts_once() -> None:
+    assert covered_s([(0, 1e6), (5e5, 2e6), (3e6, 4e6), (3.5e6, 3.6e6)]) == pytest.approx(3.0)
