@@ -1,7 +1,7 @@
 """Collectives that are wrong until they are over, and take long: whoever uses a result before its wait uses NaN.
 
     issued       the collective works on a copy; its result's place is filled with NaN          [1]
-                 on a stream of its own: a delay, then the collective                           [2]
+                 on a stream of its own: the collective, then a delay                           [2]
     in between   what runs now is hidden behind it, if anything is
     waited for   compute comes behind that stream; the copy goes to the result's place          [3]
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -108,27 +109,53 @@ class _Work:
 
 
 class _CudaLink:
-    """A side stream: a delay kernel of one thread, and behind it the collective."""
+    """A side stream: the collective, and behind it a delay kernel of one thread.
+
+    Nothing may follow that delay but an event without a time. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware
+    queue, and what has to wait for the delay at its head, another kernel of that stream or an event that takes the time, holds
+    up every stream: compute would wait for the collective's end, whatever a plan does. (Measured on an H100:
+    benchmarks/results/2026-11-22-hardware-queues.md.) When the delay ends is therefore not measured: it is `delay_s` behind
+    the beginning at the earliest.
+    """
 
     def __init__(self, delay_s: float) -> None:
         self._stream = torch.cuda.Stream()
+        self._delay_s = delay_s
         self._cycles = int(delay_s * _cycles_per_s())
 
     def send(self, run: Callable[..., Any], device: Device, tensors: list[Tensor]) -> Sent:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             begin = device.current.record(timed=True)
-            torch.cuda._sleep(self._cycles)
             run(async_op=False)  # NCCL's stream comes behind this one, and this one behind NCCL's
-            end = device.current.record(timed=True)
+            torch.cuda._sleep(self._cycles)
+            over = device.current.record()
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
         def finish() -> Event:
-            device.current.wait(end)
-            return end
+            device.current.wait(over)
+            return _Later(begin, self._delay_s)
 
         return begin, finish
+
+
+@dataclass(frozen=True)
+class _Later(Event):
+    """So long behind another event."""
+
+    begin: Event
+    seconds: float
+
+    @property
+    def done(self) -> bool:
+        return self.begin.done
+
+    def synchronize(self) -> None:
+        self.begin.synchronize()
+
+    def seconds_since(self, begin: Event) -> float:
+        return self.begin.seconds_since(begin) + self.seconds
 
 
 class _HostLink:

@@ -32,8 +32,11 @@ def delay(device: Device) -> None:
         time.sleep(0.03)
 
 
+def launches_block(device: Device) -> bool:
+    """Whether each launch waits for its end, as under compute-sanitizer: then nothing is ever under way, and no order is seen."""
+    return device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+
+
 def under_way(moment: Event | Copy, device: Device) -> bool:
-    """Whether an event, or a copy's end, is still to come. Where each launch waits for its end, as under compute-sanitizer, none
-    ever is, and nothing can be said."""
-    blocking = device.where.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
-    return blocking or not moment.done
+    """Whether an event, or a copy's end, is still to come, as far as that can be said here."""
+    return launches_block(device) or not moment.done
