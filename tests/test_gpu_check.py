@@ -41,6 +41,7 @@ def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = par
 
 DRY_RUN = [
     "Transformer Engine",
+    "experts",
     "order of copies, compute-sanitizer",
     "one rank of TP8",
     "fusions",
@@ -50,6 +51,8 @@ DRY_RUN = [
     "PP2, offloading",
     "PP2, two chunks",
     "PP2, double-buffered, updates deferred",
+    "EP2",
+    "CP2",
     "PP4",
 ]
 
@@ -74,7 +77,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 8 passed, 0 failed, 3 skipped" in page
+    assert "**PASSED**: 11 passed, 0 failed, 3 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
     assert "SHARED" not in page
 
@@ -147,11 +150,13 @@ def test_eight_ranks(tmp_path: Path) -> None:
 def test_transformer_engines_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own Python, with a stand-in for what is compiled."""
     monkeypatch.syspath_prepend(folder_of("TRANSFORMER_ENGINE", "2.9", "transformer_engine"))
-    names = ["Transformer Engine", "TP2, sequence parallel, Transformer Engine", TE_PUT_OFF]
+    names = [part.name for part in parts(GPUS) if part.lacking(GPUS) == "Transformer Engine is not installed" and part.ranks <= 2]
+    assert {"Transformer Engine, FP8, delayed", "CP2, Transformer Engine", TE_PUT_OFF} <= set(names)
     status, results, page = run(tmp_path, "--parts", ";".join(names))
     assert status == 0, page
-    assert [part["status"] for part in results["parts"]] == ["passed"] * 3, page
-    assert [figures["share hidden"] > 0.5 for figures in results["parts"][1]["figures"]] == [True, True]
+    assert {part["status"] for part in results["parts"]} == {"passed"}, page
+    sharded = next(part for part in results["parts"] if part["name"] == "TP2, sequence parallel, Transformer Engine")
+    assert [figures["share hidden"] > 0.5 for figures in sharded["figures"]] == [True, True]
 
 
 def tensor_parallel(**fields: Any) -> Setting:
@@ -314,6 +319,12 @@ def test_transformer_engine_is_skipped_where_it_is_not_known() -> None:
     assert lacking(of_te, GPUS) == "Transformer Engine is not installed"
     assert lacking(of_te, replace(GPUS, te="2.9.0")) is None
     assert "Transformer Engine 9.1 is not known; 2." in str(lacking(of_te, replace(GPUS, te="9.1")))
+
+
+def test_fp8_is_skipped_where_the_device_does_not_compute_in_it() -> None:
+    fp8 = next(part for part in parts(GPUS) if part.name == "Transformer Engine, FP8, delayed")
+    old, new = (replace(GPUS, te="2.9.0", facts={"compute capability": of}) for of in ("8.0", "9.0"))
+    assert (lacking(fp8, old), lacking(fp8, new)) == ("compute capability 8.0, FP8 needs 8.9", None)
 
 
 def test_a_module_that_is_missing_is_named() -> None:

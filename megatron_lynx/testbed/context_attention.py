@@ -1,7 +1,7 @@
-"""A core attention for CPU ranks among which sequences are cut, with real exchanges over the context-parallel group.
+"""A core attention for ranks among which sequences are cut, with real exchanges over the context-parallel group.
 
-Megatron leaves these exchanges to Transformer Engine's fused kernels, which need a GPU; its own attention refuses to run among
-several context-parallel ranks. This one takes the place of both, and saves for backward what the kernels save.
+Megatron leaves these exchanges to Transformer Engine's fused kernels, which need a GPU and its layers; its own attention refuses
+to run among several context-parallel ranks. This one takes the place of both, and saves for backward what the kernels save.
 
     all_gather   keys and values of all ranks, gathered     scores of own queries       Megatron's own mappings, eager operators
     a2a          every rank's rows, of a part of the heads  scores of these heads
@@ -75,7 +75,8 @@ class ContextAttention(torch.nn.Module):
         heads = query.shape[2] // key.shape[2]
         key, value = (tensor.repeat_interleave(heads, dim=2) if heads > 1 else tensor for tensor in (key, value))
         scores = torch.einsum("sbnd,tbnd->bnst", query, key).float() * self.scale
-        weights = scores.masked_fill(columns > rows[:, None], float("-inf")).softmax(dim=-1).to(value.dtype)
+        later = (columns > rows[:, None]).to(scores.device)
+        weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(value.dtype)
         if self.tracked:
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 weights = self.dropout(weights)

@@ -220,13 +220,13 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tra
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
     )
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 and not torch.cuda.is_available():
         layer.submodules.self_attention.submodules.core_attention = TeContextAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=TENorm)
 
 
 class TeContextAttention:
-    """Transformer Engine's module for the core attention, whose exchange needs fused kernels: called, it does what
+    """Transformer Engine's module for the core attention without a GPU, whose exchange needs fused kernels: called, it does what
     `ContextAttention` does."""
 
     def __new__(cls, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:  # type: ignore[misc]

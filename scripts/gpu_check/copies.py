@@ -4,7 +4,8 @@ link        bytes a second each way, one at a time and both at once, through the
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
 order       tests of device, copier and offload on this device, and again under compute-sanitizer: parts of their own
 
-Offloading inside training needs two stages, and is a part of its own.
+Offloading inside training needs two stages, and is a part of its own: of one stage each backward follows its own forward, and
+nothing is copied.
 """
 
 from __future__ import annotations

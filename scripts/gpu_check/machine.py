@@ -120,6 +120,7 @@ def _facts(dry: bool) -> dict[str, str]:
     }
     if not dry and torch.cuda.is_available():
         facts["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
         facts["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
         facts[name] = os.environ.get(name, "not set")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
+from megatron_lynx.anatomy import DENSE
 from megatron_lynx.apply.releases import minor_of
 from megatron_lynx.apply.transformer_engine import KNOWN
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.fused_gradient import NAME
 from megatron_lynx.testbed.schedules import Way
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.machine import Machine
@@ -30,6 +33,12 @@ DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
 """Of a collective: longer than a replay of such a layer takes."""
 MEETING_S = 60.0
 """Until ranks that do not meet are ended. To begin to use CUDA takes some of it; NCCL's connections take a second or two."""
+LATENT = {
+    False: {"q_rank": 512, "kv_rank": 256, "head_size": 128, "rope_size": 64, "value_head_size": 128},
+    True: {"q_rank": 12, "kv_rank": 8, "head_size": 8, "rope_size": 4, "value_head_size": 6},
+}
+"""Sizes of latent attention; by whether this is a dry run."""
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 HOST_BYTES = {False: 2**28, True: 10**6}
 """What a chunk may send to the host, of each micro-batch; by whether this is a dry run."""
 
@@ -50,10 +59,19 @@ class Maker:
         attention = "unfused" if self._dry else "flash"
         return self.job("llama", **layout, implementation="transformer_engine", attention=attention)
 
+    def expert_job(self, **layout: Any) -> Job:
+        size = {"count": 4, "per_token": 2, "ffn": 32} if self._dry else {"count": 8, "per_token": 2, "ffn": 1024}
+        return self.job("gpt", **{"bias": False, "experts": {**size, "layers": "all"}, **layout})
+
+    def latent_job(self, **layout: Any) -> Job:
+        attention = "unfused" if self._dry or "implementation" not in layout else "flash"
+        like = {"qk_norm": True, "norm": "rmsnorm", "bias": False, "attention": attention}
+        return self.job("gpt", latent=LATENT[self._dry], **like, **NO_DROPOUT, **layout)
+
     def part_of(self, name: str, shows: str, job: Job, **options: Any) -> Part:
         ranks, env, lacking = options.pop("ranks", job.gpus), options.pop("env", {}), options.pop("lacking", _nothing)
         apart = options.pop("apart", False)
-        plan = plan_of(job)
+        plan = options.pop("plan", None) or plan_of(job)
         if options.pop("offloads", False):
             plan = offloading(plan_of(job, share=0.5), HOST_BYTES[self._dry])
         if options.pop("defers", False):
@@ -68,7 +86,7 @@ class Maker:
         return Part(f"{ranks} ranks meet", shows, ranks, meeting, given, opens=True, limit_s=MEETING_S)
 
     def part_of_te(self, name: str, shows: str, job: Job, **options: Any) -> Part:
-        return self.part_of(name, shows, job, lacking=no_te, **options)
+        return self.part_of(name, shows, job, **{"lacking": no_te, **options})
 
     def without_flushes(self, stages: int) -> Iterator[Part]:
         for defers in (True, False):
@@ -80,9 +98,21 @@ class Maker:
 
 
 def plan_of(job: Job, share: float = 1.0) -> Plan:
-    """Everything that can be replayed is, in windows; or a share of it, drawn layer by layer."""
+    """Everything that can be replayed is, in windows; or a share of it, drawn layer by layer. With a linear of Transformer Engine
+    comes the norm that it makes."""
     draw, everything = random.Random(7), replayable(job, gather=True)
-    return plan_for(job, lambda layer: [item for item in everything if draw.random() < share])
+    norms = {section.norm: section.gathered for section in DENSE.values()} if job.model.uses_te else {}
+
+    def drawn(layer: int) -> list[str]:
+        some = [item for item in everything if draw.random() < share]
+        return [item for item in everything if item in some or norms.get(item) in some]
+
+    return plan_for(job, drawn)
+
+
+def behind_exchanges(job: Job) -> Plan:
+    """The same, but for what the gradient of experts' result comes through: experts' replays then lie behind their exchanges."""
+    return uniform_plan(job, [item for item in replayable(job) if item != "mlp_bda"])
 
 
 def no_te(machine: Machine) -> str | None:
@@ -91,6 +121,17 @@ def no_te(machine: Machine) -> str | None:
     if minor_of(machine.te) not in KNOWN:
         return f"Transformer Engine {machine.te} is not known; {', '.join(KNOWN)} are"
     return None
+
+
+def no_fp8(machine: Machine) -> str | None:
+    capability = machine.facts.get("compute capability", "9.0")  # a dry run has none, and a stand-in for the kernels
+    if tuple(map(int, capability.split("."))) < (8, 9):
+        return f"compute capability {capability}, FP8 needs 8.9"
+    return no_te(machine)
+
+
+def no_fused_gradients(machine: Machine) -> str | None:
+    return None if find_spec(NAME) else f"apex's {NAME} is not installed"
 
 
 def no_sanitizer(machine: Machine) -> str | None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_lynx.planner import uniform_plan
 from scripts.gpu_check.copies import copies, order, order_sanitized
 from scripts.gpu_check.machine import Machine
-from scripts.gpu_check.maker import LARGE, Maker, no_sanitizer
+from scripts.gpu_check.maker import LARGE, Maker, behind_exchanges, no_fp8, no_fused_gradients, no_sanitizer
 from scripts.gpu_check.part import Part
 
 REDUCED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
 FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True, "gradient_accumulation_fusion": True}
+TRAINED = {"ddp": True, "optimizer": "megatron"}
+GROUPED = {"moe_grouped_gemm": True}
+TE = {"implementation": "transformer_engine"}
 COMPILED = {"TORCHDYNAMO_DISABLE": "0"}
 STAGES = {"microbatches": 4}
 SANITIZED = "order of copies, compute-sanitizer"
@@ -33,6 +37,7 @@ class _Parts(Maker):
         for like in ("gpt", "llama"):
             yield self.part_of(f"one rank, {like}", "everything is replayed on demand", self.job(like))
         yield self.part_of_te("Transformer Engine", "its layers, flash attention", self.te_job())
+        yield from self._of_one_since()
         copied = self.job("llama", layers=1, **({} if self._dry else LARGE))
         yield Part("copies", "copies to the host: rates, what a layer hides", 1, copies, (copied, self._dry))
         yield Part("order of copies", "tests of device, copier and offload on this device", 1, order, (self._dry,))
@@ -43,6 +48,22 @@ class _Parts(Maker):
         env = {"LYNX_COMPILER": "aot_eager"} if self._dry else COMPILED
         shows = f"with Megatron's fusions, compiled{', as far as that needs no GPU' if self._dry else ''}"
         yield self.part_of("fusions", shows, self.job("gpt"), env=env, model=FUSED, training={"ddp": True})
+
+    def _of_one_since(self) -> Iterator[Part]:
+        for recipe in ("delayed", "tensorwise"):
+            job = self.te_job(fp8={"recipe": recipe})
+            shows = "scales and replays"
+            yield self.part_of_te(f"Transformer Engine, FP8, {recipe}", shows, job, lacking=no_fp8, training={"ddp": True})
+        added: dict[str, Any] = {"model": {"gradient_accumulation_fusion": True}, "training": {"ddp": True}}
+        shows = "weight gradients that it adds up in place"
+        yield self.part_of("apex's fused gradients", shows, self.job("gpt"), lacking=no_fused_gradients, **added)
+        yield self.part_of("experts", "local, an MLP for each", self.expert_job(), training=TRAINED)
+        experts, shows = self.expert_job(**TE), "tokens of all experts in one GEMM"
+        yield self.part_of_te("experts, Transformer Engine", shows, experts, model=GROUPED, training=TRAINED)
+        latent = self.latent_job()
+        yield self.part_of_te("latent attention", "local layers", latent, plan=uniform_plan(latent))
+        latent = self.latent_job(**TE)
+        yield self.part_of_te("latent attention, Transformer Engine", "its layers", latent, plan=uniform_plan(latent))
 
     def of_two(self) -> Iterator[Part]:
         yield self.ranks_meet(2)
@@ -66,6 +87,18 @@ class _Parts(Maker):
         training = {**REDUCED, "overlap_param_gather": True}
         yield self.part_of("DP2, distributed optimizer", shows, replicas, training=training, compared="weights")
         yield from self.without_flushes(2)
+        spread = self.expert_job(replicas=2, expert=2)
+        shows = "replays while tokens travel"
+        yield self.part_of("EP2", shows, spread, plan=behind_exchanges(spread), training=TRAINED)
+        spread = self.expert_job(replicas=2, expert=2, **TE)
+        plan = behind_exchanges(spread)
+        yield self.part_of_te("EP2, Transformer Engine", shows, spread, plan=plan, model=GROUPED, training=TRAINED)
+        cut = self.job("gpt", context=2, context_exchange="all_gather")
+        yield self.part_of("CP2", "sequences cut, an attention of the testbed's", cut, training=TRAINED)
+        shows = "sequences cut, its attention in a ring"
+        yield self.part_of_te("CP2, Transformer Engine", shows, self.te_job(context=2), training=TRAINED)
+        stages, shows = self.te_job(pipeline=2, **STAGES), "what its layers keep goes to the host"
+        yield self.part_of_te("PP2, Transformer Engine, offloading", shows, stages, offloads=True)
 
     def of_four(self) -> Iterator[Part]:
         yield self.ranks_meet(4)
@@ -73,6 +106,9 @@ class _Parts(Maker):
         yield self.part_of("TP2 x PP2", "windows of both kinds" + LOGGED, self.job("gpt", **both), synchronised=True)
         sharded = self.job("llama", **both, sequence_parallel=True)
         yield self.part_of("TP2 x PP2, sequence parallel, offloading", "gathered once, and copied", sharded, offloads=True)
+        sharded = self.te_job(**both, sequence_parallel=True)
+        name = "TP2 x PP2, sequence parallel, Transformer Engine, offloading"
+        yield self.part_of_te(name, "gathered once, and copied", sharded, offloads=True)
         deep: dict[str, Any] = {"pipeline": 4, "microbatches": 8}
         yield self.part_of("PP4", "four stages" + LOGGED, self.job("gpt", **deep), synchronised=True)
         chunks = self.job("gpt", **deep, layers=8, layers_per_chunk=1)

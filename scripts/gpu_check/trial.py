@@ -25,6 +25,7 @@ from megatron_lynx.runtime.device import device_for
 from scripts.gpu_check.late import Late, join_alone
 from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Answer
+from tests.transparency.fp8_state import reset_fp8
 
 STEPS = 3
 SEED = 7
@@ -90,7 +91,8 @@ def trial(rank: int, setting: Setting) -> Answer:
     with _repeatable(timed=True):
         timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
     share = hidden_share(ours.replays, ours.collectives)
-    behind = f"of the replays in windows {share:.0%} ran behind their collectives" if setting.shared and ours.replays else ""
+    noted = setting.shared and setting.job.parallel.tensor > 1
+    behind = f"of the replays in windows {share:.0%} ran behind their collectives" if noted else ""
     notes = [note for note in (ours.checked, behind) if note]
     if restless:
         notes.append(f"stock differs from itself ({restless[0]} and {len(restless) - 1} more), so only frames are judged")
@@ -125,6 +127,8 @@ def _wrong_windows(setting: Setting, ours: _Run, share: float) -> Iterator[str]:
         yield "nothing was copied to the host on any rank"
     if any(entry.defers for entry in setting.plan.stages) and not _most_of_all_ranks(ours.filled, setting):
         yield "no weight gradient ran in a wait on any rank"
+    if setting.plan.parallel.expert > 1 and not _most_of_all_ranks(ours.hidden, setting):
+        yield "no replay ran while tokens travelled, on any rank"
     if setting.job.parallel.tensor == 1:
         return
     if not ours.replays:
@@ -154,6 +158,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     run = _Run(torch.clone if late else _on_the_host)
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
+        reset_fp8()
         seed_random_numbers(SEED)
         training = Training(setting.job, build_model(setting.job, **setting.model), **setting.training)
         seed_random_numbers(SEED)
