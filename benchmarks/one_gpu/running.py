@@ -34,7 +34,7 @@ def run_subject(subject: Subject, folder: Path, until_s: float, steps: int, *, d
     if only:
         settings = [each for each in settings if each.candidate == NONE or any(part in each.name for part in only)]
     results = Results(subject.name, subject.shows, not_run=refused)
-    results.predicted = {each.name: _as_json(each) for each in settings}
+    results.predicted = {each.name: as_json(each) for each in settings}
     results.write(folder)
     left = [*(each.candidate for each in settings if not each.candidate.offloads), _again(NONE)]
     left += [each.candidate for each in settings if each.candidate.offloads]
@@ -47,7 +47,7 @@ def run_subject(subject: Subject, folder: Path, until_s: float, steps: int, *, d
     return results
 
 
-def _as_json(setting: Setting) -> dict[str, Any]:
+def as_json(setting: Setting) -> dict[str, Any]:
     predicted = setting.predicted
     return {**asdict(predicted), "peak_bytes": predicted.peak_bytes}
 
