@@ -48,7 +48,10 @@ def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["stock none"]["replays"] is None
     assert rows["ours, everything replayed"]["forward_bytes"] < rows["stock none"]["forward_bytes"]
     assert set(results["predicted"]) == set(rows) - {"again: stock none"}
-    assert "| ours, planned, between |" in (tmp_path / PAGE).read_text()
+    assert "| ours, planned, between |" in (written := (tmp_path / PAGE).read_text())
+    capsys.readouterr()
+    assert main(["--read", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == written
 
 
 def test_what_ends_its_process_is_named(tmp_path: Path) -> None:

@@ -74,15 +74,11 @@ def _read_again(folder: Path, given: argparse.Namespace) -> Iterator[Results]:
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [subject.name for subject in subjects(dry=True)]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
-    parser.add_argument(
-        "subjects", nargs="*", default=["llama"], choices=names, metavar="SUBJECT", help=f"some of {', '.join(names)}"
-    )
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"some of {', '.join(names)}; llama if none")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU rank; measures nothing")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for all of it; by default %(default)g")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each setting")
-    parser.add_argument(
-        "--only", nargs="*", metavar="TEXT", help="of the settings those with one of these in their names, and stock none"
-    )
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="settings with one of these in their names, and stock none")
     parser.add_argument("--fusions", choices=["all", "none"], default="all", help="Megatron's, which torch.compile compiles")
     parser.add_argument("--out", metavar="FOLDER", help="for the results; by default $OUT, else build/one-gpu")
     parser.add_argument("--read", metavar="FOLDER", help="print the page of results that are there, and measure nothing")
