@@ -9,16 +9,31 @@ from benchmarks.one_gpu.results import Results
 from megatron_lynx.testbed.candidates import NONE
 
 SECONDS = ("setting", "p", "m", "p/m", "of none: p", "m", "device: p", "busy", "issued", "replays: p", "m", "update: p", "m")
-BYTES = ("setting", "peak: p", "m", "p/m", "beside states: p", "m", "p/m", "forward: p", "m", "reserved", "to host", "bits")
+BYTES = (
+    "setting",
+    "states: p",
+    "m",
+    "peak: p",
+    "m",
+    "p/m",
+    "beside states: p",
+    "m",
+    "p/m",
+    "forward: p",
+    "m",
+    "reserved",
+    "to host",
+    "bits",
+)
 
 LEGEND = """\
 Milliseconds of one step's forwards and backwards (p: predicted, m: measured, medians; without the reduction of gradients over one
 rank, which is subtracted). *device*: predicted if Python took no time; *busy*: the union of all kernels. *issued*: when Python
 had issued everything; it waits where the device's queue is full, so that it says something of steps that wait for Python alone.
 
-GB (1e9) on the device. *peak*: in forwards and backwards; *beside states*: without what is there before a step; *forward*: behind
-the first micro-batch's forward, its loss included. *bits*: whether losses and gradients of one step equal stock none's in every
-bit, or which do not. Stock none is run again: where it differs from itself, other differences say nothing.
+GB (1e9) on the device. *states*: before a step; *peak*: in forwards and backwards; *beside states*: their difference; *forward*:
+behind the first micro-batch's forward, its loss included. *bits*: whether losses and gradients of one step equal stock none's
+in every bit, or which do not. Stock none is run again: where it differs from itself, other differences say nothing.
 """
 
 
@@ -68,6 +83,8 @@ def _bytes(results: Results, row: Mapping[str, Any]) -> Iterator[str]:
     states = said.get("states_bytes", 0)
     moments = said.get("moments", {})
     beside = None if row["peak_bytes"] is None else row["peak_bytes"] - row["start_bytes"]
+    yield _gb(states or None)
+    yield _gb(row["start_bytes"])
     yield _gb(said.get("peak_bytes"))
     yield _gb(row["peak_bytes"])
     yield _ratio(said.get("peak_bytes"), row["peak_bytes"])

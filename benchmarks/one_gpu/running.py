@@ -62,6 +62,8 @@ def _run_process(
     """The settings that are left when a process has ended, and all results so far."""
     compiler = None if dry else compiler_for(subject.job)
     env = {"TORCHDYNAMO_DISABLE": "0"} if compiler is not None else {}
+    if subject.uses_te:
+        env |= {"NVTE_CPU_OFFLOAD_V1": "1"}  # Megatron asks for it where it offloads; nothing else reads it
     if subject.repeatable:
         env |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if dry:

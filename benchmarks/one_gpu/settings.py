@@ -19,7 +19,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.testbed.candidates import Candidate, stock
+from megatron_lynx.testbed.candidates import Candidate, stock, without_windows
 from megatron_lynx.units import GIB, MIB
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
@@ -55,6 +55,8 @@ def settings_of(subject: Subject, measured: Profile | None = None) -> tuple[list
     """
     job = subject.job
     plans, refused = _plans(job, analytic_profile(job))
+    if subject.alone:  # nothing is waited for: what would be hidden in a wait runs on demand, and is predicted so
+        plans = {name: without_windows(plan) for name, plan in plans.items()}
     profile = analytic_profile(job) if measured is None else on_cluster(measured, job)
     found = [_stock(job, profile, setting) for setting in _stocks(job)]
     ours = [Setting(Candidate(f"ours, {name}", plan=plan), of_plan(job, profile, plan)) for name, plan in plans.items()]
