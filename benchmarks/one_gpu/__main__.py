@@ -16,7 +16,6 @@ from benchmarks.one_gpu.settings import settings_of
 from benchmarks.one_gpu.subjects import subjects
 from megatron_lynx.errors import LynxError
 from megatron_lynx.profiler.profile import load_profile
-from megatron_lynx.testbed.candidates import NONE
 from megatron_lynx.whole_file import write_whole
 
 PAGE = "one-gpu.md"
@@ -33,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s, found = time.time() + given.limit_s, list[Results]()
     for name in given.subjects:
         found.append(_run(name, given, folder, until_s, fusions=given.fusions == "all"))
-        if not given.dry_run and given.fusions == "all" and found[-1].row(NONE.name) is None:
+        if not given.dry_run and given.fusions == "all" and found[-1].none is None:
             found.append(_run(name, given, folder, until_s, fusions=False, earlier=found.pop()))
         write_whole(folder / PAGE, page(found) + "\n")
         print("\n".join(subject_lines(found[-1])), flush=True)
     print(f"written to {folder}")
-    return 0 if all(results.row(NONE.name) for results in found) else 1
+    return 0 if all(results.none for results in found) else 1
 
 
 def _run(

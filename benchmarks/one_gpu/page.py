@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.one_gpu.results import Results
-from megatron_lynx.testbed.candidates import NONE
+from benchmarks.one_gpu.results import AGAIN, NONE, Results
 
 SECONDS = ("setting", "p", "m", "p/m", "of none: p", "m", "device: p", "busy", "issued", "replays: p", "m", "update: p", "m")
 BYTES = (
@@ -63,12 +62,12 @@ def subject_lines(results: Results) -> Iterator[str]:
 
 
 def _seconds(results: Results, row: Mapping[str, Any]) -> Iterator[str]:
-    said, none = predicted_of(results, row), results.row(NONE.name)
+    said, none = predicted_of(results, row), results.none
     measured_s = passes_s(row)
     yield _ms(said.get("passes_s"))
     yield _ms(measured_s)
     yield _ratio(said.get("passes_s"), measured_s)
-    yield _ratio(said.get("passes_s"), results.predicted[NONE.name]["passes_s"])
+    yield _ratio(said.get("passes_s"), results.predicted[NONE]["passes_s"])
     yield _ratio(measured_s, None if none is None else passes_s(none))
     yield _ms(said.get("device_s"))
     yield from (_ms(row[name]) for name in ("busy_s", "issued_s"))
@@ -104,7 +103,7 @@ def passes_s(row: Mapping[str, Any]) -> float:
 
 
 def predicted_of(results: Results, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return results.predicted.get(row["setting"].removeprefix("again: "), {})
+    return results.predicted.get(row["setting"].removeprefix(AGAIN), {})
 
 
 def _bits(row: Mapping[str, Any]) -> str:

@@ -14,15 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_gpu.results import Results
+from benchmarks.one_gpu.results import AGAIN, Results
 from benchmarks.one_gpu.settings import Setting, settings_of
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.fusions import compiler_for
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
-AGAIN = "again: "
-"""A setting's name has this in front when it is measured a second time."""
 MOST_PROCESSES = 4
 GRACE_S = 30.0
 """How much longer than its time a process may take before it is ended."""
@@ -111,7 +109,7 @@ def measure(rank: int, subject: Subject, left: list[Candidate], folder: str, unt
         begin_s = time.perf_counter()
         trained = Trained(subject)
         results.facts |= _facts(trained) | {"building_s": time.perf_counter() - begin_s}
-        measuring, longest_s = Measuring(trained, steps), 0.0
+        measuring, longest_s = Measuring(trained, steps, results.bits), 0.0
         for candidate in left:
             if time.time() + longest_s > until_s:
                 results.not_run[candidate.name] = "time was over"
