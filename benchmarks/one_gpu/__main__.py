@@ -6,15 +6,16 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.one_gpu.page import page, subject_lines
 from benchmarks.one_gpu.results import Results
-from benchmarks.one_gpu.running import run_subject
+from benchmarks.one_gpu.running import as_json, run_subject
+from benchmarks.one_gpu.settings import settings_of
 from benchmarks.one_gpu.subjects import subjects
 from megatron_lynx.errors import LynxError
-from megatron_lynx.testbed.candidates import NONE
+from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.whole_file import write_whole
 
 PAGE = "one-gpu.md"
@@ -25,19 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _read(arguments)
     folder = Path(given.out or os.environ.get("OUT", "build/one-gpu"))
     if given.read:
-        folder = Path(given.read)
-        print(page([Results.read(folder, file.stem.removeprefix("one-gpu-")) for file in sorted(folder.glob("one-gpu-*.json"))]))
+        print(page([*_read_again(Path(given.read), given)]))
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     until_s, found = time.time() + given.limit_s, list[Results]()
     for name in given.subjects:
         found.append(_run(name, given, folder, until_s, fusions=given.fusions == "all"))
-        if not given.dry_run and given.fusions == "all" and found[-1].row(NONE.name) is None:
+        if not given.dry_run and given.fusions == "all" and found[-1].none is None:
             found.append(_run(name, given, folder, until_s, fusions=False, earlier=found.pop()))
         write_whole(folder / PAGE, page(found) + "\n")
         print("\n".join(subject_lines(found[-1])), flush=True)
     print(f"written to {folder}")
-    return 0 if all(results.row(NONE.name) for results in found) else 1
+    return 0 if all(results.none for results in found) else 1
 
 
 def _run(
@@ -57,21 +57,31 @@ def _run(
     return results
 
 
+def _read_again(folder: Path, given: argparse.Namespace) -> Iterator[Results]:
+    """Results that are there; of subjects of which there is a measured profile, what that predicts."""
+    for file in sorted(folder.glob("one-gpu-*.json")):
+        results = Results.read(folder, file.stem.removeprefix("one-gpu-"))
+        profile = None if given.profiles is None else Path(given.profiles, f"profile-{results.subject}.yaml")
+        if profile is not None and profile.exists():
+            subject = next(each for each in subjects(dry=given.dry_run) if each.name == results.subject)
+            settings, _ = settings_of(subject, load_profile(profile))
+            results.predicted |= {each.name: as_json(each) for each in settings}
+            results.shows += "; predicted from a layer measured here"
+        yield results
+
+
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [subject.name for subject in subjects(dry=True)]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
-    parser.add_argument(
-        "subjects", nargs="*", default=["llama"], choices=names, metavar="SUBJECT", help=f"some of {', '.join(names)}"
-    )
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"some of {', '.join(names)}; llama if none")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU rank; measures nothing")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for all of it; by default %(default)g")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each setting")
-    parser.add_argument(
-        "--only", nargs="*", metavar="TEXT", help="of the settings those with one of these in their names, and stock none"
-    )
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="settings with one of these in their names, and stock none")
     parser.add_argument("--fusions", choices=["all", "none"], default="all", help="Megatron's, which torch.compile compiles")
     parser.add_argument("--out", metavar="FOLDER", help="for the results; by default $OUT, else build/one-gpu")
     parser.add_argument("--read", metavar="FOLDER", help="print the page of results that are there, and measure nothing")
+    parser.add_argument("--profiles", metavar="FOLDER", help="with --read: of benchmarks.gpu_figures; predict from these")
     given = parser.parse_args(arguments)
     given.subjects = given.subjects or names[:1]
     if unknown := [name for name in given.subjects if name not in names]:

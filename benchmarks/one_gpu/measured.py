@@ -26,7 +26,7 @@ from megatron_lynx.testbed.candidates import Candidate
 from megatron_lynx.testbed.groups import seed_random_numbers
 
 WARM_UP = 2
-Bits = dict[str, tuple[int, ...]]
+Bits = dict[str, list[int]]
 """A fingerprint of each loss and each gradient, by name."""
 
 
@@ -74,11 +74,11 @@ class Row:
 
 
 class Measuring:
-    """Measures one setting after the other; the first one is what bits are compared with."""
+    """Measures one setting after the other."""
 
-    def __init__(self, trained: Trained, steps: int) -> None:
-        self._trained, self._steps = trained, steps
-        self._bits: Bits | None = None
+    def __init__(self, trained: Trained, steps: int, bits: Bits) -> None:
+        """`bits`: of stock none in an earlier process; empty, and filled in by the first setting, if there was none."""
+        self._trained, self._steps, self._bits = trained, steps, bits
 
     def row(self, candidate: Candidate, row: Row) -> None:
         """Fills in a row as far as it gets."""
@@ -110,8 +110,8 @@ class Measuring:
         found = {f"loss {number}": fingerprint(loss) for number, loss in enumerate(losses)}
         found |= {name: fingerprint(gradient) for name, gradient in trained.gradients()}
         trained.update()
-        if self._bits is None:
-            self._bits = found
+        if not self._bits:
+            self._bits |= found
         row.differing = [name for name, bits in self._bits.items() if found.get(name) != bits]
         row.losses_equal = not any(name.startswith("loss ") for name in row.differing) if losses else None
         row.gradients_equal = not row.differing

@@ -5,20 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.one_gpu.results import Results
-from megatron_lynx.testbed.candidates import NONE
+from benchmarks.one_gpu.results import AGAIN, NONE, Results
 
 SECONDS = ("setting", "p", "m", "p/m", "of none: p", "m", "device: p", "busy", "issued", "replays: p", "m", "update: p", "m")
-BYTES = ("setting", "peak: p", "m", "p/m", "beside states: p", "m", "p/m", "forward: p", "m", "reserved", "to host", "bits")
+BYTES = (
+    "setting",
+    "states: p",
+    "m",
+    "peak: p",
+    "m",
+    "p/m",
+    "beside states: p",
+    "m",
+    "p/m",
+    "forward: p",
+    "m",
+    "reserved",
+    "to host",
+    "bits",
+)
 
 LEGEND = """\
 Milliseconds of one step's forwards and backwards (p: predicted, m: measured, medians; without the reduction of gradients over one
 rank, which is subtracted). *device*: predicted if Python took no time; *busy*: the union of all kernels. *issued*: when Python
 had issued everything; it waits where the device's queue is full, so that it says something of steps that wait for Python alone.
 
-GB (1e9) on the device. *peak*: in forwards and backwards; *beside states*: without what is there before a step; *forward*: behind
-the first micro-batch's forward, its loss included. *bits*: whether losses and gradients of one step equal stock none's in every
-bit, or which do not. Stock none is run again: where it differs from itself, other differences say nothing.
+GB (1e9) on the device. *states*: before a step; *peak*: in forwards and backwards; *beside states*: their difference; *forward*:
+behind the first micro-batch's forward, its loss included. *bits*: whether losses and gradients of one step equal stock none's
+in every bit, or which do not. Stock none is run again: where it differs from itself, other differences say nothing.
 """
 
 
@@ -48,12 +62,12 @@ def subject_lines(results: Results) -> Iterator[str]:
 
 
 def _seconds(results: Results, row: Mapping[str, Any]) -> Iterator[str]:
-    said, none = predicted_of(results, row), results.row(NONE.name)
+    said, none = predicted_of(results, row), results.none
     measured_s = passes_s(row)
     yield _ms(said.get("passes_s"))
     yield _ms(measured_s)
     yield _ratio(said.get("passes_s"), measured_s)
-    yield _ratio(said.get("passes_s"), results.predicted[NONE.name]["passes_s"])
+    yield _ratio(said.get("passes_s"), results.predicted[NONE]["passes_s"])
     yield _ratio(measured_s, None if none is None else passes_s(none))
     yield _ms(said.get("device_s"))
     yield from (_ms(row[name]) for name in ("busy_s", "issued_s"))
@@ -68,6 +82,8 @@ def _bytes(results: Results, row: Mapping[str, Any]) -> Iterator[str]:
     states = said.get("states_bytes", 0)
     moments = said.get("moments", {})
     beside = None if row["peak_bytes"] is None else row["peak_bytes"] - row["start_bytes"]
+    yield _gb(states or None)
+    yield _gb(row["start_bytes"])
     yield _gb(said.get("peak_bytes"))
     yield _gb(row["peak_bytes"])
     yield _ratio(said.get("peak_bytes"), row["peak_bytes"])
@@ -87,7 +103,7 @@ def passes_s(row: Mapping[str, Any]) -> float:
 
 
 def predicted_of(results: Results, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return results.predicted.get(row["setting"].removeprefix("again: "), {})
+    return results.predicted.get(row["setting"].removeprefix(AGAIN), {})
 
 
 def _bits(row: Mapping[str, Any]) -> str:

@@ -14,15 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.one_gpu.results import Results
+from benchmarks.one_gpu.results import AGAIN, Results
 from benchmarks.one_gpu.settings import Setting, settings_of
 from benchmarks.one_gpu.subjects import Subject
 from megatron_lynx.testbed.candidates import NONE, Candidate
 from megatron_lynx.testbed.fusions import compiler_for
 from megatron_lynx.testbed.ranks import RankError, run_ranks
 
-AGAIN = "again: "
-"""A setting's name has this in front when it is measured a second time."""
 MOST_PROCESSES = 4
 GRACE_S = 30.0
 """How much longer than its time a process may take before it is ended."""
@@ -34,7 +32,7 @@ def run_subject(subject: Subject, folder: Path, until_s: float, steps: int, *, d
     if only:
         settings = [each for each in settings if each.candidate == NONE or any(part in each.name for part in only)]
     results = Results(subject.name, subject.shows, not_run=refused)
-    results.predicted = {each.name: _as_json(each) for each in settings}
+    results.predicted = {each.name: as_json(each) for each in settings}
     results.write(folder)
     left = [*(each.candidate for each in settings if not each.candidate.offloads), _again(NONE)]
     left += [each.candidate for each in settings if each.candidate.offloads]
@@ -47,7 +45,7 @@ def run_subject(subject: Subject, folder: Path, until_s: float, steps: int, *, d
     return results
 
 
-def _as_json(setting: Setting) -> dict[str, Any]:
+def as_json(setting: Setting) -> dict[str, Any]:
     predicted = setting.predicted
     return {**asdict(predicted), "peak_bytes": predicted.peak_bytes}
 
@@ -62,6 +60,8 @@ def _run_process(
     """The settings that are left when a process has ended, and all results so far."""
     compiler = None if dry else compiler_for(subject.job)
     env = {"TORCHDYNAMO_DISABLE": "0"} if compiler is not None else {}
+    if subject.uses_te:
+        env |= {"NVTE_CPU_OFFLOAD_V1": "1"}  # Megatron asks for it where it offloads; nothing else reads it
     if subject.repeatable:
         env |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if dry:
@@ -109,7 +109,7 @@ def measure(rank: int, subject: Subject, left: list[Candidate], folder: str, unt
         begin_s = time.perf_counter()
         trained = Trained(subject)
         results.facts |= _facts(trained) | {"building_s": time.perf_counter() - begin_s}
-        measuring, longest_s = Measuring(trained, steps), 0.0
+        measuring, longest_s = Measuring(trained, steps, results.bits), 0.0
         for candidate in left:
             if time.time() + longest_s > until_s:
                 results.not_run[candidate.name] = "time was over"

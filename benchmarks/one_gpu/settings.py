@@ -14,12 +14,12 @@ from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import decide, uniform_plan
-from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.testbed.candidates import Candidate, stock
+from megatron_lynx.testbed.candidates import Candidate, stock, without_windows
 from megatron_lynx.units import GIB, MIB
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
@@ -47,11 +47,17 @@ class Setting:
         return self.candidate.name
 
 
-def settings_of(subject: Subject) -> tuple[list[Setting], dict[str, str]]:
-    """All settings of a subject in the order of their turns, and the names of those that cannot be, with the reason."""
+def settings_of(subject: Subject, measured: Profile | None = None) -> tuple[list[Setting], dict[str, str]]:
+    """All settings of a subject in the order of their turns, and the names of those that cannot be, with the reason.
+
+    `measured`: a profile of its layers from which seconds and bytes are predicted, instead of prices for the cluster. Plans are
+    the same: those that are made from prices.
+    """
     job = subject.job
-    profile = analytic_profile(job)
-    plans, refused = _plans(job, profile)
+    plans, refused = _plans(job, analytic_profile(job))
+    if subject.alone:  # nothing is waited for: what would be hidden in a wait runs on demand, and is predicted so
+        plans = {name: without_windows(plan) for name, plan in plans.items()}
+    profile = analytic_profile(job) if measured is None else on_cluster(measured, job)
     found = [_stock(job, profile, setting) for setting in _stocks(job)]
     ours = [Setting(Candidate(f"ours, {name}", plan=plan), of_plan(job, profile, plan)) for name, plan in plans.items()]
     copied = [_stock(job, profile, each) for each in OFFLOADED if offered(each, Facts.of(job)) and job.model.uses_te]
