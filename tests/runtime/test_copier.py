@@ -17,7 +17,7 @@ from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload.copier import MOST_WAITS, Copier, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.testbed.ranks import RankPool
-from tests.runtime.devices import CPU, delay, on_every_device, under_way
+from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way
 from tests.runtime.devices import device as device
 from tests.runtime.on_ranks import a_copy_that_fails_on_streams, a_graph_that_is_dropped_on_streams, there_and_back_on_streams
 
@@ -117,7 +117,7 @@ def test_there_and_back_behind_what_was_asked_before(device: Device, copiers_of:
     back.wait(reader)
     assert [set(tensor.tolist()) for tensor in returned] == [{0}, {1}, {2}]
     assert out.take_bytes() == back.take_bytes() == 3 * 4096
-    assert back.take_waited_s() > 0 == back.take_waited_s()
+    assert (back.take_waited_s() > 0 or launches_block(device)) and back.take_waited_s() == 0
 
 
 @on_every_device
