@@ -4,7 +4,8 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── again without shares that hold more in the rehearsal than fits ┤
                                                        ├── once more with layers that differ, if that is much faster ─────┤
                                                        ├── with weight gradients in what waits are left (`filling`) ──────┤
-                                                       └── all of it with less for the layers, where these lack memory ───┘
+                                                       ├── all of it with less for the layers, where these lack memory ───┤
+                                                       └── all of it without replays while tokens travel in forwards ─────┘
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.errors import Infeasible, LynxError, Problem
+from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
@@ -86,7 +88,17 @@ def decide(job: Job, profile: Profile) -> Decision:
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
-    return _with_loads(_with_both_fillers(job, decision, stages, profile), profile)
+    filled = _with_both_fillers(job, decision, stages, profile)
+    if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
+        late = without_early_exchanges(job, decision.job, profile)
+        filled = filled if _faster(filled.simulation, late) else late
+    return _with_loads(filled, profile)
+
+
+def without_early_exchanges(job: Job, parted: Job, profile: Profile) -> Decision:
+    """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
+    decision, stages = _fitting(job, parted, profile, early_exchanges=False)
+    return _with_both_fillers(job, decision, stages, profile)
 
 
 def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Profile) -> Decision:
@@ -96,14 +108,14 @@ def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Pr
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
     if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
         return filled
-    sparing = _sparing(job, decision.job, profile, refused.bytes, known)
+    sparing = _sparing(job, decision.job, profile, refused.bytes, known, stages.early_exchanges)
     return filled if sparing is None or not _faster(sparing.simulation, filled) else sparing
 
 
-def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int, known: Known) -> Decision | None:
+def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int, known: Known, early_exchanges: bool) -> Decision | None:
     """The decision whose layers leave so many bytes of their budget to weight gradients; None where they cannot."""
     try:
-        decision, stages = _fitting(job, parted, profile, spared_bytes)
+        decision, stages = _fitting(job, parted, profile, spared_bytes, early_exchanges)
     except Infeasible:
         return None
     return _best_filled(decision, stages, job, profile, known)[0]
@@ -145,13 +157,16 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
-def _fitting(job: Job, parted: Job, profile: Profile, spared_bytes: int = 0) -> tuple[Decision, Stages]:
+def _fitting(
+    job: Job, parted: Job, profile: Profile, spared_bytes: int = 0, early_exchanges: bool = True
+) -> tuple[Decision, Stages]:
     """The decision for a job whose partition is known, and what has solved its stages. `spared_bytes`: of every stage's budget.
+    `early_exchanges`: whether replays may run while tokens travel in forwards.
 
     Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
     and all stages are solved again.
     """
-    stages = Stages(parted, profile, spared_bytes=spared_bytes)
+    stages = Stages(parted, profile, spared_bytes=spared_bytes, early_exchanges=early_exchanges)
     while True:
         answers = _answers(stages)
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
@@ -164,7 +179,7 @@ def _fitting(job: Job, parted: Job, profile: Profile, spared_bytes: int = 0) -> 
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
             return Decision(parted, answers, rehearsed, simulation, host), stages
-        stages = Stages(parted, profile, stages.excluded | over, spared_bytes)
+        stages = replace(stages, excluded=stages.excluded | over)
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:

@@ -83,6 +83,8 @@ class StageProblems:
 
     job: Job
     profile: Profile
+    early_exchanges: bool = True
+    """Whether replays may run while tokens travel in forwards."""
 
     def of(self, stage: int, layers: int | None = None, chunks: tuple[int, ...] | None = None) -> StageProblem:
         """The problem of one stage.
@@ -205,7 +207,7 @@ class StageProblems:
 
     @cached_property
     def _seats(self) -> Seats:
-        return Seats(self.job, self.profile)
+        return Seats(self.job, self.profile, self.early_exchanges)
 
     @cached_property
     def _subsets(self) -> tuple[tuple[Subset, ...], ...]:

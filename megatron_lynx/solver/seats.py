@@ -10,7 +10,9 @@
     this one to the half itself in Megatron's own layers, and to the half behind it in Transformer Engine's, where it is seldom in
     time.
 [3] Where experts are shared out over ranks, the all-to-all that brings gradients to them is offered to their own half, which
-    needs what it makes again right behind it, and the one that takes gradients back to the attention half below.
+    needs what it makes again right behind it, and the one that takes gradients back to the attention half below. Of forwards the
+    first all-to-all is offered to the attention half, whose replay may go on in the backward, and the last one to the experts'.
+[4] With several chunks a forward may be another chunk's, and has exchanges at the same places only if all layers have experts.
 An input that is gathered once for its replay is gathered behind the first collective of the half before, or of the half before
 that, where the replay is to run in the first window of the half before. A window without length is not offered, nor is one in
 which an input is gathered, which a half that gathers its input once does not have. A replay that communicates runs on demand: in
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 
 from megatron_lynx.anatomy import HALVES, PASSES, Half, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, window_name
@@ -67,6 +69,8 @@ class Seats:
 
     job: Job
     profile: Profile
+    early_exchanges: bool = True
+    """Whether replays may run while tokens travel in forwards."""
 
     def everywhere(
         self, kind: HalfKind, replay: Collection[str], backward: Sequence[Placement], price: PricedSection
@@ -113,10 +117,10 @@ class Seats:
         sequence_parallel, te = self.job.parallel.sequence_parallel, self.job.model.uses_te
         before = self._windows[("bwd", *half_before(kind.half))] if kind.windows_before else []
         if kind.before is not None and kind.before.exchanges:
-            before = self._exchanges[1:]
+            before = self._exchanges["bwd"][1:]
         own: list[Wait] = []
         if kind.section.exchanges:
-            own = self._exchanges[: own_exchanges_in_time(kind.section, replay)]
+            own = self._exchanges["bwd"][: own_exchanges_in_time(kind.section, replay)]
         if sequence_parallel and not (te and self._reaches_back):
             in_time = own_windows_in_time(kind.section, replay, sequence_parallel=True, te=te) if kind.section.has_windows else 0
             before, own = before[-1:], own + self._windows["bwd", kind.half, 0][:in_time]
@@ -134,10 +138,12 @@ class Seats:
         """Whether the stage has all its windows for the attention half of its last layer, before which one half runs backward."""
         return seat.gather != window_name("bwd", kind.half, 0, 1)
 
-    def forward(self, half: Half, stops: Mapping[str, Stop], replay_s: float, backward: Sequence[Placement]) -> list[Placement]:
-        """In windows of the half's own forward, if there are any: in the longest (of equals the last: until there nothing more is
-        held), in both, or begun there and gone on with in the backward."""
-        waits = [wait for wait in self._windows["fwd", half, 0] if wait[1] > 0]
+    def forward(
+        self, kind: HalfKind, stops: Mapping[str, Stop], replay_s: float, backward: Sequence[Placement]
+    ) -> list[Placement]:
+        """In windows of forwards, if there are any: in the longest (of equals the last: until there nothing more is held), in
+        two, or begun there and gone on with in the backward."""
+        waits = [wait for wait in self._forward_waits(kind) if wait[1] > 0]
         if not waits:
             return []
         longest = max(reversed(waits), key=lambda wait: wait[1])
@@ -145,11 +151,30 @@ class Seats:
         found = [Placement.in_window(*longest)]
         for name, stop in stops.items():
             begun = [Portion(window, seconds, stop.seconds, name) for window, seconds in waits]
-            if len(waits) > 1:
-                found.append(Placement((begun[0], Portion(*waits[1], replay_s - stop.seconds))))
+            for first, then in combinations(range(len(waits)), 2):
+                found.append(Placement((begun[first], Portion(*waits[then], replay_s - stop.seconds))))
             if late is not None:
                 found.append(Placement((begun[waits.index(longest)], late._replace(runs_s=replay_s - stop.seconds))))
         return found
+
+    def _forward_waits(self, kind: HalfKind) -> list[Wait]:
+        """The windows of forwards that are offered to this half, in the order in which they come. [3] [4]"""
+        exchanges = self._exchanges["fwd"] if self.early_exchanges and self._alike else []
+        if kind.section.exchanges:
+            return exchanges[-1:]
+        own = self._windows["fwd", kind.half, 0]
+        return own + exchanges[:1] if kind.before is not None and kind.before.exchanges else own
+
+    @property
+    def _alike(self) -> bool:
+        """Whether layers at one place in all chunks of a stage have the same windows for sure. [4]"""
+        return self.job.chunks == 1 or len(self.job.model.expert_layers) == self.job.model.layers
+
+    @property
+    def in_forwards(self) -> bool:
+        """Whether anything may be replayed while a forward communicates."""
+        collectives = self.job.parallel.tensor > 1 and not self.job.userbuffers
+        return collectives or (self.early_exchanges and self._alike and bool(self._exchanges["fwd"]))
 
     @cached_property
     def _reaches_back(self) -> bool:
@@ -157,14 +182,17 @@ class Seats:
         return self.job.model.experts is None
 
     @cached_property
-    def _exchanges(self) -> list[Wait]:
-        """The all-to-alls in a backward of experts: the first brings gradients to them, the others take theirs back."""
-        experts = self.job.model.experts
-        if experts is None or self.job.model.experts_whole or self.job.userbuffers:
-            return []
-        section = experts.section
-        lengths_s = window_lengths_s(self.profile, "bwd", section, self.shape.gathered_bytes)
-        return [(window_name("bwd", section.half, ordinal), seconds) for ordinal, seconds in enumerate(lengths_s)]
+    def _exchanges(self) -> dict[Pass, list[Wait]]:
+        """The all-to-alls of experts: in a forward those that bring rows to them, and the last one that takes them back; in a
+        backward the first brings gradients to them, the others take theirs back."""
+        experts, found = self.job.model.experts, dict[Pass, list[Wait]]()
+        for passing in PASSES:
+            found[passing] = []
+            if experts is not None and not self.job.model.experts_whole and not self.job.userbuffers:
+                lengths_s = window_lengths_s(self.profile, passing, experts.section, self.shape.gathered_bytes)
+                half = experts.section.half
+                found[passing] = [(window_name(passing, half, at), seconds) for at, seconds in enumerate(lengths_s)]
+        return found
 
     @cached_property
     def _windows(self) -> dict[tuple[Pass, Half, int], list[Wait]]:

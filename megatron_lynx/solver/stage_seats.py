@@ -1,6 +1,7 @@
 """The windows that only some stages have: those of forwards, and the receive of the gradient.
 
     forward of a later micro-batch     attention [fwd.attention.n]   mlp [fwd.mlp.n]          hides replays of the same halves [1]
+                                       experts: exchanges [fwd.mlp.n]                          of both halves of the layer
     receive of the gradient            [pipe.recv_backward]           hides that of the stage's last half                     [2]
     backward                           as in `solver.seats`
 
@@ -43,8 +44,8 @@ class StageSeats:
         if not replay or self.seats.gathers(kind, replay) or self.seats.communicates(kind, replay):
             return
         steady: list[Placement] = []
-        if self._forwards and kind.section.has_windows:
-            steady += self.seats.forward(kind.half, self.seats.stops(kind, replay, price), price.replay_s, backward)
+        if self._forwards:
+            steady += self.seats.forward(kind, self.seats.stops(kind, replay, price), price.replay_s, backward)
         late = [*backward[:1]]
         if kind.last and self.received_s is not None:  # in cool-down the receive may hide more than a window of the backward
             message_s = 0.0 if self.seats.job.chunks > 1 else self.seats.p2p_s
@@ -72,8 +73,7 @@ class StageSeats:
     def _forwards(self) -> bool:
         """Whether forwards that come right before a backward have windows. [3]"""
         job, layers = self.seats.job, self.seats.job.chunk_layers(self.stage)
-        collective = job.parallel.tensor > 1 and not job.userbuffers
-        precedes = self.phases.steady > 0 and collective and not self._last and job.schedule == "flush"
+        precedes = self.phases.steady > 0 and self.seats.in_forwards and not self._last and job.schedule == "flush"
         everywhere = all(layers[chunk] == min(layers) for chunk in self.chunks)
         return precedes and everywhere
 

@@ -50,6 +50,8 @@ class Stages:
     """Pairs of a stage and a share of which it is not to offload."""
     spared_bytes: int = 0
     """What every stage's layers leave of their budget to weight gradients that wait."""
+    early_exchanges: bool = True
+    """Whether replays may run while tokens travel in forwards."""
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
@@ -173,7 +175,7 @@ class Stages:
 
     @cached_property
     def _chunks(self) -> Chunks:
-        return Chunks(StageProblems(self.job, self.profile))
+        return Chunks(StageProblems(self.job, self.profile, self.early_exchanges))
 
     @cached_property
     def _shape(self) -> LayerShape:
