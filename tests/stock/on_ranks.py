@@ -30,12 +30,19 @@ def accepts(rank: int, fields: list[dict[str, Any]]) -> list[str | None]:
 def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[str, Any] | None = None) -> list[list[int]]:
     """What the forward of the last micro-batch leaves behind, by job and setting. Gradients are stock none's in every bit.
 
+    A dispatcher of experts holds on to the probabilities of its last pass, and so to the graph behind them, in which a checkpoint
+    of `moe` has its input and that input's gradient. A forward lets go of them; one without a graph runs before what is counted.
+
     `model`: fields that all settings have."""
+    import torch
+
+    from megatron_lynx.measure.cpu_memory import remember_blocks
     from megatron_lynx.testbed.candidates import Candidate
     from megatron_lynx.testbed.groups import initialise
     from megatron_lynx.testbed.subject import Subject, same_bits
 
     initialise(jobs[0])
+    remember_blocks()
     counted = []
     for job in jobs:
         none = Subject(job, Candidate("none", model or {}))
@@ -46,6 +53,9 @@ def hold(rank: int, jobs: list[Job], fields: list[dict[str, Any]], model: dict[s
             subject = Subject(job, Candidate("one", (model or {}) | each, offloads=offloads), none)
             for _ in range(2 if offloads else 1):
                 assert same_bits(subject.repeatable_step(), reference), each
+            if job.model.experts is not None:
+                with torch.no_grad():
+                    subject.training.evaluate(subject.batches)
             counted[-1].append(subject.counted_step().marks[-1].bytes)
     return counted
 

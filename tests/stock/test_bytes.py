@@ -62,8 +62,9 @@ def test_a_layer_with_recomputed_modules_holds_what_is_priced(pool_of, like, fie
 
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn": 96}
-COUNTERS = 8192
-"""What routers and dispatchers hold of a layer beside what they save: counts, and where rows came from."""
+COUNTERS = 4608
+"""What routers and dispatchers are priced to hold of a layer more than is counted: experts that were chosen twice, and what a
+dispatcher holds from forward to forward, which a count of one step does not see."""
 
 
 def of_a_layer(pool, jobs, settings, **model):
@@ -77,14 +78,15 @@ def of_a_layer(pool, jobs, settings, **model):
 
 
 @pytest.mark.long
-def test_experts_made_again_hold_no_more_than_is_priced(pool_of):
-    """Stock is not taken to be cheaper than it is. It holds up to a tenth less: what is still counted there is not understood."""
+def test_experts_made_again_hold_what_is_priced(pool_of):
+    """A story: `moe` seemed to hold a tenth less than is priced, `shared_experts` a hundredth. A dispatcher keeps the graph of its
+    last backward, with two tensors as large as the layer's input and random states, until the next forward lets go of them; that
+    forward then seemed to need so much less."""
     jobs = [tiny_job("llama", layers=layers, experts=EXPERTS | {"shared_ffn": 48}, **SIZE) for layers in (4, 2)]
     settings = [StockSetting(recompute=(module,)) for module in ("shared_experts", "moe")]
     counted, priced = of_a_layer(pool_of(1), jobs, settings)
-    assert counted[0] == pytest.approx(priced[0], abs=COUNTERS)
-    for held, said in zip(counted[1:], priced[1:], strict=True):
-        assert 0.88 * said < held < said + STATES + COUNTERS
+    for held, said, states in zip(counted, priced, (0, STATES, STATES), strict=True):
+        assert -COUNTERS <= held - said - states <= 0
 
 
 @pytest.mark.long
