@@ -79,9 +79,9 @@ def of_a_layer(pool, jobs, settings, **model):
 
 @pytest.mark.long
 def test_experts_made_again_hold_what_is_priced(pool_of):
-    """A story: `moe` seemed to hold a tenth less than is priced, `shared_experts` a hundredth. A dispatcher keeps the graph of its
-    last backward, with two tensors as large as the layer's input and random states, until the next forward lets go of it. That
-    forward then seemed to need so much less."""
+    """A story: `moe` seemed to hold a tenth less than is priced. A dispatcher keeps the graph of its last backward, with two
+    tensors as large as the layer's input and random states, until the next forward lets go of it. That forward then seemed to
+    need so much less."""
     jobs = [tiny_job("llama", layers=layers, experts=EXPERTS | {"shared_ffn": 48}, **SIZE) for layers in (4, 2)]
     settings = [StockSetting(recompute=(module,)) for module in ("shared_experts", "moe")]
     counted, priced = of_a_layer(pool_of(1), jobs, settings)
