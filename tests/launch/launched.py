@@ -65,6 +65,20 @@ EXPERTS = shlex.split(
 WITH_EXPERTS = {"experts": {"count": 4, "per_token": 2, "ffn": 128, "layers": ("2-4",)}, "expert": 2, "expert_tensor": 1}
 """The same in a job."""
 
+LATENT = shlex.split(
+    """
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12
+    --qk-layernorm --position-embedding-type rope --no-rope-fusion
+    """
+)
+"""Behind `TE`: latent attention, which Megatron builds of Transformer Engine's layers alone."""
+WITH_LATENT = {
+    "latent": {"q_rank": 24, "kv_rank": 16, "head_size": 16, "rope_size": 8, "value_head_size": 12},
+    "qk_norm": True,
+    "position": "rope",
+}
+"""The same in a job."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -125,10 +139,11 @@ def plan_of(
     implementation: str = "local",
     schedule: str = "flush",
     experts: bool = False,
+    latent: bool = False,
     userbuffers: bool = False,
     **options: Any,
 ) -> Plan:
-    also = {**(WITH_EXPERTS if experts else {}), "userbuffers": userbuffers}
+    also = {**(WITH_EXPERTS if experts else {}), **(WITH_LATENT if latent else {}), "userbuffers": userbuffers}
     job = tiny_job("gpt", **LAYOUTS[layout], **SIZE, **also, implementation=implementation)
     return uniform_plan(job.model_copy(update={"schedule": schedule}), **options)
 

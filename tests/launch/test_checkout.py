@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 
+from megatron_lynx.anatomy import ATTENTION, sections_of
 from megatron_lynx.plan.plan import Plan
 
 from ..long import long
 from ..te_releases import folder_of
+from ..transparency.deferring import deferring
 from .launched import (
     EXPERTS,
+    LATENT,
     LAYOUTS,
     MODEL,
     TE,
@@ -88,6 +91,34 @@ def test_with_userbuffers(script, layout, tmp_path):
     refused = launch(script, [*flags, *flags_of(layout), "--lynx-plan", wrong], ranks=4, path=[folder])
     assert refused.status == 1
     assert refused.ours[1].startswith("  - --tp-comm-overlap: found given, needed not given"), refused.text
+
+
+def test_with_latent_attention(script, tmp_path):
+    """Everything between norms and the projection is made again, of two paths; tokens that were compressed are gathered once."""
+    folder = folder_of("TRANSFORMER_ENGINE", te_of(script), "transformer_engine")
+    flags = [*MODEL, *TE, *LATENT, "--mock-data"]
+    check_every_digit(script, flags, FOUR, tmp_path, path=[folder], implementation="transformer_engine", latent=True)
+
+
+def test_with_deferred_weight_gradients_of_experts(script, tmp_path):
+    """Of attention and of each expert, into exchanges of tokens and collectives. They are added up where they lie, as on GPUs, by
+    a stand-in for the extension that does it."""
+    flags = [flag for flag in MODEL if flag != "--no-gradient-accumulation-fusion"]
+    flags += [*EXPERTS, "--mock-data", *flags_of(FOUR)]
+    run = partial(launch, Path(__file__).with_name("pretrain_faulty.py"), ranks=4, path=[script.parent])
+    run = partial(run, env={"FAULT": "none", "SCRIPT": str(script)})
+    deferred = (*ATTENTION.linears, *sections_of(experts=True)[1].linears)
+    plan = deferring(inside_experts(plan_of(FOUR, gather="once", experts=True)), deferred)
+    assert plan.parallel.expert == 2
+    assert {"experts_fc1", "experts_fc2"} <= set(plan.stages[1].rule_for(4).weight_gradients)
+    stock = run(flags)
+    assert len(stock.iterations) == 5, stock.text
+    planned = run([*flags, "--lynx-plan", saved(plan, tmp_path / "plan.yaml"), "--lynx-check", "2"])
+    assert planned.status == 0, planned.text
+    assert planned.iterations == stock.iterations
+    assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
+    # 5 steps x 4 micro-batches x (2 layers' attention with 2 linears, 1 layer with 2 experts of 2)
+    assert planned.ours[-1].endswith("; deferred 160 weight gradients: 160 ran in waits, 0 were flushed"), planned.text
 
 
 def test_with_context_parallelism(script, tmp_path):
