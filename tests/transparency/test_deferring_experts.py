@@ -88,3 +88,39 @@ def test_what_is_counted_is_held(pool_of: Pools) -> None:
         assert max(held.counted) == held.most > 0
         assert held.alive[-1] == held.counted[-1] == 0
         assert held.graphs == 0
+
+
+CUT = "TP2+SP, experts cut"
+CHUNKED = "PP2xVPP2, EP2"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", *long("allgather")])
+def test_experts_that_are_cut(pool_of: Pools, dispatcher: str) -> None:
+    """Each rank's part of every expert, from the rows of all ranks of the group, beside its collectives; with few bytes."""
+    job = job_of(CUT, layers=2)
+    replayed = plan_for(job, lambda layer: [item for item in replayable(job) if item != "mlp_bda"])
+    candidates = [
+        deferring(plan_for(job, lambda layer: ()), LINEARS),
+        deferring(replayed, LINEARS),
+        deferring(replayed, LINEARS, most_bytes=BOUND),
+    ]
+    for rank in counts_of(pool_of, job, candidates, trial_of(moe_token_dispatcher_type=dispatcher, **STATEFUL)):
+        kept, again, bounded = rank
+        assert kept.deferred == again.deferred == bounded.deferred > 0
+        assert kept.filled > 0 < again.filled
+        assert 0 < bounded.deferred_bytes <= BOUND < again.deferred_bytes
+
+
+def test_chunks_of_experts(pool_of: Pools) -> None:
+    """Of each chunk's experts, while tokens of another chunk travel, or its own; in forwards alone; with few bytes, which each
+    chunk has for itself."""
+    job = job_of(CHUNKED)
+    kept, replayed = plans(job)
+    candidates = [
+        deferring(kept, EXPERTS.linears, lambda wait: into_exchanges(wait) and is_forward(wait)),
+        deferring(replayed, LINEARS, most_bytes=BOUND),
+    ]
+    for forwards, bounded in counts_of(pool_of, job, candidates, trial_of(**STATEFUL)):
+        assert bounded.deferred > forwards.deferred > 0
+        assert bounded.filled > 0 < forwards.filled
+        assert 0 < bounded.deferred_bytes <= job.chunks * BOUND

@@ -38,9 +38,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TP2+SP, EP2, every second layer": ({**TP2, "expert": 2, "expert_tensor": 1}, {"layers": 2, "shared_ffn": 32}),
     "PP2, the first layer dense": (PP2, {"layers": ("2-4",)}),
     "PP2xVPP2": ({**PP2, "layers_per_chunk": 1}, {"layers": (1, 4)}),
+    "PP2xVPP2, EP2": ({**PP2, **SPREAD, "layers_per_chunk": 1}, {"layers": "all"}),
 }
 """A layout, and the layers with experts."""
-EXCHANGING = ("EP2", "PP2, EP2")
+EXCHANGING = ("EP2", "PP2, EP2", "PP2xVPP2, EP2")
 """Those of tests in which exchanges of tokens are windows."""
 
 STATEFUL = {
