@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -201,6 +202,17 @@ def experts_of_my_own(training: Any, undo: ExitStack) -> None:
             for part in (layer.mlp.experts, layer.mlp.token_dispatcher, second):
                 part.__class__ = type("Mine", (type(part),), {"__module__": "mine"})
     undo.enter_context(patch.object(training.chunks[0].config, "moe_shared_expert_overlap", True))
+
+
+def grouped_experts(training: Any, undo: ExitStack, environ: dict[str, str], **attributes: Any) -> Any:
+    """The same model with Transformer Engine's grouped experts, made in this environment; `attributes`: of their linears."""
+    undo.enter_context(patch.dict(os.environ, environ))
+    chunks = trained(training.job, moe_grouped_gemm=True).chunks
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module).__name__.endswith("GroupedLinear"):
+                vars(module).update(attributes)
+    return chunks
 
 
 def rename_release(training: Any, undo: ExitStack, version: str) -> None:

@@ -4,11 +4,12 @@ extension stood in for. Every bit stays stock's. Not run on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from megatron_lynx.anatomy import EXPERTS_LINEARS
+from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
@@ -24,6 +25,7 @@ from ..transparency.test_deferring_experts import LINEARS, into_exchanges, plans
 from ..transparency.test_experts import STATEFUL
 from ..transparency.test_weight_gradients import counts_of
 from ..transparency.trials import Trial
+from . import on_ranks
 
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 OVERLAPPED = {"ddp": True, "overlap_grad_reduce": True}
@@ -115,3 +117,37 @@ def test_experts(pool_of, grouped):
 def test_experts_of_other_releases(release, core):
     with pool_with(release, 2, core) as pool:
         check_experts(lambda ranks: pool, grouped=True)
+
+
+NATIVE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+NOT_DEFERRED: dict[str, tuple[dict[str, Any], str]] = {
+    "the environment asks for tensors of all experts": ({"environ": {NATIVE: "1"}}, f"found {NATIVE}, needed off"),
+    "so does the module": ({"use_grouped_tensor": True}, f"found {NATIVE}, needed off"),
+    "biases": ({"apply_bias": True}, "apply_bias: found True, needed False"),
+}
+
+
+@pytest.mark.parametrize("why", NOT_DEFERRED)
+def test_grouped_experts_whose_weight_gradients_cannot_be_deferred(pool_of, why):
+    asked, said = NOT_DEFERRED[why]
+    check_refused(pool_of(2), said, **asked)
+
+
+@pytest.mark.parametrize(("release", "core"), long(("2.14", "0.17"), ("2.17", "0.19"), ("2.20", "0.18")))
+def test_grouped_experts_as_these_releases_make_them(release, core):
+    """Modules of 2.20 read the environment when they are made, the others when they run."""
+    with pool_with(release, 2, core) as pool:
+        asked, said = NOT_DEFERRED["the environment asks for tensors of all experts"]
+        check_refused(pool, said, **asked)
+
+
+def check_refused(pool: RankPool, said: str, **asked: Any) -> None:
+    """A plan that defers inside experts is refused with these words, one that defers beside them is not. (Here both are, for
+    another reason: gradients are not added up where they lie.)"""
+    job = experts_job()
+    kept, _ = plans(job)
+    spoil = partial(on_ranks.grouped_experts, **{"environ": {}, **asked})
+    for linears, refused in ((EXPERTS.linears, True), (ATTENTION.linears, False)):
+        for refusal in pool.run(on_ranks.refused, job, deferring(kept, linears, into_exchanges), spoil):
+            assert refusal.changed == []
+            assert (said in str(refusal.error)) == refused
