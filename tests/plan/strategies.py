@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_lynx.anatomy import ATTENTION, DENSE, HALVES, ITEMS, LINEARS, Half, Pass
+from megatron_lynx.anatomy import ATTENTION, DENSE, EXPERTS, HALVES, ITEMS, LINEARS, Half, Pass
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKWARD, WindowAddress, window_at
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
@@ -274,9 +274,9 @@ def _backward(parallel: ParallelFacts) -> list[str]:
 
 
 def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
-    """Those of a layer, by their names."""
+    """Those of a layer, by their names; without tensor parallelism the exchanges of experts."""
     if parallel.tensor == 1:
-        return []
+        return [f"{passing}.mlp.{n}" for n in range(len(EXPERTS.exchanges_of[passing]))] if parallel.expert > 1 else []
     ordinals = range(len(ATTENTION.collectives(passing, parallel.sequence_parallel)))
     return [f"{passing}.{half}.{n}" for half in HALVES for n in ordinals]
 

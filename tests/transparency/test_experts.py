@@ -17,6 +17,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -187,7 +188,7 @@ def test_offloaded_with_replay(pool_of: Pools) -> None:
             assert rank > 0 or counts[0].offloaded_bytes < counts[1].offloaded_bytes
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", "PP2xVPP2"])
+@pytest.mark.parametrize("layout", ["TP2+SP, EP2, every second layer", "PP2xVPP2", *long("PP2, EP2", "PP2xVPP2, EP2")])
 def test_random_plans(pool_of: Pools, layout: str) -> None:
     job = job_of(layout)
     of_this_job = plans_for(job)
