@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config import Job
 from megatron_lynx.plan.experts import replays_beside_forwards
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decision
 from megatron_lynx.planner.decision import Decision, without_early_exchanges
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -20,6 +22,7 @@ from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import Choices, Option, StageProblem
 from megatron_lynx.testbed.ranks import RankPool
 from tests.config.jobs import catalogued_job
+from tests.plan.strategies import drawn, plans_for
 from tests.solver.test_exchanges import qwen3
 from tests.solver.test_in_plans import planned
 from tests.transparency import test_experts
@@ -96,6 +99,23 @@ def test_every_seat_is_one_that_a_plan_accepts_and_holds_no_more_than_was_said()
         assert found.memory(0).peak_bytes <= answer.peak_bytes
         assert min(found.memory(0).bytes) >= 0
         assert found.exposed_replay_s(0) <= answer.exposed_s * job.microbatches * (1 + 1e-9) + 1e-12
+
+
+def test_whatever_a_plan_says_of_them_memory_comes_back() -> None:
+    """Of drawn plans, among them some that replay in exchanges of forwards what other windows go on with, or nobody waits for."""
+    job, profile = tiny()
+    early: list[bool] = []
+
+    @drawn(30)
+    @given(plans_for(job))
+    def check(plan: Plan) -> None:
+        early.append(replays_beside_forwards(plan))
+        for stage in range(2):
+            held = rehearse(plan, profile).memory(stage).bytes
+            assert min(held) >= 0 == held[-1]
+
+    check()
+    assert any(early)
 
 
 def test_training_replays_while_tokens_of_later_micro_batches_travel(pool_of: Callable[[int], RankPool]) -> None:
