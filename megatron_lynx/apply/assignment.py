@@ -29,16 +29,13 @@ def policies(
     """The policy of every half of a chunk, by layer number. `modules`: the layers that Megatron built."""
     return {
         layer: {
-            section.half: _policy(plan, stage, layer, section, gather, may_draw_in(section, modules[layer]))
-            for section in sections_in(modules[layer])
+            section.half: _policy(plan, stage, layer, section, gather, modules[layer]) for section in sections_in(modules[layer])
         }
         for layer in stage.layers
     }
 
 
-def _policy(
-    plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any], may_draw: Callable[[], bool]
-) -> HalfPolicy:
+def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any], module: Module) -> HalfPolicy:
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
     gathers = plan.parallel.sequence_parallel and section.gathered in replayed
     offloads = stage.offload is not None and (not section.has_experts or stage.offload.experts)
@@ -50,7 +47,7 @@ def _policy(
         gather=gather if gathers else None,
         keeps_gathered=replayed.intersection(section.gathering_latents if plan.parallel.sequence_parallel else ()),
         chunk=stage.chunk,
-        may_draw=may_draw,
+        may_draw=may_draw_in(section, module, replayed),
         stays=not offloads,
     )
 

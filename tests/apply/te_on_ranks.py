@@ -43,6 +43,36 @@ def held(rank: int, job: Job, plan: Plan) -> Seen:
     return Seen(stale, claimed, attributes.changed())
 
 
+def drawn_without_dropout(rank: int, job: Job, plan: Plan) -> tuple[list[list[int]], list[bool]]:
+    """A step of stock, and one under a plan, where the core attention takes a number from the generator in every call, as
+    Transformer Engine's fused attention does on a GPU: what each took, and whether the generators end where stock's do."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.groups import seed_random_numbers
+
+    training = trained(job)
+    attention = type(training.chunks[0].decoder.layers[0].self_attention.core_attention.unfused_attention)
+    forward, taken, ends = attention.forward, list[list[int]](), list[Any]()
+
+    def drawing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.attention_dropout_ctx():
+            taken[-1].append(int(torch.randint(2**31, (1,))))
+        return forward(self, *args, **kwargs)
+
+    for present in (None, plan):
+        taken.append([])
+        seed_random_numbers(7)
+        with ExitStack() as undo:
+            if present is not None:
+                undo.enter_context(install(training.chunks, present))
+            undo.callback(setattr, attention, "forward", forward)
+            attention.forward = drawing
+            one_step(training)
+        ends.append([torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()])
+    return taken, [torch.equal(*both) for both in zip(*ends, strict=True)]
+
+
 def adam(rank: int) -> str:
     """The full name of the Adam that Megatron's optimizer uses."""
     from megatron.core.optimizer import Adam

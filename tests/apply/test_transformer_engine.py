@@ -204,6 +204,19 @@ def test_a_norm_alone_runs_no_gemm(pool_of):
     assert outcome.planned.flops == outcome.stock.flops
 
 
+def test_what_fused_attention_takes_from_the_generator_is_taken_again(pool_of):
+    """A seed and an offset, which it saves though nothing drops out. A replay of it finds the same, and leaves no trace."""
+    job = te_job("llama", attention_dropout=0.0, hidden_dropout=0.0)
+    plan = plan_for(job, lambda layer: ["core_attention"] if layer == 1 else NORMS)
+    [(taken, ends)] = pool_of(1).run(te_on_ranks.drawn_without_dropout, job, plan)
+    stock, ours = taken
+    in_forward = job.model.layers * job.microbatches
+    assert len(stock) == in_forward
+    assert len(ours) == in_forward + job.microbatches
+    assert sorted(ours) == sorted([*stock, *stock[:: job.model.layers]])
+    assert all(ends)
+
+
 def test_the_same_collectives_as_stock(pool_of):
     """Nothing is gathered or reduced twice, and a norm's output once less often: not again for the weight gradient."""
     job = te_job(tensor=2, sequence_parallel=True)
