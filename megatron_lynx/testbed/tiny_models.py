@@ -7,6 +7,7 @@ Weights are drawn by `weights`, so two builds are equal in every bit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ from megatron_lynx.testbed.weights import draw_weights, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "swiglu": torch.nn.functional.silu, "squared_relu": squared_relu}
+
+ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables by which Megatron tells Transformer Engine which attention a model has. It refuses a model that wants another one
+than these say, and they still say what this process built last."""
 
 
 def transformer_config(job: Job, **overrides: Any) -> TransformerConfig:
@@ -144,6 +149,8 @@ def build_model(
     With `weights_of` nothing is drawn: the chunks share the parameters of those, which differ in `overrides` at most.
     """
     config = transformer_config(job, **overrides)
+    for variable in ATTENTION:
+        os.environ.pop(variable, None)
     if job.userbuffers and config.tp_comm_overlap:
         make_userbuffers(job, config.params_dtype)
     likes: Sequence[torch.nn.Module | None] = weights_of or [None] * job.chunks

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -137,15 +136,12 @@ class _Ranks:
 def answer(rank: int, folder: str, late_at_s: float, function: Callable[..., Answer], given: tuple[Any, ...]) -> Answer:
     """Runs inside `RankPool`. What a part's function answers; if it is late with that, the rank's stacks are in `folder`."""
     _forget_the_last_part()
-    environment = dict(os.environ)
     with Path(folder, f"rank {rank}").open("w") as file:
         faulthandler.dump_traceback_later(max(AT_LEAST_S, late_at_s - time.time()), file=file)
         try:
             return function(rank, *given)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            os.environ.clear()  # Megatron chooses Transformer Engine's attention by variables, and looks whether others are set
-            os.environ.update(environment)
 
 
 def _forget_the_last_part() -> None:

@@ -135,9 +135,9 @@ def test_a_copy_holds_its_tensors_until_compute_waits_or_it_is_over(device: Devi
     held = [weakref.ref(source) for source in sources]
     first, _ = (out.start([(host, sources.pop(0))], OWNER) for _ in range(2))
     out.settle()
-    assert all(one() is not None for one in held)
+    assert launches_block(device) or all(one() is not None for one in held)
     out.wait(first)
-    assert [one() is None for one in held] == [True, False]
+    assert launches_block(device) or [one() is None for one in held] == [True, False]
     out.drain()
     assert held[1]() is None
 
