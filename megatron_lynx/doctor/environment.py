@@ -20,9 +20,20 @@ def environment(variables: Mapping[str, str], *, tensor: int | None, gpus: list[
         if variables.get(name, "0") not in ("", "0"):
             costs = "the host waits in every collective: a window ends before it begins"
             yield Finding(name, "defeats", "set", costs, "unset it")
+    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield from _timed_collectives(variables)
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         costs = "every collective is checked by another one first"
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")
+
+
+def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """An event that takes the time stands at the head of the one hardware queue until what is before it in its stream is over,
+    and holds up every stream (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
+    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
+        if variables.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
+            costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
+            yield Finding(name, "defeats", "set, with CUDA_DEVICE_MAX_CONNECTIONS=1", costs, "unset it")
 
 
 def _connections(value: str | None, tensor: int | None, gpus: list[str]) -> Finding:

@@ -68,6 +68,14 @@ def test_variables_that_make_the_host_wait() -> None:
     assert environment_of("max_split_size_mb:512") == "note"
 
 
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_times_behind_collectives_hold_up_one_queue(connections: str) -> None:
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}
+    found = levels(list(environment(variables, tensor=2, gpus=[])))
+    assert found.get("TORCH_NCCL_ENABLE_TIMING") == ("defeats" if connections == "1" else None)
+    assert "TORCH_NCCL_DESYNC_DEBUG" not in found
+
+
 def environment_of(allocator: str) -> str:
     return levels(list(environment({"PYTORCH_CUDA_ALLOC_CONF": allocator}, tensor=2, gpus=[])))["PYTORCH_CUDA_ALLOC_CONF"]
 
