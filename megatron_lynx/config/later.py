@@ -24,6 +24,7 @@ LATER: dict[str, dict[str, Any]] = {
         "latent": None,
         "cross_entropy": "unfused",
         "deterministic": False,
+        "glu_offset": True,
     },
     "parallel": {
         "expert": 1,

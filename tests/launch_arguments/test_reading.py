@@ -393,10 +393,12 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
         ("--swiglu --no-bias-gelu-fusion", None),
         ("--no-bias-gelu-fusion --no-rope-fusion", ["bias_dropout"]),
         ("--disable-jit-fuser", ["rope"]),
+        ("--no-masked-softmax-fusion", None),
+        ("--transformer-impl local --no-masked-softmax-fusion", ["bias_dropout", "bias_activation", "rope"]),
     ],
 )
 def test_fusions_that_are_switched_off(flags: str, fusions: list[str] | None) -> None:
-    """A profile is measured with the others."""
+    """A profile is measured, or estimated, with the others."""
     assert facts(f"{SMALL} {flags}").get("model.fusions") == fusions
     if fusions is not None:  # a job is made of it, too
         assert job_of(read_launch(f"{SMALL} {flags}".split(), gpus=1), "a100-80g").model.fusions == tuple(fusions)
