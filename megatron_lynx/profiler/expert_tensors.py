@@ -103,6 +103,12 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
 
 
+def remembered_bytes(shape: LayerShape) -> int:
+    """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
+    probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
+    return sum(block.bytes for block in _dispatch(shape) if not block.output)
+
+
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
