@@ -34,6 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.ends import (
     embedding_gradient_bytes,
     head_block_bytes,
@@ -153,9 +154,10 @@ class _States:
 
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
-    weights, gradients = parameter_bytes(job, parameters.total), gradient_bytes(job, parameters.total)
+    held = parameters.total + filled_numbers(job, stage, parameters)
+    weights, gradients = parameter_bytes(job, held), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
-    held = StageMemory(
+    states = StageMemory(
         parameters=weights,
         gradients=gradients,
         optimizer=optimizer_bytes(job, parameters.total, parameters.experts),
@@ -164,7 +166,7 @@ def _states(job: Job, stage: int) -> _States:
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
     copies = update_copies_bytes(job, parameters.total, parameters.experts)
-    return _States(held, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
+    return _States(states, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
 
 
 def _messages(job: Job, shape: LayerShape) -> int:

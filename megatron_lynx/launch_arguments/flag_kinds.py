@@ -61,7 +61,8 @@ READ = names_in(
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size bias_dropout_fusion bias_gelu_fusion
+    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size ddp_num_buckets
+    ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
     bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser
     """
 )

@@ -531,6 +531,9 @@ def test_what_overlaps_is_read() -> None:
     assert not [place for place in facts(SMALL) if place.startswith("overlap")]
     assert facts(f"{SMALL} --overlap-grad-reduce --ddp-bucket-size 20000000")["overlap.bucket_parameters"] == 20_000_000
     assert "--ddp-bucket-size: found 0" in problems(f"{SMALL} --ddp-bucket-size 0")
+    buckets = facts(f"{SMALL} --overlap-grad-reduce --ddp-num-buckets 8 --ddp-pad-buckets-for-high-nccl-busbw")
+    assert (buckets["overlap.buckets"], buckets["overlap.padded_buckets"]) == (8, True)
+    assert "--ddp-num-buckets: found 0" in problems(f"{SMALL} --ddp-num-buckets 0")
 
 
 @pytest.mark.parametrize("planning", [False, True])
