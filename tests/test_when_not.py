@@ -38,9 +38,11 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     by_name = {row.what: row for row in priced}
     bare = by_name["t=1, p=1: no collective, no message"]
     assert bare.hidden == 0
-    assert all(row.ours_s < row.best_stock_s < row.block_s for row in by_name.values())
-    assert all(bare.best_stock_s / bare.ours_s <= row.best_stock_s / row.ours_s for row in by_name.values())
-    assert all("mlp" in row.best_stock and "offload" in row.best_stock for row in by_name.values())
+    assert all(row.ours_s < row.best_stock_s <= row.block_s for row in by_name.values())
+    least = by_name["t=2, p=1"]
+    assert all(least.best_stock_s / least.ours_s <= row.best_stock_s / row.ours_s for row in by_name.values())
+    assert bare.best_stock.startswith("block")
+    assert all("mlp" in row.best_stock and "offload" in row.best_stock for row in by_name.values() if row != bare)
     assert by_name["t=8, p=1"].hidden < 0.25 < 0.94 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
     assert by_name["t=8, p=1"].hidden_s > 0.85 * by_name["t=8, p=1"].hideable_s
     assert all(row.hidden_s <= row.hideable_s * (1 + 1e-9) for row in by_name.values())

@@ -24,6 +24,7 @@ LATER: dict[str, dict[str, Any]] = {
         "latent": None,
         "cross_entropy": "unfused",
         "deterministic": False,
+        "glu_offset": True,
     },
     "parallel": {
         "expert": 1,
@@ -39,7 +40,7 @@ LATER: dict[str, dict[str, Any]] = {
 IN_EXPERTS: dict[str, Any] = {"load": BALANCED, "whole": False}
 """The same of `model.experts`."""
 
-IN_OVERLAP = ("weight_gradients", "bucket_parameters")
+IN_OVERLAP = ("weight_gradients", "bucket_parameters", "buckets", "padded_buckets")
 """Of `overlap`, where anything else of it is stated."""
 
 

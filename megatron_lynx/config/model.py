@@ -55,8 +55,10 @@ class Model(Part):
     qk_norm: bool = False
     """Whether queries and keys are normed, head by head (Megatron's `--qk-layernorm`), as `norm` says."""
     fusions: tuple[Fusion, ...] | None = None
-    """Megatron's fusions that the launch has on, for measuring: profiles and comparisons are made with them. None: what Megatron
-    has on if nothing is said, on GPUs; on CPU ranks none."""
+    """Megatron's fusions that the launch has on: layers are measured and compared with them, and estimated by them. None: what
+    Megatron has on if nothing is said, on GPUs; on CPU ranks none."""
+    glu_offset: bool = True
+    """Whether SwiGLU that is not fused adds Megatron's offset (0) to its linear half, as it does since 0.14."""
     cross_entropy: Literal["unfused", "native", "te"] = "unfused"
     """Whose kernels compute the loss: one for each operator, those that Megatron fuses (`--cross-entropy-loss-fusion`), or
     Transformer Engine's (`--cross-entropy-fusion-impl te`)."""
@@ -138,6 +140,17 @@ class Model(Part):
     def uses_te(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.implementation == "transformer_engine"
+
+    def fuses(self, fusion: Fusion) -> bool:
+        """Whether this fusion is on, on GPUs."""
+        return self.fusions is None or fusion in self.fusions
+
+    @property
+    def fuses_activation(self) -> bool:
+        """Whether the activation and the bias before it are one kernel. Megatron has none for squared ReLU with a bias."""
+        if self.activation == "squared_relu":
+            return not self.bias
+        return self.fuses("bias_activation")
 
     @property
     def fp8_recipe(self) -> Recipe | None:

@@ -1,7 +1,8 @@
 """What a job communicates beside its computing, as the flags of its launch say it.
 
                                                                        flag
-    reductions of gradients     behind the last micro-batch's backward --overlap-grad-reduce, --ddp-bucket-size
+    reductions of gradients     behind the last micro-batch's backward --overlap-grad-reduce, --ddp-bucket-size,
+                                                                       --ddp-num-buckets, --ddp-pad-buckets-for-high-nccl-busbw
     gathers of parameters       behind the first forward               --overlap-param-gather
     a linear's gradient         behind its weight's gradient           unless --no-async-tensor-model-parallel-allreduce
     messages between chunks     behind passes                          unless --no-overlap-p2p-communication
@@ -29,6 +30,10 @@ class Overlap(Part):
     bucket_parameters: int | None = Field(default=None, ge=1)
     """How many parameters a bucket has at least before it is reduced. None: Megatron's own, 40 million, or a million for each
     rank that shares them if that is more. Where reductions do not overlap there are no buckets, and it means nothing."""
+    buckets: int | None = Field(default=None, ge=1)
+    """Into how many buckets a rank's parameters are cut, in place of `bucket_parameters`."""
+    padded_buckets: bool = False
+    """Whether the distributed optimizer's buckets are filled up to multiples of 65536 numbers, for more bandwidth of NCCL."""
     parameters: bool = False
     """Whether the distributed optimizer's parameters are gathered while the first forward of the next step goes on."""
     linears: bool = True
@@ -47,4 +52,7 @@ class Overlap(Part):
     def _sensible(self) -> Overlap:
         if self.parameters and not self.gradients:
             raise ValueError("parameters true needs gradients: true (--overlap-grad-reduce), found false, as Megatron refuses it")
+        if self.buckets is not None and self.bucket_parameters is not None:
+            found = f"found {self.buckets} and {self.bucket_parameters}"
+            raise ValueError(f"buckets and bucket_parameters: needed one of them, {found}, as Megatron refuses both")
         return self

@@ -31,7 +31,7 @@ from megatron_lynx.cost.ends import added_gradient_bytes
 from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.ordered_attention import ordered_bytes
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, half_tensors
+from megatron_lynx.profiler.tensors import FP32_BYTES, MASK_BYTES, activation_apart, half_tensors
 
 EAGER_NORM_BLOCKS = 6
 """A norm made of eager operators has at most so many blocks of its input's size in fp32 in hand; torch's own has fewer."""
@@ -112,7 +112,8 @@ def _mlp(shape: LayerShape) -> Iterator[Step]:
     rows = shape.tokens * shape.model.element_bytes
     ffn, made = rows * shape.ffn, rows * shape.fc1_width
     yield from _row_parallel(shape, MLP, LINEAR_FC2, ffn)
-    yield Step(ACTIVATION, made + _eager(shape, made + ffn), ffn + _eager(shape, made + ffn))
+    between = made + ffn if activation_apart(shape) else 0
+    yield Step(ACTIVATION, made + between, ffn + between)
     yield from _column_parallel(shape, MLP, LINEAR_FC1, made)
 
 
@@ -214,7 +215,3 @@ def _weight_gradient(shape: LayerShape, width: int, block: int) -> int:
     if shape.model.uses_te and shape.device == "cuda":
         return 0
     return width * block // (shape.tokens * shape.model.element_bytes) * added_gradient_bytes(shape)
-
-
-def _eager(shape: LayerShape, size: int) -> int:
-    return size if shape.eager else 0

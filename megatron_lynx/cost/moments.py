@@ -97,6 +97,8 @@ class Parts:
     update_copies: int = 0
     update_in_hand: int = 0
     """What an update needs for one parameter after the other."""
+    remembered: int = 0
+    """What dispatchers of tokens keep of their last call, when what its backward reads is gone: they let go of it in the next."""
     activations: int = 0
     """What layers keep of all chunks in flight; with offloading, the share that stays."""
     activations_at_loss: int | None = None
@@ -132,9 +134,9 @@ class Parts:
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "reduction":
-            return {"in_hand": self.reduced}
+            return {"in_hand": self.reduced + self.remembered}
         if moment in ("first_update", "update"):
-            return {"update_copies": self.update_copies, "in_hand": self.update_in_hand}
+            return {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}
         running = {
             "activations": self.activations,
             "staging": self.staging,
@@ -151,5 +153,5 @@ class Parts:
             return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
         if moment == "embedding_backward":
             others = max(0, self.activations - self.chunk)
-            return running | {"activations": others, "in_hand": self.embedding_gradient}
+            return running | {"activations": others, "in_hand": self.embedding_gradient + self.remembered}
         return running | {"head": self.head // 2} if moment == "forward" else running

@@ -1,7 +1,7 @@
 """Everything that one device holds at its fullest, each byte under a name.
 
     parameters  gradients  optimizer       all the time
-    rest                                   workspaces, and rows of tokens on their way to experts
+    rest                                   workspaces
     buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients;
                                            userbuffers
     activations                            what layers keep, all chunks in flight; with offloading, the share that stays
@@ -11,7 +11,8 @@
     head  logits                           last stage: what final norm and output projection read; all copies of the logits
     recomputed                             what one whole layer makes again under `full` and `balanced`; the scores of one, under
                                            `selective`
-    in_hand                                gradients on their way through a layer, the head or the embedding
+    in_hand                                gradients on their way through a layer, the head or the embedding; rows of tokens on
+                                           their way to experts and back, and what dispatchers remember of their last call
     update_copies                          copies in fp32 that an update makes
     fp8_weights                            with FP8: copies of the linears' weights
     second_weights                         without flushes: the other version of the parameters
@@ -33,6 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.buckets import filled_numbers
 from megatron_lynx.cost.ends import (
     embedding_gradient_bytes,
     head_block_bytes,
@@ -59,6 +61,7 @@ from megatron_lynx.cost.parameters import (
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.userbuffers import userbuffers_bytes
 from megatron_lynx.profiler.expert_shape import routed_rows
+from megatron_lynx.profiler.expert_tensors import remembered_bytes
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
 
@@ -115,16 +118,17 @@ def _parts(job: Job, stage: int, shape: LayerShape, states: _States, in_flight: 
 
 def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, layer_whole: bool) -> Parts:
     first, last = stage == 0, stage == job.parallel.pipeline - 1
-    rest = REST_BYTES[job.cluster.device] + (_dispatched(shape) if job.experts_on(stage) else 0)
+    experts = job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
     return Parts(
-        states=replace(states.held, rest=rest, buffers=buffers),
+        states=replace(states.held, rest=REST_BYTES[job.cluster.device], buffers=buffers),
         embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if first else 0,
         messages=_messages(job, shape),
-        in_hand=layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape),
+        in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
+        + (_dispatched(shape) if experts else 0),
         head=head_bytes(shape) if last else 0,
         logits=logits_at_loss_bytes(shape) if last else 0,
         logits_gradient=logits_gradient_bytes(shape) if last else 0,
@@ -134,6 +138,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         reduced=states.reduced,
         update_copies=states.update_copies,
         update_in_hand=states.update_in_hand,
+        remembered=experts * remembered_bytes(shape) if experts else 0,
     )
 
 
@@ -149,9 +154,10 @@ class _States:
 
 def _states(job: Job, stage: int) -> _States:
     parameters = stage_parameters(job, stage)
-    weights, gradients = parameter_bytes(job, parameters.total), gradient_bytes(job, parameters.total)
+    held = parameters.total + filled_numbers(job, stage, parameters)
+    weights, gradients = parameter_bytes(job, held), gradient_bytes(job, held)
     without_flushes = job.schedule == "double_buffered"
-    held = StageMemory(
+    states = StageMemory(
         parameters=weights,
         gradients=gradients,
         optimizer=optimizer_bytes(job, parameters.total, parameters.experts),
@@ -160,7 +166,7 @@ def _states(job: Job, stage: int) -> _States:
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
     copies = update_copies_bytes(job, parameters.total, parameters.experts)
-    return _States(held, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
+    return _States(states, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
 
 
 def _messages(job: Job, shape: LayerShape) -> int:

@@ -15,22 +15,17 @@ hide behind is taken to be a pass that replays nothing, whatever the policy, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.expert_parameters import expert_sharers
 from megatron_lynx.cost.fixed import fixed_s
-from megatron_lynx.cost.parameter_tensors import parameter_tensors
-from megatron_lynx.cost.parameters import Parameters, bytes_each, stage_parameters
+from megatron_lynx.cost.parameters import bytes_each, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.quantized import Casts
 from megatron_lynx.profiler.shape import LayerShape
-
-BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH = 40_000_000, 1_000_000
-"""A bucket has so many parameters, or so many for each rank that shares them if that is more (`DistributedDataParallel`), unless
-a job says how many."""
 
 
 @dataclass(frozen=True)
@@ -72,39 +67,18 @@ def update_s(job: Job, profile: Profile) -> float:
     most, layout, behind = of_stages[stage], job.parallel, StageSeconds(0.0, 0.0)
     if job.overlap.gradients or job.overlap.parameters:
         behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
-    least = _least_bucket(job, stage, most)
-    seconds = _updated(job, most.others, layout.context * job.replicas, layout.tensor, least).exposed_s(job, behind)
+    sharers = layout.context * job.replicas
+    one = bucket_parameters(job, stage, most, sharers)
+    seconds = _updated(job, most.others, sharers, layout.tensor, one).exposed_s(job, behind)
     if most.experts:
-        own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert, least)
+        one = bucket_parameters(job, stage, most, expert_sharers(job))
+        own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert, one)
         seconds += own.exposed_s(job, StageSeconds(0.0, 0.0))  # the others' come first
-    return seconds + fixed_s(job, stage, most, _buckets(job, stage, most))
+    return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
 
 
-def _buckets(job: Job, stage: int, parameters: Parameters) -> int:
-    """In how many pieces gradients are reduced: each chunk's buffer at once, but for the first chunk's on the first stage where
-    reductions overlap, which is cut into buckets (`DistributedDataParallel`, `disable_bucketing`)."""
-    whole = job.chunks * (2 if parameters.experts else 1)
-    if not job.overlap.gradients or stage > 0:
-        return whole
-    each = _least_bucket(job, stage, parameters)
-    others = ceil(parameters.others / job.chunks / _bucket_parameters(job, job.parallel.context * job.replicas, each))
-    experts = ceil(parameters.experts / job.chunks / _bucket_parameters(job, expert_sharers(job), each))
-    return max(1, others) + experts + whole - (2 if parameters.experts else 1)
-
-
-def _bucket_parameters(job: Job, sharers: int, least: int) -> int:
-    """Of parameters that so many ranks share. What is not divided is one parameter: a bucket has at least `least`."""
-    asked = job.overlap.bucket_parameters
-    return max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_EACH * sharers) if asked is None else max(asked, least)
-
-
-def _least_bucket(job: Job, stage: int, parameters: Parameters) -> int:
-    """The mean size of what a stage's parameters are."""
-    return max(1, parameters.total // max(1, parameter_tensors(job, stage).total))
-
-
-def _updated(job: Job, count: int, sharers: int, stride: int, least: int) -> UpdateSeconds:
-    """Updating `count` parameters that so many ranks share, `stride` ranks apart. `least`: as in `_bucket_parameters`."""
+def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int) -> UpdateSeconds:
+    """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)
     hbm = job.cluster.hbm
     streamed = owned * _stepped_bytes(job) + count * (4 if sharers > 1 else 2) * each.gradient
@@ -116,7 +90,7 @@ def _updated(job: Job, count: int, sharers: int, stride: int, least: int) -> Upd
         reduce_s=moved * each.gradient / byte_per_s,
         adam_s=0.0 if hbm is None else streamed / hbm.byte_per_s,
         gather_s=moved * (each.weight if job.parallel.distributed_optimizer else each.gradient) / byte_per_s,
-        bucket_share=min(1.0, _bucket_parameters(job, sharers, least) / count),
+        bucket_share=min(1.0, bucket / count),
     )
 
 

@@ -61,7 +61,9 @@ READ = names_in(
     fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather fp8_quantizer_factory fp8_output_proj
     first_last_layers_bf16 overlap_grad_reduce overlap_param_gather async_tensor_model_parallel_allreduce overlap_p2p_comm
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size
+    qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size ddp_num_buckets
+    ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
+    bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `latent_facts`, `layer_facts`, `context_facts`,
@@ -209,12 +211,6 @@ PRICED_AS = {
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
     "optimizer_cpu_offload": _OPTIMIZER,
     "optimizer_offload_fraction": _OPTIMIZER,
-    "bias_dropout_fusion": _FUSED,
-    "bias_gelu_fusion": _FUSED,
-    "bias_swiglu_fusion": _FUSED,
-    "masked_softmax_fusion": "the fused kernel: Transformer Engine has its own",
-    "apply_rope_fusion": _FUSED,
-    "disable_jit_fuser": _FUSED,
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }

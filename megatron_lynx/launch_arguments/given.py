@@ -25,6 +25,7 @@ AT_LEAST_ONE = frozenset(
         *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by"),
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "global_batch_size", "vocab_size"),
         "ddp_bucket_size",
+        "ddp_num_buckets",
     }
 )
 """Sizes and divisors, which must not be 0."""

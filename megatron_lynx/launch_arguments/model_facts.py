@@ -132,6 +132,8 @@ def _fusions(given: Given) -> Iterator[Fact]:
         "bias_activation": "bias_swiglu_fusion" if given["swiglu"] else "bias_gelu_fusion",
         "rope": "apply_rope_fusion",
     }
+    if given["transformer_impl"] == "local":  # Transformer Engine's attention has a softmax of its own
+        flags["masked_softmax"] = "masked_softmax_fusion"
     if given["squared_relu"]:
         del flags["bias_activation"]
     off = {fusion: flag for fusion, flag in flags.items() if not given[flag]}

@@ -8,7 +8,11 @@ from megatron_lynx.launch_arguments.fact import Fact
 from megatron_lynx.launch_arguments.given import Given
 
 SWITCHED_ON = {"gradients": "overlap_grad_reduce", "parameters": "overlap_param_gather"}
-BUCKET = "ddp_bucket_size"
+BUCKETS = {
+    "bucket_parameters": "ddp_bucket_size",
+    "buckets": "ddp_num_buckets",
+    "padded_buckets": "ddp_pad_buckets_for_high_nccl_busbw",
+}
 LINEARS, MESSAGES, USERBUFFERS = "async_tensor_model_parallel_allreduce", "overlap_p2p_comm", "tp_comm_overlap"
 
 
@@ -20,8 +24,9 @@ def overlap_facts(given: Given) -> Iterator[Fact]:
     for name, flag in SWITCHED_ON.items():
         if given[flag]:
             yield Fact(f"overlap.{name}", True, given.origin(flag))
-    if given[BUCKET] is not None:
-        yield Fact("overlap.bucket_parameters", given[BUCKET], given.origin(BUCKET))
+    for name, flag in BUCKETS.items():
+        if given[flag] is not None and given[flag] is not False:
+            yield Fact(f"overlap.{name}", given[flag], given.origin(flag))
     for name, flag in (("linears", LINEARS), ("messages", MESSAGES)):
         if given[flag] is False:
             yield Fact(f"overlap.{name}", False, given.origin(flag))

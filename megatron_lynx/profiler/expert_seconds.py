@@ -31,6 +31,7 @@ from megatron_lynx.anatomy.experts import (
 )
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Job
+from megatron_lynx.profiler.element_wise import activation_kernels, weighted_kernels
 from megatron_lynx.profiler.expert_shape import (
     ExpertLinear,
     expert_linears,
@@ -41,7 +42,7 @@ from megatron_lynx.profiler.expert_shape import (
     shared_width,
 )
 from megatron_lynx.profiler.expert_tensors import expert_tensors, saved_parts
-from megatron_lynx.profiler.item_seconds import unmultiplied_s
+from megatron_lynx.profiler.item_seconds import kernels_s, unmultiplied_s
 from megatron_lynx.profiler.link_levels import fewest_in_a_node, link_among
 from megatron_lynx.profiler.profile import ExpertHalf, ItemProfile
 from megatron_lynx.profiler.roofline import Passes, Roofline
@@ -105,12 +106,12 @@ def _shared_collective_s(job: Job, shape: LayerShape) -> float:
 def _items(shape: LayerShape, roof: Roofline) -> Iterator[tuple[str, ItemProfile]]:
     rows = routed_rows(shape)
     yield from ((name, _linear(shape, roof, linear)) for name, linear in expert_linears(shape).items())
-    yield EXPERTS_ACTIVATION, _unmultiplied(_activation(shape, roof, rows, expert_width(shape)))
+    yield EXPERTS_ACTIVATION, _unmultiplied(kernels_s(weighted_kernels(shape.model, rows, expert_width(shape)), roof))
     yield ROUTER, _unmultiplied(_router(shape, roof))
     yield from ((name, _unmultiplied(_moved_rows(shape, roof))) for name in (DISPATCH, COMBINE))
     yield from ((MLP.item(role).name, _unmultiplied(unmultiplied_s(shape, MLP.item(role), roof))) for role in AROUND)
     if width := shared_width(shape):
-        yield SHARED_ACTIVATION, _unmultiplied(_activation(shape, roof, shape.tokens, width))
+        yield SHARED_ACTIVATION, _unmultiplied(kernels_s(activation_kernels(shape.model, shape.tokens, width), roof))
 
 
 def _unmultiplied(passes: Passes) -> ItemProfile:
@@ -149,10 +150,3 @@ def _linear(shape: LayerShape, roof: Roofline, linear: ExpertLinear) -> ItemProf
         dgrad_s=once_s,
         wgrad_s=wgrad_s,
     )
-
-
-def _activation(shape: LayerShape, roof: Roofline, rows: int, inner: int) -> Passes:
-    """Kernels that read what a first GEMM made, and write what a second one reads."""
-    outer = 2 * inner if shape.model.activation == "swiglu" else inner
-    moved = shape.model.element_bytes * rows
-    return Passes(roof.seconds(0, moved * (outer + inner)), roof.seconds(0, moved * (2 * outer + inner)))

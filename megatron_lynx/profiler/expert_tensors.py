@@ -40,7 +40,7 @@ from megatron_lynx.anatomy.experts import (
 from megatron_lynx.profiler.expert_shape import expert_width, experts_of, routed_rows
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, half_tensors
+from megatron_lynx.profiler.tensors import FP32_BYTES, activation_apart, gates_apart, half_tensors, sums_apart
 
 INDEX_BYTES = 8
 """The size of an index of PyTorch's."""
@@ -103,14 +103,20 @@ def _dispatch(shape: LayerShape) -> Iterator[SavedTensor]:
     yield SavedTensor(bytes=rows * element, made_by=DISPATCH, saved_by=(EXPERTS_ACTIVATION,), output=True)
 
 
+def remembered_bytes(shape: LayerShape) -> int:
+    """What the dispatcher of one layer keeps as attributes until its next call, once backward has let go of it: the map and the
+    probabilities of all experts, and where each row came from (`MoEAlltoAllTokenDispatcher`)."""
+    return sum(block.bytes for block in _dispatch(shape) if not block.output)
+
+
 def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
     block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
-    apart = shape.eager and (model.bias or model.activation == "squared_relu")  # as in a dense layer
+    apart = sums_apart(shape)
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
-    inside = 3 if gated and shape.eager else 0 if gated else 1
+    inside = gates_apart(shape) + activation_apart(shape) if gated else 1
     yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
     if apart:
         yield SavedTensor(bytes=made, **own)

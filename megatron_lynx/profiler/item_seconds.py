@@ -2,7 +2,7 @@
 
     FLOPs of each item   `shape.item_flops`   forward once, backward twice; fused attention's backward 2.5 times (it makes the
                                               scores again), and a causal mask halves both
-    bytes of each item   `_traffic`           what its kernels read and write, each tensor once
+    bytes of each item   `_kernels`           what its kernels read and write, each tensor once (`element_wise`)
 
 Context-parallel ranks exchange keys and values inside the core attention: `context_exchange`.
 """
@@ -14,6 +14,14 @@ from dataclasses import dataclass
 from megatron_lynx.anatomy import Item
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
 from megatron_lynx.profiler.context_exchange import exchanging_s
+from megatron_lynx.profiler.element_wise import (
+    Kernels,
+    activation_kernels,
+    one_kernel,
+    residual_kernels,
+    softmax_kernels,
+    turned_kernels,
+)
 from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.ordered_attention import ordered_s
 from megatron_lynx.profiler.profile import ItemProfile
@@ -52,7 +60,12 @@ def flops_of(shape: LayerShape) -> dict[str, int]:
 
 def unmultiplied_s(shape: LayerShape, item: Item, roof: Roofline) -> Passes:
     """An item without a GEMM, whose kernels read and write; nothing where there are none."""
-    forward_s, backward_s = (roof.seconds(0, moved) if moved else 0.0 for moved in _traffic(shape, item))
+    return kernels_s(_kernels(shape, item), roof)
+
+
+def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
+    """Seconds of kernels that compute next to nothing, one after the other."""
+    forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
     return Passes(forward_s, backward_s)
 
 
@@ -132,28 +145,33 @@ def _attention_s(shape: LayerShape, flops: int, roof: Roofline) -> Passes:
     gemms_s = 2 * roof.batched_s(heads, flops / 2, read / 2 + scores)
     dropout = 2 * scores + MASK_BYTES * shape.scores if shape.model.attention_dropout else 0
     dropout_s = roof.seconds(0, dropout) if dropout else 0.0
-    return Passes(gemms_s + roof.seconds(0, 2 * scores) + dropout_s, 2 * gemms_s + roof.seconds(0, 3 * scores) + dropout_s)
+    softmax = kernels_s(softmax_kernels(shape), roof)
+    return Passes(gemms_s + dropout_s, 2 * gemms_s + dropout_s) + softmax
 
 
-def _traffic(shape: LayerShape, item: Item) -> tuple[int, int]:
-    """Bytes read and written by items without a GEMM, forward and backward."""
-    element, residual = shape.model.element_bytes, shape.model.element_bytes * shape.own_tokens * shape.model.hidden
+def _kernels(shape: LayerShape, item: Item) -> Kernels:
+    """What an item without a GEMM runs."""
+    residual = shape.model.element_bytes * shape.own_tokens * shape.model.hidden
     if item.role == "norm":
-        return 2 * residual, 3 * residual
+        return one_kernel(2 * residual, 3 * residual)
     if item.role == "residual":
-        mask = MASK_BYTES * shape.own_tokens * shape.model.hidden if shape.model.hidden_dropout else 0
-        dropped = 2 * residual + mask if shape.model.hidden_dropout else 0
-        return 3 * residual + mask, dropped + 3 * residual  # backward: the dropout, and the sum with the residual's gradient
+        return residual_kernels(shape)
     if shape.model.latent is not None and (item.role == "inner_norm" or item.name == ROTARY):
-        return LatentShape.of(shape).traffic(item)
+        return LatentShape.of(shape).kernels(item)
     if item.name == ROTARY:
-        both = element * shape.tokens * (shape.query_width + shape.key_width)
-        turned = 2 * both if shape.model.position == "rope" else 0
-        copied, normed, back = (2 * both, 2 * both, 3 * both) if shape.model.qk_norm else (0, 0, 0)  # out of the linear's block
-        return turned + copied + normed, turned + copied + back
-    inner, outer = element * shape.tokens * shape.fc1_width, element * shape.tokens * shape.ffn
-    apart = outer if shape.model.activation == "swiglu" else 0  # SiLU is a kernel of its own
-    return inner + outer + 2 * apart, 2 * inner + outer + 3 * apart
+        return _rotary(shape)
+    return activation_kernels(shape.model, shape.tokens, shape.ffn)
+
+
+def _rotary(shape: LayerShape) -> Kernels:
+    """Queries and keys, copied out of the linear's block and normed, if they are, and turned."""
+    model, widths = shape.model, (shape.query_width, shape.key_width)
+    both = model.element_bytes * shape.tokens * sum(widths)
+    normed = one_kernel(4 * both, 5 * both) if model.qk_norm else Kernels((), ())
+    if model.position != "rope":
+        return normed
+    query, key = (turned_kernels(shape, width, model.head_size) for width in widths)
+    return normed + query + key
 
 
 def _output(shape: LayerShape, item: Item) -> int:

@@ -22,11 +22,10 @@ from megatron_lynx.anatomy import Item, Section
 from megatron_lynx.anatomy.dense import CORE_ATTENTION, LINEAR_PROJ, ROTARY
 from megatron_lynx.anatomy.latent import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
 from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.profiler.element_wise import FP32_BYTES, Kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.exchanged import AttentionBytes, kept_beside_exchange
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,18 @@ class LatentShape:
         query, value = one * self.sizes.query_head_size, one * self.sizes.value_head_size
         return AttentionBytes(query, query, value, value)
 
-    def traffic(self, item: Item) -> tuple[int, int]:
-        """Bytes read and written by an item without a GEMM that only latent attention has, or has otherwise."""
+    def kernels(self, item: Item) -> Kernels:
+        """What an item without a GEMM runs that only latent attention has, or has otherwise."""
         element, sizes = self.layer.model.element_bytes, self.sizes
         if item.role == "inner_norm":
             one = element * self.latent_rows * self.rank_of(item) * self.layer.model.qk_norm
-            return 2 * one, 3 * one
+            return one_kernel(2 * one, 3 * one)
         taken = self.heads * (sizes.query_head_size + sizes.kv_head_size)
         made = self.heads * (2 * sizes.query_head_size + sizes.value_head_size)
         both = element * self.layer.tokens * (taken + made)
-        return both, both
+        widths = (self.heads * sizes.rope_size, sizes.rope_size)
+        queries, key = (turned_kernels(self.layer, width, sizes.rope_size, interleaved=True) for width in widths)
+        return one_kernel(both, both) + queries + key
 
     def rank_of(self, norm: Item) -> int:
         """What an inner norm's rows are as wide as."""

@@ -6,7 +6,9 @@ Three implementations, as `model.attention` and the device say:
                     s x s square, in fp32 where the model is not; dropout saves its noise, an element each; RMSNorm its
                     product; SwiGLU three blocks; grouped keys and values are repeated for each head.
     flash           fused kernels: the parts of Korthikanti et al. (2205.05198) without the 5as/h of the scores, attention 11,
-                    MLP 19, norms 4 per sbh at two bytes an element; SwiGLU after Yuan et al. (ATC '24): 8H/h, SiLU apart.
+                    MLP 19, norms 4 per sbh at two bytes an element. SwiGLU saves what it is given, 6H/h with what it makes;
+                    where it is not fused SiLU and the other half are blocks of their own, 10H/h (8H/h in Yuan et al.,
+                    ATC '24, whose fork added no offset).
                     In FP8, linears keep bytes of their inputs instead, which they made themselves (`profiler.quantized`).
     unfused, cuda   the same kernels but for the attention, with its 5as/h: softmax's result 2, its dropout's mask 1 and result 2.
 """
@@ -15,15 +17,13 @@ from __future__ import annotations
 
 from megatron_lynx.anatomy import ATTENTION, MLP, Half, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
+from megatron_lynx.profiler.element_wise import FP32_BYTES as FP32_BYTES
+from megatron_lynx.profiler.element_wise import MASK_BYTES as MASK_BYTES
 from megatron_lynx.profiler.exchanged import AttentionBytes, kept_beside_exchange
-from megatron_lynx.profiler.latent import FP32_BYTES as FP32_BYTES
 from megatron_lynx.profiler.latent import LatentShape
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import LayerShape
-
-MASK_BYTES = 1
-"""One element of a dropout mask on CUDA."""
 
 
 def half_tensors(shape: LayerShape, half: Half) -> tuple[SavedTensor, ...]:
@@ -74,9 +74,8 @@ def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
         blocks.append(SavedTensor(bytes=key, **handed_on))
     if repeated:
         blocks += [SavedTensor(bytes=query, made_by=CORE_ATTENTION, saved_by=(CORE_ATTENTION,)) for _ in ("keys", "values")]
-    if rotary and shape.eager:  # sine and cosine, for queries and for keys
-        table = model.seq * model.head_size * element
-        blocks += [SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4)]
+    if rotary:
+        blocks += _turning_tables(shape)
     if changed and not shape.eager:
         blocks.append(SavedTensor(bytes=key, **handed_on))  # values, which fused kernels take out of the block
     return blocks
@@ -90,7 +89,17 @@ def _exchanged(shape: LayerShape, whole: int, query: int, key: int) -> list[Save
     if model.qk_norm:
         blocks += _query_key_norms(shape, query, key)
     handed_on = ROTARY if model.position == "rope" or model.qk_norm else CORE_ATTENTION
+    if model.position == "rope":
+        blocks += _turning_tables(shape)
     return [*blocks, *kept_beside_exchange(shape.parallel, AttentionBytes(query, key, key, query), handed_on)]
+
+
+def _turning_tables(shape: LayerShape) -> list[SavedTensor]:
+    """Sine and cosine, for queries and for keys, where no kernel of its own turns them."""
+    if shape.model.fuses("rope") and not shape.eager:
+        return []
+    table = shape.model.seq // shape.parallel.context * shape.model.head_size * shape.model.element_bytes
+    return [SavedTensor(bytes=table, made_by=ROTARY, saved_by=(ROTARY,)) for _ in range(4)]
 
 
 def _query_key_norms(shape: LayerShape, query: int, key: int) -> list[SavedTensor]:
@@ -131,22 +140,37 @@ def _mlp(shape: LayerShape) -> list[SavedTensor]:
     rows = shape.tokens * model.element_bytes
     own = {"made_by": ACTIVATION, "saved_by": (ACTIVATION,)}
     fc1_out, ffn = rows * shape.fc1_width, rows * shape.ffn
-    squared = model.activation == "squared_relu"
-    apart = shape.eager and (model.bias or squared)  # eager: the sum with the bias, or what ReLU made, is a block of its own
+    apart = sums_apart(shape)
     blocks = [
         *_norm(shape, MLP),
         SavedTensor(bytes=fc1_out, made_by=LINEAR_FC1, saved_by=() if apart else (ACTIVATION,), output=True),
         SavedTensor(bytes=fc1_out if apart else 0, **own),
     ]
-    if model.activation == "swiglu":
-        blocks.append(SavedTensor(bytes=ffn, **own))  # SiLU of the gate
-        blocks.append(SavedTensor(bytes=ffn if shape.eager else 0, **own))  # the other half, plus Megatron's offset of 0
+    blocks += [SavedTensor(bytes=ffn, **own) for _ in range(gates_apart(shape))]
     if model.fp8_recipe is None:
         blocks.append(SavedTensor(bytes=ffn, made_by=ACTIVATION, saved_by=(LINEAR_FC2,)))
     else:
         size = saved_bytes(model.fp8_recipe, shape.tokens, shape.ffn)
         blocks.append(SavedTensor(bytes=size, made_by=LINEAR_FC2, saved_by=(LINEAR_FC2,)))
     return [*blocks, _dropout(shape, MLP)]
+
+
+def activation_apart(shape: LayerShape) -> bool:
+    """Whether every operator of the activation saves for itself."""
+    return shape.eager or not shape.model.fuses_activation
+
+
+def sums_apart(shape: LayerShape) -> bool:
+    """Whether the sum with the bias is a block of its own that is saved in place of what the GEMM made; or what ReLU made is."""
+    squared = shape.eager and shape.model.activation == "squared_relu"
+    return activation_apart(shape) and (shape.model.bias or squared)
+
+
+def gates_apart(shape: LayerShape) -> int:
+    """Blocks that SwiGLU saves beside what it is given: SiLU of one half, and the other half plus Megatron's offset of 0."""
+    if shape.model.activation != "swiglu" or not activation_apart(shape):
+        return 0
+    return 1 + shape.model.glu_offset
 
 
 def _eager_norm_bytes(shape: LayerShape) -> int:

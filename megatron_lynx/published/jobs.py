@@ -10,12 +10,13 @@ from megatron_lynx.validation import validated
 from megatron_lynx.yaml_file import read_yaml
 
 
-def catalogued_job(model: str, cluster: str, *, seq: int | None = None, **fields: Any) -> Job:
-    """A job on `models/MODEL`, with another sequence length if one is given, and `clusters/CLUSTER`; `fields`: its other keys."""
-    shape = read_yaml(bundled_configs() / f"models/{model}.yaml")
+def catalogued_job(name: str, cluster: str, *, seq: int | None = None, model: dict[str, Any] | None = None, **fields: Any) -> Job:
+    """A job on `models/NAME`, with another sequence length if one is given, and `clusters/CLUSTER`. `model`: what of the model is
+    otherwise; `fields`: the job's other keys."""
+    shape = read_yaml(bundled_configs() / f"models/{name}.yaml") | (model or {})
     described = cluster_data(bundled_configs() / f"clusters/{cluster}.yaml")
     data = {"model": shape | ({"seq": seq} if seq else {}), "cluster": described, **fields}
-    return validated(Job, data, f"{model} on {cluster}")
+    return validated(Job, data, f"{name} on {cluster}")
 
 
 def described_job(model: Model, cluster: str, **fields: Any) -> Job:

@@ -25,7 +25,7 @@ MODEL=(
 
 # What the planner moves between stages: the first and the last also have the large vocabulary.
 case $CLUSTER in
-    a100-80g) LAYERS=(--pipeline-model-parallel-layout 'Et*20|t*20|t*21|t*19L') ;;
+    a100-80g) LAYERS=(--decoder-first-pipeline-num-layers 19 --decoder-last-pipeline-num-layers 19) ;;
     *) LAYERS=() ;;
 esac
 

@@ -263,7 +263,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace(',"experts":null', "")
         .replace('"expert":1,"expert_tensor":null,', "")
         .replace('"qk_norm":false,', "")
-        .replace('"fusions":null,', "")
+        .replace('"fusions":null,"glu_offset":true,', "")
         .replace('"attention_kernel":"usual",', "")
         .replace('"kv_channels":null,', "")
         .replace(',"latent":null', "")

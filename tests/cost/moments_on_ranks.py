@@ -38,6 +38,8 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     initialise(job)
     parallel_state.destroy_global_memory_buffer()  # a job before this one may have made it larger
     parallel_state._set_global_memory_buffer()
+    if job.model.experts is not None:  # Megatron's table of losses has as many rows as the layers of whoever asked first
+        _forget_auxiliary_losses()
     batches = synthetic_batches(job)
     gc.collect()
     with activation_meter("cpu") as meter:
@@ -49,7 +51,15 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
             _step(training, meter, batches, name)
         if installation is not None:
             installation.remove()
+    if job.model.experts is not None:
+        _forget_auxiliary_losses()
     return _by_moment(meter.use)
+
+
+def _forget_auxiliary_losses() -> None:
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()
 
 
 def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) -> None:
@@ -70,16 +80,8 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
     """Marks where moments begin, by hooks on modules and on the gradients of what they return."""
     from megatron.core.utils import get_model_config, unwrap_model
 
-    (model,) = unwrap_model(training.chunks)
-    layers = model.decoder.layers
-    layers[0].register_forward_pre_hook(
-        lambda _, given, named: _layers_begin((*given, *named.values())[0], meter), with_kwargs=True
-    )
-    layers[-1].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward"))
-    layers[-2].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward of others"))
-    if model.post_process:
-        model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: meter.mark("forward"))
-        model.output_layer.register_forward_hook(lambda _, args, made: _before_loss(made[0], meter))
+    for model in unwrap_model(training.chunks):
+        _watch_chunk(model, meter)
     config = get_model_config(training.chunks[0])
     finalize = config.finalize_model_grads_func
 
@@ -91,9 +93,21 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
     config.finalize_model_grads_func = finalized
 
 
-def _layers_begin(hidden_states: Any, meter: ActivationMeter) -> None:
+def _watch_chunk(model: Any, meter: ActivationMeter) -> None:
+    layers, ends = model.decoder.layers, "embedding_backward" if model.pre_process else "handed on"
+    layers[0].register_forward_pre_hook(
+        lambda _, given, named: _layers_begin((*given, *named.values())[0], meter, ends), with_kwargs=True
+    )
+    layers[-1].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward"))
+    layers[-2].register_forward_hook(lambda _, args, made: _before_gradient(made[0], meter, "backward of others"))
+    if model.post_process:
+        model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: meter.mark("forward"))
+        model.output_layer.register_forward_hook(lambda _, args, made: _before_loss(made[0], meter))
+
+
+def _layers_begin(hidden_states: Any, meter: ActivationMeter, ends: str) -> None:
     meter.mark("layers run forward")
-    _before_gradient(hidden_states, meter, "embedding_backward")
+    _before_gradient(hidden_states, meter, ends)
 
 
 def _before_loss(logits: Any, meter: ActivationMeter) -> None:

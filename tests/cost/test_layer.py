@@ -60,12 +60,15 @@ def test_korthikanti_scores_of_the_unfused_attention():
 
 
 def test_yuan_balanced_and_none():
-    shape = LayerShape(LLAMA2, Parallel(tensor=8, sequence_parallel=True), 1)
+    """Their fork computed SiLU apart, which Megatron's fused SwiGLU does not keep."""
+    theirs = LLAMA2.model_copy(update={"fusions": ("rope",), "glu_offset": False})
+    shape, fused = (LayerShape(model, Parallel(tensor=8, sequence_parallel=True), 1) for model in (theirs, LLAMA2))
     groups, ffn = LLAMA2.kv_groups / LLAMA2.heads, LLAMA2.ffn / LLAMA2.hidden
     balanced = {"attention": ("input_layernorm",), "mlp": ("pre_mlp_layernorm", "activation")}
     none = 8 * sum(in_sbh(shape, half) for half in HALVES)
     assert none == pytest.approx(12 + 4 * groups + 8 * ffn)
     assert 8 * sum(in_sbh(shape, half, balanced[half]) for half in HALVES) == pytest.approx(8 + 4 * groups + 4 * ffn)
+    assert 8 * sum(in_sbh(fused, half) for half in HALVES) == pytest.approx(12 + 4 * groups + 6 * ffn)
 
 
 def test_flops_of_a_layer():

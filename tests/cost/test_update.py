@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_lynx.cost.fixed import RESTART_S
 from megatron_lynx.cost.parameters import stage_parameters
@@ -75,6 +76,13 @@ def test_smaller_buckets_leave_less_of_a_reduction_exposed_and_more_to_check():
     hidden_s = 20e6 * 4 * 31 / 32 / (4 * nic)
     assert usual - smaller == pytest.approx(hidden_s - more_buckets * (5 * 4e-6 + 2 * (10e-6 + RESTART_S)))
     assert updated(job_with(gradients=True, bucket_parameters=40_000_000)) == usual
+
+
+def test_so_many_buckets_are_as_many_parameters_each():
+    count = stage_parameters(job_with(), 0).total
+    assert updated(job_with(gradients=True, buckets=8)) == updated(job_with(gradients=True, bucket_parameters=count // 8))
+    with pytest.raises(ValidationError, match="needed one of them, found 8 and 1000"):
+        job_with(gradients=True, buckets=8, bucket_parameters=1000)
 
 
 def test_a_bucket_has_at_least_one_parameter_and_none_is_cut_where_nothing_overlaps():

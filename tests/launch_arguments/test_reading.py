@@ -393,10 +393,12 @@ def test_megatrons_yaml(tmp_path: Path) -> None:
         ("--swiglu --no-bias-gelu-fusion", None),
         ("--no-bias-gelu-fusion --no-rope-fusion", ["bias_dropout"]),
         ("--disable-jit-fuser", ["rope"]),
+        ("--no-masked-softmax-fusion", None),
+        ("--transformer-impl local --no-masked-softmax-fusion", ["bias_dropout", "bias_activation", "rope"]),
     ],
 )
 def test_fusions_that_are_switched_off(flags: str, fusions: list[str] | None) -> None:
-    """A profile is measured with the others."""
+    """A profile is measured, or estimated, with the others."""
     assert facts(f"{SMALL} {flags}").get("model.fusions") == fusions
     if fusions is not None:  # a job is made of it, too
         assert job_of(read_launch(f"{SMALL} {flags}".split(), gpus=1), "a100-80g").model.fusions == tuple(fusions)
@@ -529,6 +531,9 @@ def test_what_overlaps_is_read() -> None:
     assert not [place for place in facts(SMALL) if place.startswith("overlap")]
     assert facts(f"{SMALL} --overlap-grad-reduce --ddp-bucket-size 20000000")["overlap.bucket_parameters"] == 20_000_000
     assert "--ddp-bucket-size: found 0" in problems(f"{SMALL} --ddp-bucket-size 0")
+    buckets = facts(f"{SMALL} --overlap-grad-reduce --ddp-num-buckets 8 --ddp-pad-buckets-for-high-nccl-busbw")
+    assert (buckets["overlap.buckets"], buckets["overlap.padded_buckets"]) == (8, True)
+    assert "--ddp-num-buckets: found 0" in problems(f"{SMALL} --ddp-num-buckets 0")
 
 
 @pytest.mark.parametrize("planning", [False, True])

@@ -63,7 +63,7 @@ def test_shared_experts_are_an_mlp_of_their_width() -> None:
     parts = saved_parts(LayerShape.of(job.model_copy(update={"model": model})))
     assert parts["shared_fc1"] == 2 * 4096 * 4096, "the norm's output"
     assert parts["router"] == saved_parts(LayerShape.of(job))["router"] - 2 * 4096 * 4096
-    assert parts["shared_activation"] + parts["shared_fc2"] == 2 * 4096 * 4 * 1024
+    assert parts["shared_activation"] + parts["shared_fc2"] == 2 * 4096 * 3 * 1024
 
 
 def test_what_experts_save_and_how_long_they_take_grows_with_the_load() -> None:
