@@ -36,7 +36,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 def test_every_launch_is_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.sh")} == {*LAUNCHES, "gpt_tiny_cpu", "launch"}
+    assert {path.stem for path in FOLDER.glob("*.sh")} == {*LAUNCHES, "gpt_tiny_cpu", "llama3_8b_one_gpu", "launch"}
 
 
 @pytest.mark.parametrize(("name", "cluster"), READY)

@@ -62,11 +62,15 @@ def _read_again(folder: Path, given: argparse.Namespace) -> Iterator[Results]:
     for file in sorted(folder.glob("one-gpu-*.json")):
         results = Results.read(folder, file.stem.removeprefix("one-gpu-"))
         profile = None if given.profiles is None else Path(given.profiles, f"profile-{results.subject}.yaml")
+        subject = next(each for each in subjects(dry=given.dry_run) if each.name == results.subject)
         if profile is not None and profile.exists():
-            subject = next(each for each in subjects(dry=given.dry_run) if each.name == results.subject)
             settings, _ = settings_of(subject, load_profile(profile))
             results.predicted |= {each.name: as_json(each) for each in settings}
             results.shows += "; predicted from a layer measured here"
+        elif given.again:
+            fixed = [each for each in settings_of(subject)[0] if "planned" not in each.name]
+            results.predicted |= {each.name: as_json(each) for each in fixed}
+            results.shows += "; predicted again with today's prices, plans of the planner excepted: today's are others"
         yield results
 
 
@@ -81,6 +85,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fusions", choices=["all", "none"], default="all", help="Megatron's, which torch.compile compiles")
     parser.add_argument("--out", metavar="FOLDER", help="for the results; by default $OUT, else build/one-gpu")
     parser.add_argument("--read", metavar="FOLDER", help="print the page of results that are there, and measure nothing")
+    parser.add_argument("--again", action="store_true", help="with --read: predict with the prices of today")
     parser.add_argument("--profiles", metavar="FOLDER", help="with --read: of benchmarks.gpu_figures; predict from these")
     given = parser.parse_args(arguments)
     given.subjects = given.subjects or names[:1]
