@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -155,6 +156,7 @@ def _trained(setting: Setting, plan: Plan | None, *, late: bool) -> _Run:
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
+    gc.collect()  # the training before leaves it its model, which would count as memory of this one
     run = _Run(torch.clone if late else _on_the_host)
     with ExitStack() as stack:
         stack.enter_context(stand_in_for_fused_gradient())
