@@ -62,7 +62,7 @@ def test_the_moment_at_which_a_limit_is_met_is_named(pool_of, job, limits):
             assert "planned: nothing: the plan does not say what a device of this stage holds" in text
             assert "held: " in text
             assert "parameters " in text
-            assert "nearest change that fits: megatron-lynx plan --memory-gib 0.00" in text
+            assert "nearest change that fits: megatron-lynx plan --memory-gib 0.0" in text
 
 
 BUCKETS = ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "start_grad_sync")

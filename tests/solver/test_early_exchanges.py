@@ -151,13 +151,13 @@ def early(begun: bool) -> Callable[[Choices], Option]:
 
 
 def mixtral(memory_gib: float) -> Job:
-    layout = {"pipeline": 2, "expert": 8, "distributed_optimizer": True}
-    job = catalogued_job("mixtral-8x7b", "h800-80g", gpus=16, micro=2, batch=256, parallel=layout, policy="planned")
-    model = job.model.model_copy(update={"layers": 8, "implementation": "transformer_engine"})
+    layout = {"pipeline": 4, "expert": 8, "distributed_optimizer": True}
+    job = catalogued_job("mixtral-8x7b", "h800-80g", gpus=32, micro=2, batch=256, parallel=layout, policy="planned")
+    model = job.model.model_copy(update={"layers": 16, "implementation": "transformer_engine"})
     return job.model_copy(update={"model": model, "budget": job.budget.model_copy(update={"memory_gib": memory_gib})})
 
 
-@pytest.mark.parametrize(("memory_gib", "better"), [(20, True), (25, False)])
+@pytest.mark.parametrize(("memory_gib", "better"), [(22, True), (28, False)])
 def test_a_plan_has_them_only_where_its_step_is_shorter(monkeypatch: pytest.MonkeyPatch, memory_gib: float, better: bool) -> None:
     """A story: what they regenerate is memory, and they are waits, that weight gradients may use better. While the faster replays
     alone decided, the step of Qwen3 30B-A3B in little memory was 9 % longer."""
