@@ -87,12 +87,28 @@ def measured_here(asked: Asked | None = None, ranks: int = 1) -> HostTime:
 
 
 def slowest(found: Sequence[HostTime]) -> HostTime:
-    """Of the ranks' figures those of the rank that takes longest to replay everything."""
+    """Of the ranks' figures those of the rank that takes longest to replay everything. What offloading adds to keeping is of the
+    rank to which it adds most: the last of two stages offloads nothing."""
 
-    def replaying_us(one: HostTime) -> float:
-        return sum(passes.forward_us + passes.backward_us for passes in (one.half(half).replayed for half in HALVES))
+    def us(passes: HostPasses) -> float:
+        return passes.forward_us + passes.backward_us
 
-    return max(found, key=replaying_us)
+    def added_us(one: HostTime) -> float:
+        return sum(us(half.under("offloaded")) - us(half.kept) for half in map(one.half, HALVES))
+
+    most = max(found, key=lambda one: sum(us(half.replayed) for half in map(one.half, HALVES)))
+    offloading = max(found, key=added_us)
+    return most.model_copy(update={half: _with_offloading(most.half(half), offloading.half(half)) for half in HALVES})
+
+
+def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
+    if of.offloaded is None:
+        return half
+    forward_us, backward_us = (
+        round(getattr(half.kept, name) + getattr(of.offloaded, name) - getattr(of.kept, name), 1)
+        for name in ("forward_us", "backward_us")
+    )
+    return half.model_copy(update={"offloaded": HostPasses(forward_us=forward_us, backward_us=backward_us)})
 
 
 def _job(asked: Asked, **layout: Any) -> Job:

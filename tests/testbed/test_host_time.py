@@ -37,6 +37,19 @@ def test_of_several_ranks_the_slowest_counts() -> None:
     assert slowest([fast, slow, fast]) == slow
 
 
+def test_what_offloading_adds_is_of_the_stage_that_offloads() -> None:
+    """The slower rank was the last stage, and offloading seemed to take nothing."""
+    fast, slow = made_up_host_time(1.0), made_up_host_time(2.0)
+    nothing = {half: slow.half(half).model_copy(update={"offloaded": slow.half(half).kept}) for half in HALVES}
+    found = slowest([fast, slow.model_copy(update=nothing)])
+    for half in HALVES:
+        own, of, kept = found.half(half), fast.half(half), slow.half(half).kept
+        assert own.offloaded is not None
+        assert of.offloaded is not None
+        assert own.kept == kept
+        assert own.offloaded.forward_us == pytest.approx(kept.forward_us + of.offloaded.forward_us - of.kept.forward_us)
+
+
 def test_seconds_are_added_and_shared_out_pass_by_pass() -> None:
     spent = Spent(2.0, 6.0) * Spent(0.5, 0.25) + Spent(1.0, 1.0) - Spent(0.5, 0.0)
     assert spent == Spent(1.5, 2.5)
