@@ -112,9 +112,9 @@ def compare(counted, parts, job, stage):
         assert (counted["forward"] - parts.at("forward").total) % shape.gathered_bytes <= small
     norm = shape.gathered_bytes if job.model.norm == "rmsnorm" else 0  # its product
     over = {moment: counted[moment] - parts.at(moment).total for moment in parts.moments}
-    assert -small * (job.model.experts is not None) <= over["forward"] <= small + held
+    assert -small <= over["forward"] <= small + held, "a little of the jobs before goes meanwhile, such as a message of gloo's"
     if "loss" in over:
-        assert 0 <= over["loss"] <= small + norm + held
+        assert -small <= over["loss"] <= small + norm + held
         assert -shape.gathered_bytes - parts.messages <= over["head_backward"] <= small + norm + held
     if "embedding_backward" in over:
         assert -shape.gathered_bytes <= over["embedding_backward"] <= held + small + shape.gathered_bytes
