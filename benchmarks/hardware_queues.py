@@ -17,11 +17,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from scripts.gpu_check.copies import least_s
 
 CYCLES = 20_000_000
 """Of a long kernel: about 10 ms."""
@@ -116,16 +117,7 @@ def measured() -> dict[str, dict[str, float]]:
 
 
 def _seconds(work: Work) -> float:
-    """The least of some rounds, behind one that is not timed."""
-    work()
-    least = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        least = min(least, time.perf_counter() - begin_s)
-    return least
+    return least_s(work, torch.device("cuda"), ROUNDS)
 
 
 def page(device: str, found: dict[int, dict[str, dict[str, float]]]) -> str:

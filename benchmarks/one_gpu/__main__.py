@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.one_gpu.page import page, subject_lines
 from benchmarks.one_gpu.results import Results
 from benchmarks.one_gpu.running import as_json, run_subject
-from benchmarks.one_gpu.settings import settings_of
+from benchmarks.one_gpu.settings import Setting, settings_of
 from benchmarks.one_gpu.subjects import subjects
 from megatron_lynx.errors import LynxError
 from megatron_lynx.profiler.profile import load_profile
@@ -63,14 +63,14 @@ def _read_again(folder: Path, given: argparse.Namespace) -> Iterator[Results]:
         results = Results.read(folder, file.stem.removeprefix("one-gpu-"))
         profile = None if given.profiles is None else Path(given.profiles, f"profile-{results.subject}.yaml")
         subject = next(each for each in subjects(dry=given.dry_run) if each.name == results.subject)
+        settings = list[Setting]()
         if profile is not None and profile.exists():
             settings, _ = settings_of(subject, load_profile(profile))
-            results.predicted |= {each.name: as_json(each) for each in settings}
             results.shows += "; predicted from a layer measured here"
         elif given.again:
-            fixed = [each for each in settings_of(subject)[0] if "planned" not in each.name]
-            results.predicted |= {each.name: as_json(each) for each in fixed}
+            settings = [each for each in settings_of(subject)[0] if "planned" not in each.name]
             results.shows += "; predicted again with today's prices, plans of the planner excepted: today's are others"
+        results.predicted |= {each.name: as_json(each) for each in settings}
         yield results
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from scripts.gpu_check.overlap import merged
+
 
 def fingerprint(tensor: torch.Tensor) -> list[int]:
     """Sums of a tensor's bits, by rows and by columns: equal for equal bits, and hardly ever for others."""
@@ -19,8 +21,4 @@ def fingerprint(tensor: torch.Tensor) -> list[int]:
 
 def covered_s(stretches_us: Iterable[tuple[float, float]]) -> float:
     """Seconds that at least one of these stretches covers."""
-    covered_us, until = 0.0, float("-inf")
-    for begin, end in sorted(stretches_us):
-        covered_us += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return covered_us / 1e6
+    return sum(end - begin for begin, end in merged(stretches_us)) / 1e6

@@ -22,6 +22,8 @@ from megatron.core.utils import get_model_config
 from benchmarks.one_gpu.figures import covered_s, fingerprint
 from benchmarks.one_gpu.trained import SEED, Trained
 from megatron_lynx.measure.memory import activation_meter, marked
+from megatron_lynx.profiler.measured.seconds import mark
+from megatron_lynx.runtime.device import Event, device_for
 from megatron_lynx.testbed.candidates import Candidate
 from megatron_lynx.testbed.groups import seed_random_numbers
 
@@ -202,16 +204,17 @@ class _clocked_reduction:
 
     def __init__(self, trained: Trained) -> None:
         self._config = get_model_config(trained.chunks[0])
-        self._moments: list[Any] = []
-        self._began_s = self.seconds = 0.0
+        self._device = device_for(trained.device)
+        self._moments: list[Event] = []
+        self.seconds = 0.0
 
     def __enter__(self) -> _clocked_reduction:
         self._original = self._config.finalize_model_grads_func
 
         def clocked(*args: Any, **kwargs: Any) -> Any:
-            self._mark()
+            self._moments.append(mark(self._device))
             result = self._original(*args, **kwargs)
-            self._mark()
+            self._moments.append(mark(self._device))
             return result
 
         self._config.finalize_model_grads_func = clocked
@@ -221,15 +224,7 @@ class _clocked_reduction:
         self._config.finalize_model_grads_func = self._original
         if len(self._moments) == 2:
             begin, end = self._moments
-            self.seconds = begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin
-
-    def _mark(self) -> None:
-        if not torch.cuda.is_available():
-            self._moments.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._moments.append(event)
+            self.seconds = end.seconds_since(begin)
 
 
 def free_memory() -> None:

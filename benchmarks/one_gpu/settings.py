@@ -19,7 +19,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
-from megatron_lynx.testbed.candidates import Candidate, stock, without_windows
+from megatron_lynx.testbed.candidates import Candidate, stock, with_offload, without_windows
 from megatron_lynx.units import GIB, MIB
 
 NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
@@ -97,9 +97,7 @@ def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]
 
 def offloading(job: Job, plan: Plan, size_bytes: int) -> Plan:
     """The same plan; a micro-batch that waits for its backward sends so much to the host, if it has as much."""
-    offload = Offload(bytes=size_bytes, beside_messages="avoid" if avoid_messages(job) else "allow")
-    stages = (stage.model_copy(update={"offload": offload}) for stage in plan.stages)
-    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+    return with_offload(plan, Offload(bytes=size_bytes, beside_messages="avoid" if avoid_messages(job) else "allow"))
 
 
 def _resident_bytes(plan: Plan, profile: Profile) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import Gather, Plan, Rule, Windows
+from megatron_lynx.plan.plan import Gather, Offload, Plan, Rule, Windows
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock import FULL as STOCK_FULL
 from megatron_lynx.stock import NONE as STOCK_NONE
@@ -106,6 +106,12 @@ def without_windows(plan: Plan) -> Plan:
         stage.model_copy(update={"ahead_depth": 0, "rules": tuple(_on_demand(rule) for rule in stage.rules)})
         for stage in plan.stages
     )
+    return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
+
+
+def with_offload(plan: Plan, offload: Offload) -> Plan:
+    """The same plan; every chunk sends so much of each micro-batch that waits for its backward to the host."""
+    stages = (stage.model_copy(update={"offload": offload}) for stage in plan.stages)
     return Plan.model_validate(plan.model_copy(update={"stages": tuple(stages)}).model_dump())
 
 

@@ -53,19 +53,20 @@ class ContextAttention(torch.nn.Module):
         """The mask is causal, whatever is passed. Of shape (s, b, n d)."""
         if self.exchange == "p2p" and self.dropout.p:  # asked here: latent attention builds one more that it never calls
             raise ValueError(f"attention_dropout ({self.dropout.p}) must be 0 with p2p: this ring drops nothing out")
-        ranks, own = self.group.size(), rows_of(self.group.rank(), self.group.size(), len(query_sbnd))
+        ranks, count, device = self.group.size(), len(query_sbnd), query_sbnd.device
+        own = rows_of(self.group.rank(), ranks, count, device)
         if self.exchange == "p2p":
             ring: Any = RingAttention.apply
             widened = torch.nn.functional.pad(value_sbnd, (0, key_sbnd.shape[-1] - value_sbnd.shape[-1]))  # latent attention's
             result: torch.Tensor = ring(query_sbnd, key_sbnd, widened, self.scale, self.group)
             result = result[..., : value_sbnd.shape[-1]]
         elif self.exchange == "a2a":
-            everywhere = all_rows(ranks, len(query_sbnd))
+            everywhere = all_rows(ranks, count, device)
             query, key, value = (self._traded(tensor) for tensor in (query_sbnd, key_sbnd, value_sbnd))
             result = self._traded_back(self._attended(query, key, value, everywhere, everywhere))
         else:
             key, value = (gather_from_sequence_parallel_region(tensor, group=self.group) for tensor in (key_sbnd, value_sbnd))
-            result = self._attended(query_sbnd, key, value, own, all_rows(ranks, len(query_sbnd)))
+            result = self._attended(query_sbnd, key, value, own, all_rows(ranks, count, device))
         return result.flatten(2)
 
     def _attended(
@@ -75,8 +76,7 @@ class ContextAttention(torch.nn.Module):
         heads = query.shape[2] // key.shape[2]
         key, value = (tensor.repeat_interleave(heads, dim=2) if heads > 1 else tensor for tensor in (key, value))
         scores = torch.einsum("sbnd,tbnd->bnst", query, key).float() * self.scale
-        later = (columns > rows[:, None]).to(scores.device)
-        weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1).to(value.dtype)
+        weights = scores.masked_fill(columns > rows[:, None], float("-inf")).softmax(dim=-1).to(value.dtype)
         if self.tracked:
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 weights = self.dropout(weights)

@@ -23,7 +23,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
-from megatron_lynx.testbed.candidates import FULL, NONE, Candidate
+from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, with_offload
 from megatron_lynx.testbed.host_clock import Spent, least_of_steps, shares_of_halves
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
@@ -148,9 +148,7 @@ def _with_one_layer(job: Job) -> Job:
 
 def offloading_all(plan: Plan) -> Plan:
     """The same plan; every micro-batch that waits for its backward sends all that can go to the host."""
-    offload = Offload(bytes=2**30, smallest_tensor_bytes=0)
-    stages = tuple(stage.model_copy(update={"offload": offload}) for stage in plan.stages)
-    return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
+    return with_offload(plan, Offload(bytes=2**30, smallest_tensor_bytes=0))
 
 
 def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, Spent]) -> HalfHostTime:

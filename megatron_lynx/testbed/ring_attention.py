@@ -83,9 +83,9 @@ class _Passing:
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, rank: int, other: int, ranks: int) -> torch.Tensor:
     """Of shape (b, n, s, s), in fp32: what comes later in the sequence is out of sight."""
-    rows, columns = (rows_of(each, ranks, len(query)) for each in (rank, other))
+    rows, columns = (rows_of(each, ranks, len(query), query.device) for each in (rank, other))
     scores = torch.einsum("sbnd,tbnd->bnst", query.float(), _each_head(key, query)) * scale
-    return scores.masked_fill((columns > rows[:, None]).to(scores.device), float("-inf"))
+    return scores.masked_fill(columns > rows[:, None], float("-inf"))
 
 
 def _each_head(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

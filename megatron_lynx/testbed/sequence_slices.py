@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 
-def rows_of(rank: int, ranks: int, count: int) -> torch.Tensor:
+def rows_of(rank: int, ranks: int, count: int, device: torch.device) -> torch.Tensor:
     """The places in a sequence of the `count` rows that a rank has."""
-    half = torch.arange(count // 2)
+    half = torch.arange(count // 2, device=device)
     return torch.cat([half + rank * (count // 2), half + (2 * ranks - 1 - rank) * (count // 2)])
 
 
-def all_rows(ranks: int, count: int) -> torch.Tensor:
+def all_rows(ranks: int, count: int, device: torch.device) -> torch.Tensor:
     """Those of all ranks, one after the other."""
-    return torch.cat([rows_of(rank, ranks, count) for rank in range(ranks)])
+    return torch.cat([rows_of(rank, ranks, count, device) for rank in range(ranks)])

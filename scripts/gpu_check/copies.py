@@ -94,7 +94,7 @@ def link(size_bytes: int, device: torch.device) -> dict[str, float]:
             copies.start(**way)
             copies.finish()
 
-        found[name] = size_bytes / _seconds(once, device) / 1e9
+        found[name] = size_bytes / least_s(once, device) / 1e9
     copies.close()
     return found
 
@@ -120,7 +120,7 @@ def hidden(job: Job, training: Any, device: torch.device) -> dict[str, float]:
         training.step(batches)
         copies.finish()
 
-    step_s, copy_s, both_s = (_seconds(run, device) for run in (lambda: training.step(batches), copying, both))
+    step_s, copy_s, both_s = (least_s(run, device) for run in (lambda: training.step(batches), copying, both))
     copies.close()
     share = (step_s + copy_s - both_s) / copy_s
     return {"step_s": step_s, "copy_s": copy_s, "both_s": both_s, "hidden_share": share, "bytes": float(copies.bytes)}
@@ -150,11 +150,11 @@ def _of_tests(command: Sequence[str], more: Mapping[str, str] = MappingProxyType
     return Answer(wrong=("\n".join([said, *lines[-MOST_LINES:]]),)) if ended.returncode else Answer(notes=(said,))
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def least_s(run: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
     """The least of some rounds, after one that warms up."""
     run()
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         _wait(device)
         begin = time.perf_counter()
         run()

@@ -28,17 +28,17 @@ def replays_behind_collectives(spans: Iterable[Span]) -> list[Interval]:
 def hidden_share(replays: Sequence[Interval], collectives: Sequence[Interval]) -> float:
     """The share of the replays' seconds during which a collective was under way."""
     whole = sum(end - begin for begin, end in replays)
-    merged = _merged(collectives)
-    behind = sum(max(0.0, min(end, over) - max(begin, start)) for begin, end in replays for start, over in merged)
+    under_way = merged(collectives)
+    behind = sum(max(0.0, min(end, over) - max(begin, start)) for begin, end in replays for start, over in under_way)
     return behind / whole if whole else 0.0
 
 
-def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """The same time, with no moment twice."""
-    merged: list[Interval] = []
+    found: list[Interval] = []
     for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((begin, end))
-    return merged
+            found.append((begin, end))
+    return found
