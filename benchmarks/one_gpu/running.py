@@ -105,7 +105,7 @@ def measure(rank: int, subject: Subject, left: list[Candidate], folder: str, unt
     results = Results.read(Path(folder), subject.name)
     _join(subject)
     initialise(subject.job)
-    with sums_in_place(subject):
+    with sums_in_place():
         begin_s = time.perf_counter()
         trained = Trained(subject)
         results.facts |= _facts(trained) | {"building_s": time.perf_counter() - begin_s}

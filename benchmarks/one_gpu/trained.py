@@ -1,14 +1,14 @@
 """A subject being trained, under one setting after the other: Megatron's DistributedDataParallel, its Adam, one set of weights.
 
 The learning rate is 0: an update takes as long as ever and changes no weight, so that all settings train the same model.
-Where layers are Transformer Engine's, weight gradients are added up in place, as
-launches have it; for the one linear that is not (the output projection) a product and a sum stand in where Apex is missing.
+Weight gradients are added up in place, and softmax is in the model's type, as launches have it by default. For linears that are
+not Transformer Engine's (the output projection never is) a product and a sum stand in where Apex is missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,11 @@ class Trained:
 
     def __init__(self, subject: Subject) -> None:
         self.job: Job = subject.job
-        self._fields: dict[str, Any] = {"gradient_accumulation_fusion": subject.uses_te, "perform_initialization": False}
+        self._fields: dict[str, Any] = {
+            "gradient_accumulation_fusion": True,
+            "attention_softmax_in_fp32": False,
+            "perform_initialization": False,
+        }
         seed_random_numbers(SEED)
         self._base = Training(self.job, build_model(self.job, **self._fields), optimizer="megatron", ddp=True, learning_rate=0.0)
         self.forward_step: ForwardStep = _WithGradient(self.job) if subject.alone else forward_step
@@ -116,11 +120,11 @@ class _WithGradient:
 
 
 @contextmanager
-def sums_in_place(subject: Subject) -> Iterator[None]:
+def sums_in_place() -> Iterator[None]:
     """Weight gradients of linears that are not Transformer Engine's can be added up in place, too, with Apex or without."""
     missing = not layers._grad_accum_fusion_available
-    with stand_in_for_fused_gradient() if subject.uses_te else nullcontext(), ExitStack() as undo:
-        if missing and subject.uses_te:
+    with stand_in_for_fused_gradient(), ExitStack() as undo:
+        if missing:
             replace(undo, getattr(layers, NAME), "wgrad_gemm_accum_fp32", _add_product)
         yield
 

@@ -32,20 +32,29 @@ def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: 
 def stand_in_for_fused_gradient() -> StandIn:
     """Offer the extension to megatron-core until the returned handle is removed.
 
-    Where the real extension is installed nothing is changed. Imports megatron.core.
+    Where the real extension is installed, and there is a GPU that it can run on, nothing is changed. Imports megatron.core.
     """
     from megatron.core.tensor_parallel import layers
 
     undo = ExitStack()
-    if not layers._grad_accum_fusion_available:
+    if not (layers._grad_accum_fusion_available and torch.cuda.is_available()):
         extension = ModuleType(NAME, __doc__)
         extension.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
         extension.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
-        sys.modules[NAME] = extension
-        undo.callback(sys.modules.pop, NAME)
+        _offer(undo, extension)
         replace(undo, layers, NAME, extension)
         replace(undo, layers, "_grad_accum_fusion_available", True)
     return StandIn(undo)
+
+
+def _offer(undo: ExitStack, extension: ModuleType) -> None:
+    """To whoever imports it. What was there comes back."""
+    installed = sys.modules.get(NAME)
+    sys.modules[NAME] = extension
+    if installed is None:
+        undo.callback(sys.modules.pop, NAME)
+    else:
+        undo.callback(sys.modules.__setitem__, NAME, installed)
 
 
 def adds_up_in_place(job: Job) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -53,6 +54,7 @@ def prepare(store: list[Any]) -> int:
 
     # That Apex and Transformer Engine are missing, and which of torch's names are old, is Megatron's to know, once per rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed|transformer_engine")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it advises whoever wrote a launch, once for every model
     torch.set_num_threads(1)
     if backend := os.environ.pop("LYNX_COMPILER", ""):
         from megatron_lynx.testbed.compiler import stand_in_for_compiler

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.profiler.measured.half_run import HalfRun
+from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, HeadStart
 from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
 from megatron_lynx.runtime.device import Event, Stream
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
@@ -58,3 +61,19 @@ def test_a_block_is_waited_for_once_a_pass() -> None:
     device, tensor = Counting(), torch.ones(3, requires_grad=True)
     block = measure_block(lambda: tensor * tensor, device, repetitions=3)  # type: ignore[arg-type]
     assert (block.forward_s, block.backward_s, device.waits) == (1.0, 1.0, WARMUP + 3)
+
+
+def test_the_host_gets_a_head_start_as_long_as_its_pass_before() -> None:
+    """Without it what Python takes between two launches is in the seconds of what comes behind."""
+    delays: list[float] = []
+    head_start = HeadStart(delays.append)
+    for _ in range(3):
+        with head_start:
+            time.sleep(0.01)
+    assert len(delays) == 2, "of the first pass nothing is known"
+    assert all(LONGER * 0.01 <= delay <= LONGEST_S for delay in delays)
+    with head_start:
+        time.sleep(LONGEST_S)
+    with head_start:
+        pass
+    assert delays[-1] == LONGEST_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -219,3 +220,28 @@ def shared_main_gradients(rank, job):
         same = places == [parameter.main_grad.data_ptr() for parameter in second.training.parameters().values()]
         added = all(gradient.any() for gradient in first.training.gradients().values())
         return same and added, len({id(each.training.chunks[0].module) for each in (first, second)})
+
+
+def fused_gradients_beside_an_installed_extension(rank: int, job: Job) -> tuple[bool, bool]:
+    """Where GPUs are hidden and Apex is installed: whether training runs, and whether Apex's extension is back afterwards."""
+    from types import ModuleType
+
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_lynx.testbed.fused_gradient import NAME
+
+    def needs_a_gpu(*_: Any) -> None:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    installed = ModuleType(NAME)
+    vars(installed).update(wgrad_gemm_accum_fp32=needs_a_gpu, wgrad_gemm_accum_fp16=needs_a_gpu)
+    available = layers._grad_accum_fusion_available
+    sys.modules[NAME], layers._grad_accum_fusion_available = installed, True
+    setattr(layers, NAME, installed)
+    try:
+        [[run]] = [train_with_ddp(rank, job, [({"gradient_accumulation_fusion": True}, {"optimizer": "sgd"})])]
+        return len(run.losses) > 0, sys.modules[NAME] is installed and getattr(layers, NAME) is installed
+    finally:
+        layers._grad_accum_fusion_available = available
+        delattr(layers, NAME)
+        del sys.modules[NAME]

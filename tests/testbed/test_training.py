@@ -100,6 +100,11 @@ def test_fused_gradients_with_overlap_and_distributed_optimizer(pool_of, dtype):
     assert on_ranks.same(ranks[0][2].parameters, ranks[1][2].parameters)
 
 
+def test_an_installed_extension_is_not_called_without_a_gpu(pool_of):
+    """Apex's is built for GPUs; a comparison on CPU ranks of a machine that has it raised."""
+    assert pool_of(1).run(on_ranks.fused_gradients_beside_an_installed_extension, tiny_job()) == [(True, True)]
+
+
 def test_ddp_gives_the_gradients_of_plain_training(pool_of):
     job = tiny_job(tensor=2, sequence_parallel=True)
     [[plain], [other]] = pool_of(2).run(on_ranks.train, job, [{}])

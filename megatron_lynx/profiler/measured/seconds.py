@@ -4,8 +4,8 @@
     backward   end ─ (bda) ─ linear_proj ─ core_attention ─ (rotary) ─ linear_qkv ─ norm ─ start        gradient hooks
 
 A site's backward begins when the gradient of its output exists and ends when those of its arguments do; what lies between two
-sites is the code item there. A mark is an event on the device's compute stream, and the host waits at the end of a pass only:
-waiting at every door would put the time that the host takes to issue each item into its figure.
+sites is the code item there. A mark is an event on the device's compute stream, and the host waits at the end of a pass only,
+and has a head start (`head_start`): the time that it takes to issue each item is not in the item's figure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_lynx.anatomy import CODE_ITEMS
 from megatron_lynx.nest import all_in
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, code_behind, first_of
+from megatron_lynx.profiler.measured.head_start import HeadStart, head_start_on
 from megatron_lynx.profiler.profile import BlockProfile
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
     What it saves is asked of `blocks.held_bytes`: noting that takes time.
     """
     forward, backward = [], []
+    head_start = head_start_on(device)
     for repetition in range(WARMUP + repetitions):
-        start = mark(device)
-        output = run()
-        middle = mark(device)
-        output.backward(torch.ones_like(output))
-        end = mark(device)
+        with head_start:
+            start = mark(device)
+            output = run()
+            middle = mark(device)
+            output.backward(torch.ones_like(output))
+            end = mark(device)
         device.synchronize()
         if repetition >= WARMUP:
             forward.append(middle.seconds_since(start))
@@ -52,7 +55,8 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
 
 def item_seconds(run: HalfRun, device: Device, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
-    passes = [_timed_pass(run, device) for _ in range(WARMUP + repetitions)][WARMUP:]
+    head_start = head_start_on(device)
+    passes = [_timed_pass(run, device, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     for linear, norm in run.inner_norms.items():
         for seconds, alone_s in zip(medians, inner_norm_seconds(run, norm, device, repetitions), strict=True):
@@ -67,14 +71,15 @@ def inner_norm_seconds(run: HalfRun, norm: InnerNorm, device: Device, repetition
     with torch.no_grad():
         forward_s = median_seconds(lambda: norm.run(rows), device, repetitions)
     backward = []
+    head_start = head_start_on(device)
     for _ in range(WARMUP + repetitions):
         output = norm.alone(rows)
         gradient = torch.ones_like(output)
-        backward.append(seconds_of(partial(output.backward, gradient), device))
+        backward.append(seconds_of(partial(output.backward, gradient), device, head_start))
     return forward_s, median(backward[WARMUP:])
 
 
-def _timed_pass(run: HalfRun, device: Device) -> tuple[dict[str, float], dict[str, float]]:
+def _timed_pass(run: HalfRun, device: Device, head_start: HeadStart) -> tuple[dict[str, float], dict[str, float]]:
     """One pass. A mark (item, event) ends that item's stretch; an item's stretches add up."""
     forward_marks: list[tuple[str, Event]] = []
     backward_marks: list[tuple[str, Event]] = []
@@ -96,14 +101,15 @@ def _timed_pass(run: HalfRun, device: Device) -> tuple[dict[str, float], dict[st
             on_gradient(first_of(outputs), code[0])
 
     start = run.input.detach().requires_grad_()
-    with run.watched(entered, left):
-        begin = mark(device)
-        output = first_of(run.forward(start, **run.arguments))
-    forward_marks.append((code[0], mark(device)))
-    gradient = torch.ones_like(output)
-    middle = mark(device)
-    output.backward(gradient)
-    backward_marks.append((run.section.norm, mark(device)))
+    with head_start:
+        with run.watched(entered, left):
+            begin = mark(device)
+            output = first_of(run.forward(start, **run.arguments))
+        forward_marks.append((code[0], mark(device)))
+        gradient = torch.ones_like(output)
+        middle = mark(device)
+        output.backward(gradient)
+        backward_marks.append((run.section.norm, mark(device)))
     device.synchronize()
     return _stretches(begin, forward_marks), _stretches(middle, backward_marks)
 
@@ -163,14 +169,16 @@ def item_flops(run: HalfRun) -> dict[str, int]:
 
 
 def median_seconds(call: Callable[[], Any], device: Device, repetitions: int) -> float:
-    return median([seconds_of(call, device) for _ in range(WARMUP + repetitions)][WARMUP:])
+    head_start = head_start_on(device)
+    return median([seconds_of(call, device, head_start) for _ in range(WARMUP + repetitions)][WARMUP:])
 
 
-def seconds_of(call: Callable[[], Any], device: Device) -> float:
+def seconds_of(call: Callable[[], Any], device: Device, head_start: HeadStart) -> float:
     """One call's seconds on the device. The host waits for its end."""
-    begin = mark(device)
-    call()
-    end = mark(device)
+    with head_start:
+        begin = mark(device)
+        call()
+        end = mark(device)
     device.synchronize()
     return end.seconds_since(begin)
 
