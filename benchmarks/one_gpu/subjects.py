@@ -80,7 +80,8 @@ def _subjects(jobs: _Jobs) -> Iterator[Subject]:
     yield Subject("small", "16 layers of width 1024, sequence 2048, Transformer Engine: they wait for Python", host)
     issued = jobs.of("llama3-8b", **small | {"hidden": 256, "ffn": 704, "heads": 4, "seq": 128}, microbatches=4)
     yield Subject("issued", "16 layers again with next to nothing to compute: a step takes what Python takes", issued)
-    gpt = jobs.of("gpt-13b", layers=6, microbatches=4, te=False)
+    compiled = ("bias_dropout", "bias_activation")  # Megatron's kernel for softmax comes with Apex
+    gpt = jobs.of("gpt-13b", layers=6, microbatches=4, te=False, fusions=compiled)
     yield Subject("gpt", "6 layers of GPT-3 13B, sequence 2048, Megatron's local layers, attention not fused, dropout", gpt)
     stage = jobs.of("llama3-8b", layers=16, kv_groups=8, pipeline=4, microbatches=8)
     words = "the first of four stages, 4 layers of Llama 3 8B: four micro-batches in flight, copies to the host"

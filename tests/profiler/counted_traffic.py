@@ -1,4 +1,8 @@
-"""Bytes that operators read and write as they run: of each, what it is given and what it makes; views move nothing."""
+"""Bytes that operators read and write as they run: of each, what it is given and what it makes; views move nothing.
+
+Three operators are two kernels each on CUDA: a part's gradient is cleared and copied into, what is masked is
+copied first where it is not masked in place, and softmax's backward first multiplies its gradient with its result.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 MAKES_NOTHING = {"aten.empty_like.default", "aten.new_empty_strided.default", "aten.empty.memory_format"}
 SLICED_BACK = "aten.slice_backward.default"
+MASKED = "aten.masked_fill.Scalar"
+SOFTMAX_BACK = "aten._softmax_backward_data.default"
 
 
 class Traffic(TorchDispatchMode):
@@ -27,6 +33,10 @@ class Traffic(TorchDispatchMode):
         read, written = _bytes((args, kwargs)), _bytes(made)
         if str(function) == SLICED_BACK:  # all is cleared, then a part is copied in
             self.kernels += [("clear", written), ("copy", 2 * read)] if read else [("clear", written)]
+        elif str(function) == MASKED:
+            self.kernels += [("copy", 2 * written), (MASKED, read + written)]
+        elif str(function) == SOFTMAX_BACK:
+            self.kernels += [("multiply", read + written), (SOFTMAX_BACK, read + written)]
         else:
             self.kernels.append((str(function), read + written))
         return made

@@ -8,9 +8,10 @@ import torch
 
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.profiler.measured.half_run import HalfRun
-from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, HeadStart
+from megatron_lynx.profiler.measured.head_start import LONGER, LONGEST_S, SHORTEST_S, HeadStart
 from megatron_lynx.profiler.measured.seconds import WARMUP, item_seconds, measure_block
 from megatron_lynx.runtime.device import Event, Stream
+from megatron_lynx.runtime.device.cpu import CpuDevice
 from tests.runtime.tiny_half import FC1, FC2, NORM, made
 
 
@@ -51,7 +52,7 @@ def test_the_host_waits_once_a_pass() -> None:
     half, hidden = made()
     device = Counting()
     run = HalfRun(MLP, half, {}, hidden, {NORM: half.norm, FC1: half.fc1, FC2: half.fc2})
-    forward, backward = item_seconds(run, device, repetitions=3)  # type: ignore[arg-type]
+    forward, backward = item_seconds(run, HeadStart(device), repetitions=3)  # type: ignore[arg-type]
     assert device.waits == WARMUP + 3
     assert forward == {**dict.fromkeys(MLP.names, 1.0), NORM: 3.0}, "with the code before and behind it"
     assert sum(backward.values()) >= len(MLP.names)
@@ -65,15 +66,15 @@ def test_a_block_is_waited_for_once_a_pass() -> None:
 
 def test_the_host_gets_a_head_start_as_long_as_its_pass_before() -> None:
     """Without it what Python takes between two launches is in the seconds of what comes behind."""
-    delays: list[float] = []
-    head_start = HeadStart(delays.append)
+    given: list[float] = []
+    head_start = HeadStart(CpuDevice(torch.device("cpu")), given.append)
     for _ in range(3):
         with head_start:
             time.sleep(0.01)
-    assert len(delays) == 2, "of the first pass nothing is known"
-    assert all(LONGER * 0.01 <= delay <= LONGEST_S for delay in delays)
+    assert given[0] == SHORTEST_S, "of the first pass nothing is known"
+    assert all(LONGER * 0.01 <= seconds <= LONGEST_S for seconds in given[1:])
     with head_start:
         time.sleep(LONGEST_S)
     with head_start:
         pass
-    assert delays[-1] == LONGEST_S
+    assert given[-1] == LONGEST_S

@@ -12,6 +12,7 @@ from megatron_lynx.anatomy import DENSE, Half
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.measured.blocks import blocks_of
 from megatron_lynx.profiler.measured.half_run import HalfRun, InnerNorm, nbytes_of, sites_of
+from megatron_lynx.profiler.measured.head_start import HeadStart, head_start_on
 from megatron_lynx.profiler.measured.seconds import gradient_gemm_seconds, item_flops, item_seconds
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile
 
@@ -61,23 +62,23 @@ def measure_layer(
     of the rows, and their figures are divided by it. In FP8 the caller has entered its context.
     """
 
-    runs: list[HalfRun] = []
+    runs, head_start = list[HalfRun](), head_start_on(device)
     for section in DENSE.values():
         start, given = (runs[-1].output().detach(), {}) if runs else (hidden, arguments)
         sites = sites_of(layer, section, norms=te is None)
         norms = {} if te is None else te.norms[section.half]
         runs.append(HalfRun(section, getattr(layer, section.method), given, start, sites, norms))
-    return {run.section.half: _profile(run, device, sequence_shards, repetitions, te) for run in runs}
+    return {run.section.half: _profile(run, head_start, sequence_shards, repetitions, te) for run in runs}
 
 
-def _profile(run: HalfRun, device: Device, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
-    forward, backward = item_seconds(run, device, repetitions)
+def _profile(run: HalfRun, head_start: HeadStart, shards: int, repetitions: int, te: TeLayer | None) -> HalfProfile:
+    forward, backward = item_seconds(run, head_start, repetitions)
     tensors, outputs = blocks_of(run)
     flops = item_flops(run) if te is None else te.flops
     if te is not None and te.fp8:
         gemms = {item: (forward[item], forward[item]) for item in run.section.linears}
     else:
-        gemms = gradient_gemm_seconds(run, device, repetitions)
+        gemms = gradient_gemm_seconds(run, head_start, repetitions)
     section = run.section
 
     def share(item: str) -> int:

@@ -53,34 +53,33 @@ def measure_block(run: Callable[[], Tensor], device: Device, repetitions: int = 
     return BlockProfile(forward_s=median(forward), backward_s=median(backward))
 
 
-def item_seconds(run: HalfRun, device: Device, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
+def item_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median forward and backward seconds of each item. What a linear makes of a norm inside is the norm's."""
-    head_start = head_start_on(device)
-    passes = [_timed_pass(run, device, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
+    passes = [_timed_pass(run, head_start) for _ in range(WARMUP + repetitions)][WARMUP:]
     medians = [{item: median(one[index].get(item, 0.0) for one in passes) for item in run.section.names} for index in (0, 1)]
     for linear, norm in run.inner_norms.items():
-        for seconds, alone_s in zip(medians, inner_norm_seconds(run, norm, device, repetitions), strict=True):
+        for seconds, alone_s in zip(medians, inner_norm_seconds(run, norm, head_start, repetitions), strict=True):
             moved_s = min(alone_s, seconds[linear])
             seconds[norm.item], seconds[linear] = seconds[norm.item] + moved_s, seconds[linear] - moved_s
     return medians[0], medians[1]
 
 
-def inner_norm_seconds(run: HalfRun, norm: InnerNorm, device: Device, repetitions: int) -> tuple[float, float]:
+def inner_norm_seconds(run: HalfRun, norm: InnerNorm, head_start: HeadStart, repetitions: int) -> tuple[float, float]:
     """Forward and backward of the norm that a linear makes, alone: what of the linear's seconds is not the linear's."""
     rows = run.input.detach().requires_grad_()
     with torch.no_grad():
-        forward_s = median_seconds(lambda: norm.run(rows), device, repetitions)
+        forward_s = median_seconds(lambda: norm.run(rows), head_start, repetitions)
     backward = []
-    head_start = head_start_on(device)
     for _ in range(WARMUP + repetitions):
         output = norm.alone(rows)
         gradient = torch.ones_like(output)
-        backward.append(seconds_of(partial(output.backward, gradient), device, head_start))
+        backward.append(seconds_of(partial(output.backward, gradient), head_start))
     return forward_s, median(backward[WARMUP:])
 
 
-def _timed_pass(run: HalfRun, device: Device, head_start: HeadStart) -> tuple[dict[str, float], dict[str, float]]:
+def _timed_pass(run: HalfRun, head_start: HeadStart) -> tuple[dict[str, float], dict[str, float]]:
     """One pass. A mark (item, event) ends that item's stretch; an item's stretches add up."""
+    device = head_start.device
     forward_marks: list[tuple[str, Event]] = []
     backward_marks: list[tuple[str, Event]] = []
     code = [code_behind(run.section, None)]
@@ -122,7 +121,7 @@ def _stretches(begin: Event, marks: list[tuple[str, Event]]) -> dict[str, float]
     return seconds
 
 
-def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dict[str, tuple[float, float]]:
+def gradient_gemm_seconds(run: HalfRun, head_start: HeadStart, repetitions: int) -> dict[str, tuple[float, float]]:
     """Seconds of (dgrad, wgrad) of each linear: the two GEMMs of its backward, alone. Where its weight has a `main_grad`, wgrad
     is added to it, as in training."""
     arguments: dict[str, Tensor] = {}
@@ -140,8 +139,8 @@ def gradient_gemm_seconds(run: HalfRun, device: Device, repetitions: int) -> dic
     for name in run.section.linears:
         weight, gradient, argument = run.sites[name].get_parameter("weight"), outputs[name], arguments[name]
         with torch.no_grad():
-            dgrad = median_seconds(partial(torch.matmul, gradient, weight), device, repetitions)
-            wgrad = median_seconds(partial(_weight_gradient, gradient, argument, weight), device, repetitions)
+            dgrad = median_seconds(partial(torch.matmul, gradient, weight), head_start, repetitions)
+            wgrad = median_seconds(partial(_weight_gradient, gradient, argument, weight), head_start, repetitions)
         result[name] = (dgrad, wgrad)
     return result
 
@@ -168,18 +167,17 @@ def item_flops(run: HalfRun) -> dict[str, int]:
     return flops
 
 
-def median_seconds(call: Callable[[], Any], device: Device, repetitions: int) -> float:
-    head_start = head_start_on(device)
-    return median([seconds_of(call, device, head_start) for _ in range(WARMUP + repetitions)][WARMUP:])
+def median_seconds(call: Callable[[], Any], head_start: HeadStart, repetitions: int) -> float:
+    return median([seconds_of(call, head_start) for _ in range(WARMUP + repetitions)][WARMUP:])
 
 
-def seconds_of(call: Callable[[], Any], device: Device, head_start: HeadStart) -> float:
+def seconds_of(call: Callable[[], Any], head_start: HeadStart) -> float:
     """One call's seconds on the device. The host waits for its end."""
     with head_start:
-        begin = mark(device)
+        begin = mark(head_start.device)
         call()
-        end = mark(device)
-    device.synchronize()
+        end = mark(head_start.device)
+    head_start.device.synchronize()
     return end.seconds_since(begin)
 
 
