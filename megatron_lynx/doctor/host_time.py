@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import HostTime, Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_report import HostReport
@@ -50,8 +49,11 @@ def host_time(measured: HostTime | Unmeasured, asked: Asked) -> Iterator[Finding
         costs = "whether a launch waits for Python is not known"
         yield Finding(TOPIC, "note", f"not measured: {measured.reason}", costs, "install what is missing, and ask again")
         return
-    figures = ", ".join(f"{words} {format_seconds(_layer_s(measured, setting))}" for setting, words in SHOWN.items())
-    yield Finding(TOPIC, "good", f"a layer and micro-batch, forward and backward: {figures} ({measured.cpu})")
+    for implementation in measured.measured:
+        layer = measured.of(implementation)
+        figures = ", ".join(f"{words} {format_seconds(layer.layer_s(setting))}" for setting, words in SHOWN.items())
+        whose = measured.words_for(implementation)
+        yield Finding(TOPIC, "good", f"a layer and micro-batch, forward and backward: {figures} ({whose})")
     if not asked.words or asked.cluster is None:
         costs = "passes that are shorter on the GPU wait for Python"
         yield Finding("host-bound", "note", "not judged", costs, "name the GPUs of a launch: --cluster C -- LAUNCH")
@@ -69,10 +71,6 @@ SHOWN: dict[Setting, str] = {
     "kept": "a plan that keeps all",
     "replayed": "one that replays all",
 }
-
-
-def _layer_s(measured: HostTime, setting: Setting) -> float:
-    return sum(each.forward_s + each.backward_s for each in (measured.half(half).under(setting) for half in HALVES))
 
 
 def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]:
