@@ -101,9 +101,9 @@ class HostTime(Part):
     @classmethod
     def _of_one_implementation(cls, data: Any) -> Any:
         """Files from before figures were told apart have those of one implementation, which `made_by` names."""
-        if not isinstance(data, dict) or not {"attention", "mlp"} & data.keys():
+        if not isinstance(data, dict) or not data.keys() & HALVES:
             return data
-        layer = {name: data[name] for name in ("made_by", "attention", "mlp") if name in data}
+        layer = {name: data[name] for name in ("made_by", *HALVES) if name in data}
         whose: Implementation = "transformer_engine" if "transformer_engine layers" in str(data.get("made_by")) else "local"
         return {**{name: value for name, value in data.items() if name not in layer}, whose: layer}
 

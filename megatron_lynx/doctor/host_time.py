@@ -93,10 +93,11 @@ def _of_plan(plan_file: str | os.PathLike[str], costs: Profile) -> HostReport:
 
 def _finding(topic: str, report: HostReport) -> Finding:
     if not report.bound:
-        return Finding(topic, "good", "no: Python stays ahead of the GPU in every pass")
+        return Finding(topic, "good", f"no: Python stays ahead of the GPU in every pass (host time of {report.words})")
     worst = max(report.bound, key=lambda load: load.host_s / load.device_s)
     stages = ", ".join(str(load.stage) for load in report.bound)
     seconds = f"{format_seconds(worst.host_s)} of a step on the host, {format_seconds(worst.device_s)} on the GPU"
+    whose = f"(host time of {report.words})"
     costs = "the GPU waits for Python: hiding replays gains nothing there"
     todo = "a larger micro-batch, a smaller tensor-parallel size, or a plan made with --profile, which then touches fewer halves"
-    return Finding(topic, "slows", f"stages {stages}; stage {worst.stage}: {seconds}", costs, todo)
+    return Finding(topic, "slows", f"stages {stages}; stage {worst.stage}: {seconds} {whose}", costs, todo)

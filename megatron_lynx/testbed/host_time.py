@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.anatomy.dense import ACTIVATION
 from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
 from megatron_lynx.config.job import Job
@@ -40,7 +41,6 @@ from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.subject import Subject, subjects_of
 from megatron_lynx.testbed.te_layer import stood_in_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 from megatron_lynx.version import __version__
 
 LAYERS, MICROBATCHES = 6, 2
@@ -73,15 +73,8 @@ def asked_by(job: Job) -> Asked:
 
 
 def measured_here(*asked: Asked) -> HostTime:
-    """This machine's host time, measured on a fresh rank for each kind of layers: unless something is asked, of Transformer
-    Engine's where these can run, else of Megatron's own. Raises `RankError` with what a rank raised."""
-    kinds = asked or (Asked("transformer_engine" if has_compiled_extension() else "local", rounds=2),)
-    layers = {each.implementation: _on_a_fresh_rank(each) for each in kinds}
-    return host_time(layers)
-
-
-def host_time(layers: dict[Implementation, LayerHostTime]) -> HostTime:
-    """The figures of this machine."""
+    """This machine's host time, measured on a fresh rank for each kind of layers. Raises `RankError` with what a rank raised."""
+    layers = {each.implementation: _on_a_fresh_rank(each) for each in asked}
     return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
 
 
@@ -109,7 +102,8 @@ def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
         partly, replayed = (list(_half_alone(one, setting)) for setting in ("partly", "replayed"))
         layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *replayed], asked)
         shares = shares_of_halves(none, asked.rounds)
-        further = {} if ranks % 2 else _of_two_ranks(asked, ranks // 2)
+        pairs = ranks // 2
+        further = _of_two_ranks(asked, pairs) if 2 * pairs == ranks else {}
     halves = {half: _half(half, shares[half], layer, further) for half in HALVES}
     return LayerHostTime(made_by=_made_by(asked, one, none, walls), **halves)
 
@@ -169,10 +163,10 @@ def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
 
 def _job(asked: Asked, **layout: Any) -> Job:
     """As launches have it: weight gradients are added up in place."""
-    gpu = torch.cuda.is_available()
-    fused = gpu and asked.implementation == "transformer_engine"
-    size = {**(ON_GPU if gpu else {}), "attention": "flash" if fused else "unfused"}
-    job = tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=asked.implementation, **{**size, **layout})
+    gpu, kind = torch.cuda.is_available(), asked.implementation
+    size = ON_GPU if gpu else {}
+    attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
+    job = tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=kind, attention=attention, **size, **layout)
     cluster = job.cluster.model_copy(update={"device": "cuda" if gpu else "cpu"})
     return fused_gradient.deferring(job.model_copy(update={"cluster": cluster}))
 
@@ -187,10 +181,10 @@ def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) ->
 
 
 def _deferring(job: Job) -> Iterator[Candidate]:
-    """Plans that keep everything; the weight gradients of one half's linears run in waits."""
+    """Plans that keep everything; the weight gradients of one half's linears run in waits of backwards."""
     kept = uniform_plan(job, "none")
     for half, section in job.model.halves.items():
-        yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears))
+        yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
 
 
 def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:

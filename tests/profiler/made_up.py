@@ -58,6 +58,7 @@ HOST_US = {
     "replayed": (700, 1200),
     "gathered": (700, 1300),
     "offloaded": (650, 650),
+    "deferred": (570, 730),
 }
 """Microseconds (forward, backward) of one half on a host that nobody has."""
 
