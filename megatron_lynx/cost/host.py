@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import EXPERTS, Section
+from megatron_lynx.anatomy import DENSE, EXPERTS, Section
 from megatron_lynx.config.host_time import Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
@@ -56,13 +56,21 @@ class HostLoad:
     """What the device would need to run them, if it never waited for the host."""
 
 
-def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False) -> HostSeconds:
-    """One half under a plan that replays these items of it."""
+def half_host_s(
+    profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
+) -> HostSeconds:
+    """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
     if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
-    treated = _of(profile, section, setting)
+    treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
     return treated + offloading_host_s(profile, section) if offloads else treated
+
+
+def _deferring(profile: Profile, section: Section) -> HostSeconds:
+    """What a half takes longer for one linear whose weight gradient runs in a wait: measured of all linears of a dense half."""
+    added = _of(profile, section, "deferred") + _of(profile, section, "kept") * -1
+    return added * (1 / len(DENSE[section.half].linears))
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
