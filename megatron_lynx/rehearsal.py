@@ -14,10 +14,10 @@ from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, gather_lost_and_spared_s, head_of, message_bytes_of
-from megatron_lynx.cost.host import half_host_s
+from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.cost.section import priced
+from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.plan import order
@@ -34,6 +34,9 @@ from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Deferral, Seating, Treated
+
+Choice = tuple[Section, tuple[str, ...]]
+"""What fills a half, and which of its items are replayed."""
 
 Gathers = dict[tuple[Half, Half | None], tuple[float, float]]
 """What gathering a half's input behind another's first collective delays, and what it spares, in seconds."""
@@ -174,15 +177,20 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
-    offloads, prices = stage.offload is not None, {}
+    offloads = stage.offload is not None
+    prices: dict[Choice, PricedSection] = {}
+    hosts: dict[tuple[Choice, int], HostSeconds] = {}
     gathers: Gathers = {}
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
         rule = stage.rule_for(layer)
-        choice = section, rule.replays(section.half)
+        choice, deferred = (section, rule.replays(section.half)), _deferred(profile, rule, layer, section)
         if choice not in prices:
-            prices[choice] = priced(profile, *choice), half_host_s(profile, *choice, offloads=offloads)
-        price, host = prices[choice]
+            prices[choice] = priced(profile, *choice)
+        treated = choice, len(deferred)
+        if treated not in hosts:
+            hosts[treated] = half_host_s(profile, *choice, offloads=offloads, deferred=len(deferred))
+        price = prices[choice]
         steady, cooldown = (_seating(stage, frame, section, phase, profile, gathers) for phase in BACKWARD_PHASES)
         yield Treated(
             layer,
@@ -192,8 +200,8 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
             steady=steady,
             cooldown=cooldown,
             stops=price.stops,
-            host=host,
-            deferred=_deferred(profile, rule, layer, section),
+            host=hosts[treated],
+            deferred=deferred,
         )
 
 

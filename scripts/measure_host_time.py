@@ -1,19 +1,25 @@
 """Measures this machine's host time and writes it as a file that clusters name (`host_time: hosts/NAME`).
 
-    python -m scripts.measure_host_time configs/hosts/amd-epyc.yaml [--rounds 9] [--steps 3] [--note TEXT]      minutes
+    python -m scripts.measure_host_time configs/hosts/amd-epyc.yaml [--layers local] [--rounds 9] [--steps 3] [--note TEXT]
 
-Two ranks on this machine's CPU, tiny tensors, Megatron's local layers: what Python, PyTorch's dispatch, Megatron and a plan need
-for one layer and micro-batch (`megatron_lynx.testbed.host_time`). It is processor time, and the least of many steps; another
-process on the same core still makes it longer, by caches and clock: an idle machine is better, and `--note` says what it was.
+What Python, PyTorch's dispatch, Megatron and a plan need for one layer and micro-batch, with tiny tensors, on one rank
+(`megatron_lynx.testbed.host_time`): of Megatron's local layers, and of Transformer Engine's where it is on the import path. Where
+its compiled part is missing, as on a machine without a GPU, a stand-in runs in its place, and `made_by` says so. It takes
+minutes. Figures are processor time, and the least of many steps; another process on the same core still makes them longer, by
+caches and clock: an idle machine is better, and `--note` says what it was.
 """
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.config.host_time import LAYERS, Implementation
 from megatron_lynx.testbed.host_time import Asked, measured_here
+from megatron_lynx.testbed.transformer_engine.imports import PACKAGE
 from megatron_lynx.whole_file import write_whole
 from megatron_lynx.yaml_file import FlowMapping, write_yaml
 
@@ -26,17 +32,29 @@ HEADER = """\
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--layers", choices=[*LAYERS], help="only these (default: all that can be imported)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each setting")
     parser.add_argument("--steps", type=int, default=3, help="steps in each turn")
     parser.add_argument("--note", help="what is to be known about the machine")
     options = parser.parse_args()
-    asked = Asked(gathered=True, offloaded=True, rounds=options.rounds, steps=options.steps)
-    measured = measured_here(asked, ranks=2).model_dump(mode="json")
-    measured["made_by"] += f"; {options.note}" if options.note else ""
-    for half in HALVES:
-        measured[half] = {setting: FlowMapping(passes) for setting, passes in measured[half].items()}
+    here: list[Implementation] = ["local", *(["transformer_engine"] if find_spec(PACKAGE) else [])]  # type: ignore[list-item]
+    kinds = [kind for kind in here if options.layers in (None, kind)]
+    every = {"gathered": True, "offloaded": True, "deferred": True}
+    asked = [Asked(kind, **every, rounds=options.rounds, steps=options.steps) for kind in kinds]
+    measured = measured_here(*asked).model_dump(mode="json", exclude_none=True)
+    for kind in kinds:
+        measured[kind] = _as_lines(measured[kind], options.note)
     write_whole(options.output, HEADER.format(path=options.output) + write_yaml(measured))
     print(f"wrote {options.output}")
+
+
+def _as_lines(layer: dict[str, Any], note: str | None) -> dict[str, object]:
+    """One setting a line."""
+    made_by = layer["made_by"] + (f"; {note}" if note else "")
+    halves: dict[str, object] = {
+        half: {setting: FlowMapping(passes) for setting, passes in layer[half].items()} for half in HALVES
+    }
+    return {"made_by": made_by} | halves
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ from megatron_lynx.estimate import estimate
 from megatron_lynx.plan import dump_plan, load_plan, save_plan
 from megatron_lynx.plan.explanation import explanation
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import Decision, decide
+from megatron_lynx.planner import Decision, decide, uniform_plan
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator import figures
 from megatron_lynx.solver.stages import Stages
+from megatron_lynx.testbed.deferring import deferring
 from tests.config.jobs import catalogued_job
-from tests.profiler.made_up import made_up_host_time
+from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time
 
 SMALL = {"tensor": 8, "pipeline": 1, "sequence_parallel": True}
 """Of hidden 4096 each device has an eighth: a layer's forward takes an H800 less than a millisecond."""
@@ -86,6 +87,7 @@ def test_host_bound_is_said_wherever_the_plan_is_shown(bound: Decision, tmp_path
     assert bound.host.lines[0].startswith("host-bound: stage 0: in a step the host needs ")
     assert summary(bound, analytic_profile(bound.job))["host_time"] == {
         "cpu": "a CPU of a test",
+        "layers": "local",
         "host_bound": [{"stage": 0, "host_s": load.host_s, "device_s": load.device_s}],
     }
     save_plan(bound.plan, tmp_path / "plan.yaml")
@@ -123,6 +125,36 @@ def test_stock_policies_have_a_host_time_of_their_own() -> None:
         assert step.pipeline_s == pytest.approx(64 * 64 * half_us * 1e-6)
         assert [load.stage for load in host.bound] == [0]
         assert answers[policy].as_json["host_time"]["host_bound"][0]["host_s"] == pytest.approx(step.pipeline_s)
+
+
+@pytest.mark.parametrize(
+    ("host_time", "half_us", "words"),
+    [
+        ({"local": 1.0, "transformer_engine": 3.0}, 3000, "Transformer Engine's layers on a CPU"),
+        ({"local": 1.0}, 1000, "Megatron's own layers on a CPU, where Transformer Engine's layers were not measured"),
+    ],
+)
+def test_layers_take_their_own_implementations_host_time(host_time: dict[str, float], half_us: float, words: str) -> None:
+    """On an H100's host Transformer Engine's layers took three times what was measured of Megatron's own."""
+    measured = HostTime(cpu="a CPU", **{kind: made_up_layer_host_time(times) for kind, times in host_time.items()})
+    job = small_job(measured, "none")
+    job = job.model_copy(update={"model": job.model.model_copy(update={"implementation": "transformer_engine"})})
+    answer = estimate(job)
+    assert answer.step is not None
+    assert answer.step.pipeline_s == pytest.approx(64 * 64 * half_us * 1e-6)
+    assert answer.host is not None
+    assert answer.host.lines[-1].startswith(f"host time of {words}; ")
+    assert answer.as_json["host_time"]["layers"] == max(host_time)
+
+
+def test_weight_gradients_in_waits_are_issued_too() -> None:
+    """Two linears a half: 20 us more in its forward, 180 us more in its backward."""
+    job = small_job(made_up_host_time())
+    kept = uniform_plan(job, "none")
+    plans = kept, deferring(kept), deferring(kept, ["linear_qkv"])
+    host_s = [rehearse(plan, analytic_profile(job)).host_s(0) for plan in plans]
+    assert host_s[1] - host_s[0] == pytest.approx(64 * 32 * 2 * 200e-6)
+    assert host_s[2] - host_s[0] == pytest.approx(64 * 32 * 100e-6)
 
 
 def test_stages_with_experts_count_what_is_known_of_them() -> None:

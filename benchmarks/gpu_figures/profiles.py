@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_figures.figure import Figure
 from megatron_lynx.anatomy import DENSE, HALVES, Section
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.host_time import LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import Links as LinkFacts
 from megatron_lynx.profiler.analytic import analytic_profile
@@ -56,7 +56,8 @@ def profile_figures(job: Job, measured: Profile) -> Iterator[Figure]:
             both = (getattr(getattr(profile, end), what) for profile in (stated, measured))
             yield _ms(end, what.removesuffix("_s"), *both)
     if stated.host_time is not None and measured.host_time is not None:
-        yield from host_figures(stated.host_time, measured.host_time)
+        whose = measured.shape.implementation
+        yield from host_figures(stated.host_time.of(whose), measured.host_time.of(whose))
 
 
 def _half_figures(section: Section, stated: HalfProfile, measured: HalfProfile) -> Iterator[Figure]:
@@ -83,7 +84,7 @@ def _item_figures(half: str, stated: HalfProfile, measured: HalfProfile) -> Iter
             yield Figure(f"{half}: {name}", "saved", *both, "MB")
 
 
-def host_figures(stated: HostTime, measured: HostTime) -> Iterator[Figure]:
+def host_figures(stated: LayerHostTime, measured: LayerHostTime) -> Iterator[Figure]:
     """What Python takes for a half, setting by setting."""
     for half in HALVES:
         for setting in ("none", "full", "kept", "partly", "replayed"):

@@ -135,7 +135,7 @@ def measure(rank: int, subject: Subject, left: list[Candidate], folder: str, unt
 def _join(subject: Subject) -> None:
     """Where this rank is alone, the others are emulated."""
     if subject.alone:
-        from scripts.gpu_check.late import join_alone
+        from megatron_lynx.testbed.groups import join_alone
 
         join_alone(subject.job.gpus)
 

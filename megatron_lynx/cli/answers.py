@@ -70,19 +70,16 @@ def profile_in_words(measured: Profile, path: Path) -> str:
 
 def _host_time(measured: Profile) -> list[str]:
     """What a layer costs the host: stock's none, and everything replayed under a plan."""
-    from megatron_lynx.anatomy import HALVES
     from megatron_lynx.units import format_seconds
 
-    host_time = measured.host_time
+    host_time, whose = measured.host_time, measured.shape.implementation
     if host_time is None:
         return ["host time  not known"]
-    none, full, kept, replayed = (
-        sum(passes.forward_s + passes.backward_s for passes in (host_time.half(half).under(setting) for half in HALVES))
-        for setting in ("none", "full", "kept", "replayed")
-    )
-    figures = f"stock none {format_seconds(none)}, stock full {format_seconds(full)}"
-    ours = f"a plan that keeps all {format_seconds(kept)}, replays all {format_seconds(replayed)}"
-    return [f"host time  of a layer: {figures}; {ours} ({host_time.cpu})"]
+    layer = host_time.of(whose)
+    figures = f"stock none {format_seconds(layer.layer_s('none'))}, stock full {format_seconds(layer.layer_s('full'))}"
+    keeps, replays = format_seconds(layer.layer_s("kept")), format_seconds(layer.layer_s("replayed"))
+    ours = f"a plan that keeps all {keeps}, replays all {replays}"
+    return [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
 
 
 def show_estimate(answer: Estimate) -> None:

@@ -177,19 +177,25 @@ def measured_here(job: Job, hosts: Hosts) -> Profile:
     return measured
 
 
-def host_time_here() -> HostTime | Unmeasured:
-    """What this machine's host takes for a layer, measured in some seconds, or why it cannot be measured."""
+def host_time_here(words: list[str]) -> HostTime | Unmeasured:
+    """What this machine's host takes for a layer of a launch, if there is one, measured in some seconds, or why it cannot be
+    measured. Of Transformer Engine's layers only where these can run; else of Megatron's own. Raises `ConfigError` for words that
+    are no launch."""
     from megatron_lynx.doctor import Unmeasured
+    from megatron_lynx.launch_arguments import read_launch
+
+    own_layers = bool(words) and read_launch(words).given["transformer_impl"] == "local"
 
     try:
-        from megatron_lynx.testbed.host_time import measured_here as measured
+        from megatron_lynx.testbed.host_time import Asked, measured_here
         from megatron_lynx.testbed.ranks import RankError
+        from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 
         import_module("megatron.core")
     except ImportError as error:
         return Unmeasured(f"megatron-core cannot be imported ({error})")
     try:
-        return measured()
+        return measured_here(Asked("transformer_engine" if has_compiled_extension() and not own_layers else "local", rounds=2))
     except (LynxError, RankError, TimeoutError) as error:
         return Unmeasured(str(error).strip().splitlines()[-1])
 

@@ -155,7 +155,7 @@ def doctor(
 
     with announced("looking around"):
         quieten_megatron()
-        measured = host_time_here() if host_time else None
+        measured = host_time_here(words or []) if host_time else None
         found = list(findings(words or (), measured=measured, cluster=cluster, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in found]})

@@ -12,6 +12,7 @@ from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.fp8 import Fp8
 from megatron_lynx.config.fusions import Fusion
+from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.validation import Part
@@ -49,7 +50,7 @@ class Model(Part):
     (`--attention-backend flash`, or NVTE_FUSED_ATTN=0)."""
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     hidden_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    implementation: Literal["local", "transformer_engine"] = "local"
+    implementation: Implementation = "local"
     """Whose layers (Megatron's `--transformer-impl`): with Transformer Engine the norms are made inside `linear_qkv` and
     `linear_fc1`, with its own kernels."""
     qk_norm: bool = False

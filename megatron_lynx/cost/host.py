@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import EXPERTS, Section
-from megatron_lynx.config.host_time import HostTime, Setting
+from megatron_lynx.anatomy import DENSE, EXPERTS, Section
+from megatron_lynx.config.host_time import Setting
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.section import gathers
 from megatron_lynx.cost.stage import StageSeconds
@@ -56,20 +56,28 @@ class HostLoad:
     """What the device would need to run them, if it never waited for the host."""
 
 
-def half_host_s(profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False) -> HostSeconds:
-    """One half under a plan that replays these items of it."""
+def half_host_s(
+    profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
+) -> HostSeconds:
+    """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
     if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
-    treated = _of(profile.host_time, section, setting)
+    treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
     return treated + offloading_host_s(profile, section) if offloads else treated
+
+
+def _deferring(profile: Profile, section: Section) -> HostSeconds:
+    """What a half takes longer for one linear whose weight gradient runs in a wait: measured of all linears of a dense half."""
+    added = _of(profile, section, "deferred") + _of(profile, section, "kept") * -1
+    return added * (1 / len(DENSE[section.half].linears))
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
     if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
-    return _of(profile.host_time, section, "offloaded") + _of(profile.host_time, section, "kept") * -1
+    return _of(profile, section, "offloaded") + _of(profile, section, "kept") * -1
 
 
 def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> Setting:
@@ -96,10 +104,12 @@ def policy_host_s(job: Job, profile: Profile, stage: int) -> HostSeconds:
     counted = {
         section: job.layers_on(stage) - (experts if half == EXPERTS.half else 0) for half, section in job.model.halves.items()
     }
-    halves = [_of(profile.host_time, section, BY_POLICY[job.policy]) * count for section, count in counted.items()]
+    halves = [_of(profile, section, BY_POLICY[job.policy]) * count for section, count in counted.items()]
     return sum(halves, start=NO_HOST_TIME)
 
 
-def _of(host_time: HostTime, section: Section, setting: Setting) -> HostSeconds:
-    passes = host_time.half(section.half).under(setting)
+def _of(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
+    """The figures of the profile's layers. Called where the profile knows host time."""
+    assert profile.host_time is not None, "callers look"
+    passes = profile.host_time.of(profile.shape.implementation).half(section.half).under(setting)
     return HostSeconds(passes.forward_s, passes.backward_s)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import HostTime, Setting
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_report import HostReport
@@ -50,8 +49,11 @@ def host_time(measured: HostTime | Unmeasured, asked: Asked) -> Iterator[Finding
         costs = "whether a launch waits for Python is not known"
         yield Finding(TOPIC, "note", f"not measured: {measured.reason}", costs, "install what is missing, and ask again")
         return
-    figures = ", ".join(f"{words} {format_seconds(_layer_s(measured, setting))}" for setting, words in SHOWN.items())
-    yield Finding(TOPIC, "good", f"a layer and micro-batch, forward and backward: {figures} ({measured.cpu})")
+    for implementation in measured.measured:
+        layer = measured.of(implementation)
+        figures = ", ".join(f"{words} {format_seconds(layer.layer_s(setting))}" for setting, words in SHOWN.items())
+        whose = measured.words_for(implementation)
+        yield Finding(TOPIC, "good", f"a layer and micro-batch, forward and backward: {figures} ({whose})")
     if not asked.words or asked.cluster is None:
         costs = "passes that are shorter on the GPU wait for Python"
         yield Finding("host-bound", "note", "not judged", costs, "name the GPUs of a launch: --cluster C -- LAUNCH")
@@ -69,10 +71,6 @@ SHOWN: dict[Setting, str] = {
     "kept": "a plan that keeps all",
     "replayed": "one that replays all",
 }
-
-
-def _layer_s(measured: HostTime, setting: Setting) -> float:
-    return sum(each.forward_s + each.backward_s for each in (measured.half(half).under(setting) for half in HALVES))
 
 
 def _judged(measured: HostTime, asked: Asked, cluster: str) -> Iterator[Finding]:
@@ -95,10 +93,11 @@ def _of_plan(plan_file: str | os.PathLike[str], costs: Profile) -> HostReport:
 
 def _finding(topic: str, report: HostReport) -> Finding:
     if not report.bound:
-        return Finding(topic, "good", "no: Python stays ahead of the GPU in every pass")
+        return Finding(topic, "good", f"no: Python stays ahead of the GPU in every pass (host time of {report.words})")
     worst = max(report.bound, key=lambda load: load.host_s / load.device_s)
     stages = ", ".join(str(load.stage) for load in report.bound)
     seconds = f"{format_seconds(worst.host_s)} of a step on the host, {format_seconds(worst.device_s)} on the GPU"
+    whose = f"(host time of {report.words})"
     costs = "the GPU waits for Python: hiding replays gains nothing there"
     todo = "a larger micro-batch, a smaller tensor-parallel size, or a plan made with --profile, which then touches fewer halves"
-    return Finding(topic, "slows", f"stages {stages}; stage {worst.stage}: {seconds}", costs, todo)
+    return Finding(topic, "slows", f"stages {stages}; stage {worst.stage}: {seconds} {whose}", costs, todo)

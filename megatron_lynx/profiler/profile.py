@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.fusions import Fusion
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.host_time import HostTime, Implementation
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.parallel import ContextExchange
@@ -148,7 +148,7 @@ class Shape(Part):
     context: int = 1
     context_exchange: ContextExchange = "p2p"
     context_levels: tuple[int, int] | None = None
-    implementation: str = "local"
+    implementation: Implementation = "local"
     qk_norm: bool = False
     kv_channels: int | None = None
     """The width of a head where it is not hidden / heads."""

@@ -1,5 +1,6 @@
 """The ranks' groups, as a launch script makes them: torch.distributed, Megatron's parallel_state, random numbers of every rank.
 
+    join_alone(ranks)    before it, where this process is the only one of its job: torch's "fake" backend stands for the others
     initialise(job)      torch.distributed (once), the groups of this job's layout (anew if it is another), seeds
     shut_down()          all of them gone
 
@@ -40,9 +41,18 @@ def initialise(job: Job, seed: int = 1234) -> None:
             context_parallel_size=job.parallel.context,
             expert_model_parallel_size=job.parallel.expert,
             expert_tensor_parallel_size=job.parallel.expert_tensor_size,
+            create_gloo_process_groups=dist.get_backend() != "fake",
         )
     parallel_state.set_virtual_pipeline_model_parallel_world_size(job.chunks if job.chunks > 1 else None)
     seed_random_numbers(seed)
+
+
+def join_alone(ranks: int) -> None:
+    """Make this process rank 0 of a job whose other ranks do not exist: collectives and messages leave what is there."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (makes the backend known)
+
+    _leave_imports_to_themselves()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())  # type: ignore[attr-defined]
 
 
 def _leave_imports_to_themselves() -> None:

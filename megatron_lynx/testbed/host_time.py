@@ -1,40 +1,51 @@
 """Measures host time: what Python takes for one layer's halves under every setting, where there is next to nothing to compute.
 
-    one rank           stock none, stock full, keep everything; one half at a time: its norm (and activation), or all of it
-    two, TP2 + SP      one half at a time: all of it, its input gathered once                          } where asked for, and
-    two, PP2           keep everything, and send all of it to the host                                 } ranks are even
+    one rank       stock none, stock full, keep everything; one half at a time: its norm (and activation), or all of it
+    TP2 + SP       one half at a time: all of it, its input gathered once; kept, its weight gradients in waits   } where
+    PP2, stage 0   keep everything, and send all of it to the host                                               } asked for
 
 What a step needs besides its layers is measured with a model of one layer, and subtracted. Stock's seconds are shared out between
 the halves as marks in its model say (`host_clock`). What a plan does with one half alone is that half's. Figures of two ranks are
 what they add to keeping everything there, so that collectives that all settings issue are not in them. Tensors are tiny, and so
 are some differences: no figure is less than that of a setting which issues the same and less.
+
+As in launches, Megatron's DistributedDataParallel is around the layers and weight gradients are added up in place, on a GPU in
+bf16 and with the attention and the fusions that a launch has. A rank is the only one of its job (`groups.join_alone`), unless a
+profile is made.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from megatron_lynx.anatomy import DENSE, HALVES, Half
+from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.anatomy.dense import ACTIVATION
-from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime
+from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, Implementation, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.plan.plan import Offload, Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed import fused_gradient
 from megatron_lynx.testbed.candidates import FULL, NONE, Candidate, with_offload
+from megatron_lynx.testbed.deferring import deferring
+from megatron_lynx.testbed.fusions import compiler_for
 from megatron_lynx.testbed.host_clock import Spent, least_of_steps, shares_of_halves
 from megatron_lynx.testbed.hosts import LONGEST_RUN_S
 from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.subject import Subject, subjects_of
+from megatron_lynx.testbed.te_layer import stood_in_for
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.testbed.transformer_engine.imports import has_compiled_extension
 from megatron_lynx.version import __version__
 
-Implementation = Literal["local", "transformer_engine"]
-
 LAYERS, MICROBATCHES = 6, 2
+ON_GPU: dict[str, Any] = {"hidden": 256, "ffn": 704, "seq": 128, "micro": 1, "dtype": "bf16"}
+"""Small enough for a device to be faster than any host, and of a kind for which there are the kernels that launches have."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Asked:
     implementation: Implementation = "local"
     gathered: bool = False
     offloaded: bool = False
+    deferred: bool = False
     rounds: int = 3
     """Turns of each setting."""
     steps: int = 2
@@ -52,48 +64,86 @@ class Asked:
 
 def asked_by(job: Job) -> Asked:
     """What a plan for a job may do."""
-    offloaded = job.offload_ratio != 0 and job.parallel.pipeline > 1
-    return Asked(job.model.implementation, gathered=job.parallel.sequence_parallel, offloaded=offloaded)
+    return Asked(
+        job.model.implementation,
+        gathered=job.parallel.sequence_parallel,
+        offloaded=job.offload_ratio != 0 and job.parallel.pipeline > 1,
+        deferred=fused_gradient.adds_up_in_place(job) and job.parallel.tensor > 1,
+    )
 
 
-def measure_host_time(rank: int, ranks: int, asked: Asked) -> HostTime:
+def measured_here(*asked: Asked) -> HostTime:
+    """This machine's host time, measured on a fresh rank for each kind of layers. Raises `RankError` with what a rank raised."""
+    layers = {each.implementation: _on_a_fresh_rank(each) for each in asked}
+    return HostTime(cpu=this_machine(Links(kind="none")).cpu, **layers)
+
+
+def _on_a_fresh_rank(asked: Asked) -> LayerHostTime:
+    compiler = compiler_for(_job(asked))
+    found: list[LayerHostTime] = run_ranks(
+        measure_alone, 1, asked, pin=compiler is None, timeout_s=LONGEST_RUN_S, compiler=compiler
+    )
+    return found[0]
+
+
+def measure_alone(rank: int, asked: Asked) -> LayerHostTime:
+    """Runs inside `RankPool`, on one rank, to which the second of two does not exist."""
+    from megatron_lynx.testbed.groups import join_alone
+
+    join_alone(2)
+    return measure_layers(rank, 2, asked)
+
+
+def measure_layers(rank: int, ranks: int, asked: Asked) -> LayerHostTime:
     """The host time of layers of one kind, on this machine. Runs inside `RankPool`, on all of its `ranks`."""
-    one = _job(asked, replicas=ranks)
-    kept = Candidate("kept", plan=uniform_plan(one, "none"))
-    partly, replayed = (list(_half_alone(one, setting)) for setting in ("partly", "replayed"))
-    layer, none = _layer(one, [NONE, FULL, kept, *partly, *replayed], asked)
-    shares = shares_of_halves(none, asked.rounds)
-    further: dict[str, Spent] = {}
-    pairs = ranks // 2
-    if asked.gathered and 2 * pairs == ranks:
-        gathering = _job(asked, tensor=2, sequence_parallel=True, replicas=pairs)
-        further |= _beyond_kept(gathering, list(_half_alone(gathering, "gathered")), asked)
-    if asked.offloaded and 2 * pairs == ranks:
-        stages = _job(asked, pipeline=2, replicas=pairs)
-        further |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
-    machine = this_machine(Links(kind="none"), none.device)
-    layers = f"{asked.implementation} layers, least of {asked.rounds * asked.steps} steps"
-    made_by = f"megatron-lynx {__version__}, torch {machine.torch}, megatron-core {machine.megatron_core}, {layers}"
+    with fused_gradient.stand_in_for_fused_gradient():
+        one = _job(asked, replicas=ranks)
+        kept = Candidate("kept", plan=uniform_plan(one, "none"))
+        partly, replayed = (list(_half_alone(one, setting)) for setting in ("partly", "replayed"))
+        layer, none, walls = _layer(one, [NONE, FULL, kept, *partly, *replayed], asked)
+        shares = shares_of_halves(none, asked.rounds)
+        pairs = ranks // 2
+        further = _of_two_ranks(asked, pairs) if 2 * pairs == ranks else {}
     halves = {half: _half(half, shares[half], layer, further) for half in HALVES}
-    return HostTime(cpu=machine.cpu, made_by=made_by, **halves)
+    return LayerHostTime(made_by=_made_by(asked, one, none, walls), **halves)
 
 
-def measured_here(asked: Asked | None = None, ranks: int = 1) -> HostTime:
-    """This machine's host time, measured on fresh ranks: unless something else is asked, of Transformer Engine's layers where
-    these can run, else of Megatron's own. Raises `RankError` with what a rank raised."""
-    if asked is None:
-        asked = Asked("transformer_engine" if has_compiled_extension() else "local", rounds=2)
-    return slowest(run_ranks(measure_host_time, ranks, ranks, asked, timeout_s=LONGEST_RUN_S))
+def _of_two_ranks(asked: Asked, pairs: int) -> dict[str, Spent]:
+    """What settings that take two ranks add to keeping everything there."""
+    found: dict[str, Spent] = {}
+    if asked.gathered or asked.deferred:
+        sliced = _job(asked, tensor=2, sequence_parallel=True, replicas=pairs)
+        gathering = list(_half_alone(sliced, "gathered")) if asked.gathered else []
+        found |= _beyond_kept(sliced, [*gathering, *(_deferring(sliced) if asked.deferred else ())], asked)
+    if asked.offloaded:
+        stages = _job(asked, pipeline=2, replicas=pairs)
+        found |= _beyond_kept(stages, [Candidate("offloaded", plan=offloading_all(uniform_plan(stages, "none")))], asked)
+    return found
 
 
-def slowest(found: Sequence[HostTime]) -> HostTime:
+def _made_by(asked: Asked, job: Job, subject: Subject, walls: float) -> str:
+    machine = this_machine(Links(kind="none"), subject.device)
+    told = [
+        f"megatron-lynx {__version__}",
+        f"torch {machine.torch}",
+        f"megatron-core {machine.megatron_core}",
+        *([] if machine.gpu is None else [machine.gpu]),
+        f"{asked.implementation} layers",
+        *([] if (missing := stood_in_for(job)) is None else [f"a stand-in for {missing}"]),
+        f"least of {asked.rounds * asked.steps} steps",
+        f"{walls:.2f} times that by the clock on the wall",
+    ]
+    return ", ".join(told)
+
+
+def slowest(found: Sequence[LayerHostTime]) -> LayerHostTime:
     """Of the ranks' figures those of the rank that takes longest to replay everything. What offloading adds to keeping is of the
     rank to which it adds most: the last of two stages offloads nothing."""
 
     def us(passes: HostPasses) -> float:
         return passes.forward_us + passes.backward_us
 
-    def added_us(one: HostTime) -> float:
+    def added_us(one: LayerHostTime) -> float:
         return sum(us(half.under("offloaded")) - us(half.kept) for half in map(one.half, HALVES))
 
     most = max(found, key=lambda one: sum(us(half.replayed) for half in map(one.half, HALVES)))
@@ -112,7 +162,13 @@ def _with_offloading(half: HalfHostTime, of: HalfHostTime) -> HalfHostTime:
 
 
 def _job(asked: Asked, **layout: Any) -> Job:
-    return tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=asked.implementation, **layout)
+    """As launches have it: weight gradients are added up in place."""
+    gpu, kind = torch.cuda.is_available(), asked.implementation
+    size = ON_GPU if gpu else {}
+    attention = "flash" if gpu and kind == "transformer_engine" else "unfused"
+    job = tiny_job("llama", layers=LAYERS, microbatches=MICROBATCHES, implementation=kind, attention=attention, **size, **layout)
+    cluster = job.cluster.model_copy(update={"device": "cuda" if gpu else "cpu"})
+    return fused_gradient.deferring(job.model_copy(update={"cluster": cluster}))
 
 
 def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) -> Iterator[Candidate]:
@@ -124,14 +180,25 @@ def _half_alone(job: Job, setting: Literal["partly", "replayed", "gathered"]) ->
         yield Candidate(f"{half} {setting}", plan=plan)
 
 
-def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject]:
-    """What one layer takes of one micro-batch under every setting; and stock's model."""
+def _deferring(job: Job) -> Iterator[Candidate]:
+    """Plans that keep everything; the weight gradients of one half's linears run in waits of backwards."""
+    kept = uniform_plan(job, "none")
+    for half, section in job.model.halves.items():
+        yield Candidate(f"{half} deferred", plan=deferring(kept, section.linears, lambda wait: not is_forward(wait)))
+
+
+def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dict[str, Spent], Subject, float]:
+    """What one layer takes of one micro-batch under every setting; stock's model; and how many times its step's processor time it
+    takes by the clock on the wall: much more than 1 where others run, or the device is waited for."""
     alone, all_layers = subjects_of(_with_one_layer(job), [NONE]), subjects_of(job, candidates)
     single = least_of_steps(alone, asked.rounds, asked.steps)[NONE.name]
     found = least_of_steps(all_layers, asked.rounds, asked.steps)
     layers = job.model.layers
     ends = single - (found[NONE.name] - single) * (1 / (layers - 1))
-    return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in found.items()}, all_layers[NONE.name]
+    none = all_layers[NONE.name]
+    wall = least_of_steps({NONE.name: none}, 1, asked.steps, time.perf_counter)[NONE.name]
+    walls = (wall.forward_s + wall.backward_s) / (found[NONE.name].forward_s + found[NONE.name].backward_s)
+    return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in found.items()}, none, walls
 
 
 def _beyond_kept(job: Job, candidates: Sequence[Candidate], asked: Asked) -> dict[str, Spent]:
@@ -161,6 +228,8 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
     replayed, beyond = alone("replayed"), further.get(f"{half} gathered")
     gathered = None if beyond is None else Spent(replayed.forward_s, (kept + beyond).backward_s).at_least(replayed)
     offloaded = None if "offloaded" not in further else (kept + further["offloaded"] * share).at_least(kept)
+    later = further.get(f"{half} deferred")
+    deferred = None if later is None else (kept + later).at_least(kept)
     return HalfHostTime(
         none=_passes(none),
         full=_passes(layer[FULL.name] * share),
@@ -169,6 +238,7 @@ def _half(half: Half, share: Spent, layer: dict[str, Spent], further: dict[str, 
         replayed=_passes(replayed),
         gathered=None if gathered is None else _passes(gathered),
         offloaded=None if offloaded is None else _passes(offloaded),
+        deferred=None if deferred is None else _passes(deferred),
     )
 
 

@@ -3,7 +3,7 @@
 each rank on its core     a layer of one tensor-parallel shard, without a group ──measure_layer──> both halves
    (all at once, as       embedding, and head with loss, of the same shard ──measure_block──> seconds
     in training)          messages over the job's own groups and links ──measure_links──> points
-                          tiny layers under every setting ──measure_host_time──> host time
+                          tiny layers under every setting ──measure_layers──────> host time
 parent                    the slowest rank's figures ──> Profile
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.anatomy import Half
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.host_time import HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.measure.machine import this_machine
@@ -39,7 +39,7 @@ class RankFigures:
     head: BlockProfile
     links: tuple[LinkPoint, ...]
     interference: float
-    host_time: HostTime | None
+    host_time: LayerHostTime | None
     """None where a stand-in's kernels would be in it."""
     stood_in_for: str | None = None
 
@@ -74,15 +74,19 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         embedding=slowest.embedding,
         head=slowest.head,
         interference=max(each.interference for each in figures),
-        host_time=slowest.host_time,
+        host_time=_host_time(job, slowest.host_time, machine.cpu),
     )
+
+
+def _host_time(job: Job, measured: LayerHostTime | None, cpu: str) -> HostTime | None:
+    return None if measured is None else HostTime(cpu=cpu, **{job.model.implementation: measured})
 
 
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     """Runs inside `RankPool`, on all ranks of the job."""
     from megatron_lynx.testbed.fused_gradient import fused_gradients
     from megatron_lynx.testbed.groups import initialise
-    from megatron_lynx.testbed.host_time import asked_by, measure_host_time
+    from megatron_lynx.testbed.host_time import asked_by, measure_layers
     from megatron_lynx.testbed.te_layer import stood_in_for
 
     with fused_gradients(job):
@@ -90,7 +94,7 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     initialise(job)
     links = _messages(job, device, repetitions)
     interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
-    host_time = measure_host_time(rank, job.gpus, asked_by(job)) if missing is None else None
+    host_time = measure_layers(rank, job.gpus, asked_by(job)) if missing is None else None
     return RankFigures(halves, embedding, head, links, interference, host_time, missing)
 
 

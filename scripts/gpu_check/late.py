@@ -179,13 +179,6 @@ class _HostLink:
         return begin, finish
 
 
-def join_alone(ranks: int) -> None:
-    """Make this process rank 0 of a job of `ranks` whose other ranks do not exist."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (makes the backend known)
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())  # type: ignore[attr-defined]
-
-
 def _reduce(tensor: Tensor, *_: Any) -> None:
     """The sum is taken to be what is there: stock and a plan take it so alike."""
 

@@ -14,6 +14,7 @@ from megatron_lynx.apply.transformer_engine import KNOWN
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.fused_gradient import NAME
 from megatron_lynx.testbed.schedules import Way
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -22,7 +23,6 @@ from scripts.gpu_check.meeting import meeting
 from scripts.gpu_check.part import Part
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
-from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import device_for
-from scripts.gpu_check.late import Late, join_alone
+from scripts.gpu_check.late import Late
 from scripts.gpu_check.overlap import ENOUGH, Interval, hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Answer
 from tests.transparency.fp8_state import reset_fp8
@@ -78,7 +78,7 @@ class _Run:
 
 def trial(rank: int, setting: Setting) -> Answer:
     """Runs inside `RankPool`."""
-    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.groups import initialise, join_alone
 
     if setting.alone:
         join_alone(setting.job.gpus)

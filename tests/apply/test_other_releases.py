@@ -12,12 +12,12 @@ from functools import partial
 import pytest
 
 from megatron_lynx.anatomy.address import is_forward
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import folder_of, python_path
-from ..transparency.deferring import deferring
 from ..transparency.plans import plan_for, replayable
 from ..transparency.trials import Trial
 from . import on_ranks

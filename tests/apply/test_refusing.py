@@ -13,9 +13,9 @@ from megatron_lynx.anatomy import EXPERTS as MIXTURE
 from megatron_lynx.apply.features import OFF
 from megatron_lynx.errors import HookRefused, PlanMismatch
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_experts import exchanging

@@ -13,12 +13,12 @@ from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_LINEARS
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 from ..long import long
 from ..te_releases import pool_with, pools_with
-from ..transparency.deferring import deferring
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_deferring_experts import LINEARS, into_exchanges, plans

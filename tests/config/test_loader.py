@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from hashlib import sha256
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -358,10 +359,28 @@ def with_host(folder: Path, host: str, name: str = "host") -> Path:
     return folder / "job.yaml"
 
 
+def test_a_host_file_from_before_layers_were_told_apart_is_read(tmp_path: Path) -> None:
+    """Figures were of the layers that `made_by` names: Megatron's own, unless a profile was of Transformer Engine's."""
+    for made_by, kind in (("a person", "local"), ("transformer_engine layers, least of 6 steps", "transformer_engine")):
+        host_time = load_job(with_host(tmp_path, HOST.replace("a person", made_by))).cluster.host_time
+        assert host_time is not None
+        assert host_time.measured == (kind,)
+        assert host_time.of("local") == host_time.of("transformer_engine")
+
+
+def test_a_host_file_has_figures_of_both_kinds_of_layers(tmp_path: Path) -> None:
+    layer = f"  made_by: a person\n  attention:\n{indent(HALF, '  ')}  mlp:\n{indent(HALF, '  ')}"
+    slower = layer.replace("backward_us: 4", "backward_us: 9")
+    host_time = load_job(with_host(tmp_path, f"cpu: a CPU\nlocal:\n{layer}transformer_engine:\n{slower}")).cluster.host_time
+    assert host_time is not None
+    replayed_us = [host_time.of(kind).mlp.replayed.backward_us for kind in host_time.measured]
+    assert replayed_us == [4, 9]
+
+
 def test_a_cluster_names_the_host_time_of_its_nodes(tmp_path: Path) -> None:
     host_time = load_job(with_host(tmp_path, HOST)).cluster.host_time
     assert host_time is not None
-    assert host_time.mlp.under("replayed").backward_s == pytest.approx(4e-6)
+    assert host_time.of("local").mlp.under("replayed").backward_s == pytest.approx(4e-6)
     assert load_job(with_host(tmp_path, HOST), {"cluster.memory_gib": 4}).cluster.host_time == host_time
 
 
@@ -370,6 +389,7 @@ def test_a_cluster_names_the_host_time_of_its_nodes(tmp_path: Path) -> None:
     [
         (HOST.replace("{forward_us: 1, backward_us: 4}", "{forward_us: -1, backward_us: 4}"), "host", "forward_us: found -1"),
         (HOST.replace("  kept: {forward_us: 1, backward_us: 2}\n", ""), "host", "kept: found nothing, needed this key"),
+        ("cpu: a CPU\n", "host", "there are no layers: give local, or transformer_engine, or both"),
         (HOST, "hosst", "cluster.yaml: host_time: found no file 'hosst'"),
     ],
 )

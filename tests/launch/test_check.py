@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
-from ..transparency.deferring import deferring
 from .launched import MODEL, SIZE, saved
 
 HERE = Path(__file__).parent

@@ -18,10 +18,10 @@ import pytest
 
 from megatron_lynx.anatomy import ATTENTION, sections_of
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.deferring import deferring
 
 from ..long import long
 from ..te_releases import folder_of
-from ..transparency.deferring import deferring
 from .launched import (
     EXPERTS,
     LATENT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lynx.anatomy import CODE_ITEMS, Half
-from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime
+from megatron_lynx.config.host_time import HalfHostTime, HostPasses, HostTime, LayerHostTime
 from megatron_lynx.config.job import Job
 from megatron_lynx.profiler.item_seconds import flops_of
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, LinkPoint, Profile, Source, shape_of
@@ -58,12 +58,17 @@ HOST_US = {
     "replayed": (700, 1200),
     "gathered": (700, 1300),
     "offloaded": (650, 650),
+    "deferred": (570, 730),
 }
 """Microseconds (forward, backward) of one half on a host that nobody has."""
 
 
 def made_up_host_time(times: float = 1.0, **halves: HalfHostTime) -> HostTime:
-    """A host so many times slower than `HOST_US`, on which both halves take as long."""
+    """A host so many times slower than `HOST_US`, on which both halves of Megatron's own layers take as long."""
+    return HostTime(cpu="a CPU of a test", local=made_up_layer_host_time(times, **halves))
+
+
+def made_up_layer_host_time(times: float = 1.0, **halves: HalfHostTime) -> LayerHostTime:
     figures = {name: (times * forward, times * backward) for name, (forward, backward) in HOST_US.items()}
     half = HalfHostTime(**{name: HostPasses(forward_us=each[0], backward_us=each[1]) for name, each in figures.items()})
-    return HostTime(cpu="a CPU of a test", made_by="a test", **{"attention": half, "mlp": half, **halves})
+    return LayerHostTime(made_by="a test", **{"attention": half, "mlp": half, **halves})

@@ -9,7 +9,7 @@ import pytest
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.profiler.profile import LinkPoint, load_profile, save_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.profiler.made_up import made_up_host_time, made_up_profile
+from tests.profiler.made_up import made_up_host_time, made_up_layer_host_time, made_up_profile
 
 
 def with_links(*points: tuple[int, float]):
@@ -88,7 +88,7 @@ def test_host_time_reads_back_the_same(tmp_path):
     save_profile(profile, tmp_path / "profile.yaml")
     again = load_profile(tmp_path / "profile.yaml")
     assert again == profile
-    assert again.host_time.mlp.under("replayed").backward_s == pytest.approx(400e-6)
+    assert again.host_time.of("local").mlp.under("replayed").backward_s == pytest.approx(400e-6)
 
 
 def test_a_profile_from_before_host_time_is_read_and_keeps_its_digest(tmp_path):
@@ -102,17 +102,18 @@ def test_a_profile_from_before_host_time_is_read_and_keeps_its_digest(tmp_path):
 
 def test_host_time_that_cannot_be_is_refused_by_place(tmp_path):
     profile = made_up_profile(tiny_job(), host_time=made_up_host_time()).model_dump(mode="json")
-    profile["host_time"]["mlp"]["kept"]["forward_us"] = -1
-    del profile["host_time"]["attention"]["full"]
-    profile["host_time"]["attention"]["gathered"] = None
+    profile["host_time"]["local"]["mlp"]["kept"]["forward_us"] = -1
+    del profile["host_time"]["local"]["attention"]["full"]
+    profile["host_time"]["local"]["attention"]["gathered"] = None
     (tmp_path / "p.yaml").write_text(json.dumps(profile))
     with pytest.raises(ConfigError) as refusal:
         load_profile(tmp_path / "p.yaml")
     missing, negative = sorted(map(str, refusal.value.problems))
-    assert "host_time.attention.full: found nothing, needed this key" in missing
-    assert "host_time.mlp.kept.forward_us: found -1, needed at least 0" in negative
+    assert "host_time.local.attention.full: found nothing, needed this key" in missing
+    assert "host_time.local.mlp.kept.forward_us: found -1, needed at least 0" in negative
 
 
 def test_what_was_not_measured_counts_as_the_nearest_setting():
-    half = made_up_host_time().mlp.model_copy(update={"gathered": None, "offloaded": None})
-    assert (half.under("gathered"), half.under("offloaded")) == (half.replayed, half.kept)
+    half = made_up_layer_host_time().mlp.model_copy(update={"gathered": None, "offloaded": None, "deferred": None})
+    assert half.under("gathered") == half.replayed
+    assert half.under("offloaded") == half.under("deferred") == half.kept

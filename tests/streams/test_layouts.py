@@ -12,8 +12,8 @@ import pytest
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED

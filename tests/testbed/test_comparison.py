@@ -18,11 +18,11 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.testbed import fused_gradient
 from megatron_lynx.testbed.candidates import MODULES, blocks, module_sets, ours, without_windows
 from megatron_lynx.testbed.comparison import Comparison, check_plan, compare
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.hosts import hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.testbed import on_ranks
-from tests.transparency.deferring import deferring
 
 JOB = tiny_job("gpt", tensor=2, microbatches=1, micro=1, hidden=64, ffn=128, seq=128)
 """With dropout: equal gradients need equal random numbers. Wide enough that activations outweigh the states of generators."""

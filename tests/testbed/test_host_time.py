@@ -5,21 +5,33 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import HALVES
-from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.host_time import HostTime, LayerHostTime
 from megatron_lynx.testbed.host_clock import Spent
 from megatron_lynx.testbed.host_time import Asked, measured_here, slowest
-from tests.profiler.made_up import made_up_host_time
+from tests.profiler.made_up import made_up_layer_host_time
 
-LESS_AND_MORE = (("none", "kept"), ("kept", "partly"), ("kept", "replayed"), ("kept", "offloaded"), ("replayed", "gathered"))
+LESS_AND_MORE = (
+    ("none", "kept"),
+    ("kept", "partly"),
+    ("kept", "replayed"),
+    ("kept", "offloaded"),
+    ("kept", "deferred"),
+    ("replayed", "gathered"),
+)
 """Of two settings the second issues everything that the first does."""
 
 
 @pytest.fixture(scope="module")
-def measured() -> HostTime:
-    return measured_here(Asked(gathered=True, offloaded=True, rounds=1, steps=1), ranks=2)
+def known() -> HostTime:
+    return measured_here(Asked(gathered=True, offloaded=True, deferred=True, rounds=1, steps=1))
 
 
-def test_every_setting_takes_some_time_and_more_work_no_less(measured: HostTime) -> None:
+@pytest.fixture(scope="module")
+def measured(known: HostTime) -> LayerHostTime:
+    return known.of("local")
+
+
+def test_every_setting_takes_some_time_and_more_work_no_less(measured: LayerHostTime) -> None:
     for half in map(measured.half, HALVES):
         assert all(getattr(half, setting).backward_us > 0 for setting in type(half).model_fields)
         for less, more in LESS_AND_MORE:
@@ -27,19 +39,20 @@ def test_every_setting_takes_some_time_and_more_work_no_less(measured: HostTime)
             assert half.under(less).backward_us <= half.under(more).backward_us
 
 
-def test_figures_say_what_they_were_taken_on(measured: HostTime) -> None:
-    assert measured.cpu
-    assert "local layers, least of 1 steps" in measured.made_by
+def test_figures_say_what_they_were_taken_on(known: HostTime) -> None:
+    assert known.cpu
+    assert known.measured == ("local",)
+    assert "local layers, least of 1 steps" in known.of("local").made_by
 
 
 def test_of_several_ranks_the_slowest_counts() -> None:
-    fast, slow = made_up_host_time(1.0), made_up_host_time(2.0)
+    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
     assert slowest([fast, slow, fast]) == slow
 
 
 def test_what_offloading_adds_is_of_the_stage_that_offloads() -> None:
     """The slower rank was the last stage, and offloading seemed to take nothing."""
-    fast, slow = made_up_host_time(1.0), made_up_host_time(2.0)
+    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
     nothing = {half: slow.half(half).model_copy(update={"offloaded": slow.half(half).kept}) for half in HALVES}
     found = slowest([fast, slow.model_copy(update=nothing)])
     for half in HALVES:

@@ -14,11 +14,11 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long, with_models
 from tests.plan.strategies import drawn, plans_for
-from tests.transparency.deferring import deferring
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.queued import failing, held_and_given_back, held_bytes, pending_when_reduced

@@ -11,10 +11,10 @@ from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy.address import is_forward
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile
-from tests.transparency.deferring import deferring
 from tests.transparency.test_every_bit import LAYOUTS
 from tests.transparency.test_weight_gradients import FUSED, counts_of, nothing
 from tests.transparency.trials import Trial
