@@ -17,7 +17,7 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, curve_of_parts
 
 
 class Executed(NamedTuple):
@@ -125,14 +125,12 @@ class Simulation:
         return {}
 
     def _curve(self, stage: int) -> MemoryCurve:
-        passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
-        return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
+        passes = [(each.start_s, each.content.memory) for each in self.executed[stage]]
+        return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
-        return memory_curve(
-            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
-        )
+        return curve_of_parts([(each.start_s, each.content.regenerated) for each in self.executed[stage]])
 
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
