@@ -191,7 +191,7 @@ def _treated(plan: Plan, stage: Stage, prices: Prices) -> Iterator[Treated]:
         rule = stage.rule_for(layer)
         replay = rule.replays(section.half)
         price = prices.of(section, replay)
-        steady, cooldown = (_seating(stage, frame, section, phase, prices) for phase in BACKWARD_PHASES)
+        steady, cooldown = _seatings(stage, rule, frame, section, prices)
         yield Treated(
             layer,
             section,
@@ -215,6 +215,13 @@ def _deferred(prices: Prices, rule: Rule, layer: int, section: Section) -> dict[
         for linear in reversed(section.linears)
         if linear in rule.weight_gradients
     }
+
+
+def _seatings(stage: Stage, rule: Rule, frame: FrameKey, section: Section, prices: Prices) -> tuple[Seating, Seating]:
+    """Where a half is replayed in the steady phase and in cool-down, which is mostly the same."""
+    steady, cooldown = ((rule.windows.of(frame[1], phase), rule.gather.of(frame[1], phase)) for phase in BACKWARD_PHASES)
+    first = _seating(stage, frame, section, "steady", prices)
+    return first, first if steady == cooldown else _seating(stage, frame, section, "cooldown", prices)
 
 
 def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, prices: Prices) -> Seating:

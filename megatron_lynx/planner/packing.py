@@ -131,5 +131,5 @@ class Ways:
         return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
 
     def _named(self, row: int) -> dict[str, str]:
-        puts = ((linear.name, places[at]) for linear, places, at in zip(self._linears, self._places, self._chosen[:, row], strict=True))
-        return {name: put.name for name, put in puts if put is not None}
+        each = zip(self._linears, self._places, self._chosen[:, row], strict=True)
+        return {linear.name: put.name for linear, places, at in each if (put := places[at]) is not None}

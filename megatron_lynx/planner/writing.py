@@ -207,8 +207,8 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
-    predicted = _predicted(job, answer, solved)
-    return stage_of(job, where, list(_rules(job, where, solved.layers)), predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
+    rules, predicted = list(_rules(job, where, solved.layers)), _predicted(job, answer, solved)
+    return stage_of(job, where, rules, predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:

@@ -59,7 +59,7 @@ class TimedPass:
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
             regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
-            spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
+            spans=tuple(span._replace(start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
             host_s=host_s,
             host_late_s=host_s - self.seconds,
         )

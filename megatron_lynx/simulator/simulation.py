@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -158,9 +158,9 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
         for span in each.content.spans:
             owner = whose if span.kind in ("replay", "gather") else each.action
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
-            placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
+            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
-                placed = replace(placed, micro_batch=None)
+                placed = placed._replace(micro_batch=None)
             yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
 
 
@@ -178,10 +178,10 @@ def _copy(copied: Copied) -> Span:
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
     """Splits a replay, or a weight gradient, into the part that the receive hides and the part that it does not."""
     if replay.start_s < hidden_until_s:
-        yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
+        yield replay._replace(end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:
         exposed = FLUSHED if replay.kind == "weight_gradient" else ON_DEMAND
-        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=exposed)
+        yield replay._replace(start_s=max(replay.start_s, hidden_until_s), window=exposed)
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:

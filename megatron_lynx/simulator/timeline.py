@@ -11,9 +11,9 @@ Spans of one kind may lie inside those of another; nothing here depends on their
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -30,8 +30,7 @@ FLUSHED = "flushed"
 """The `window` of a deferred weight gradient that none hides."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One event of one rank. `window` is where a replay ran, or the window itself. Seconds."""
 
     kind: SpanKind
@@ -133,14 +132,12 @@ def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
 
 
 def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
-    moved = (replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
+    moved = (span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
     return tuple(sorted(moved, key=lambda span: (span.start_s, -span.end_s)))
 
 
 def _span(event: Any) -> Span:
-    known: Mapping[str, Any] = (
-        event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span.__dataclass_fields__}
-    )
+    known: Mapping[str, Any] = event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span._fields}
     kind, start_s, end_s = known["kind"], float(known["start_s"]), float(known["end_s"])
     if kind not in SPAN_KINDS:
         raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(SPAN_KINDS)}")

@@ -1,7 +1,7 @@
 """Mends an answer that holds too much: changes one half after the other until the stage keeps its budget.
 
 A programme in which few halves are chosen one by one finds what the stage's halves should be, and leaves out when those need most
-that it only counts. Its answer is nearly right, and to choose every half one by one takes HiGHS a hundred times as long.
+that it only counts. Its answer is nearly right, and to choose every half one by one takes HiGHS fifty times as long.
 
     moments of a backward     ▂▄██▇▆▅▃▂▁     what is held at each [A] [B] (`cost.memory`): a sum over halves, each with a weight
     the budget                ──────────     beyond it: all that is too much at any moment, added up
@@ -94,8 +94,10 @@ class _Mender:
 
     @cached_property
     def _adds(self) -> Floats:
-        """By half, kind and moment: how many bytes one byte of that kind adds to what is held. Moments: before backward begins, the
-        beginning of every half's, the end of every half's."""
+        """By half, kind and moment: how many bytes one byte of that kind adds to what is held.
+
+        Moments: before backward begins, the beginning of every half's, the end of every half's.
+        """
         count = len(self._offered)
         adds = np.zeros((count, len(KINDS), 1 + 2 * count))
         adds[:, KINDS.index("resident")] = self.problem.in_flight - 1
