@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.host import HostLoad
@@ -122,6 +123,17 @@ class Simulation:
 
     @cached_property
     def _served(self) -> dict[int, list[Action]]:
+        return {}
+
+    def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
+        """Every backward behind which the stage runs a forward, with that forward."""
+        if stage not in self._turns:
+            passes = [each for each in self.executed[stage] if each.action.kind != "R"]
+            self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
+        return self._turns[stage]
+
+    @cached_property
+    def _turns(self) -> dict[int, list[tuple[Executed, Executed]]]:
         return {}
 
     def _curve(self, stage: int) -> MemoryCurve:
