@@ -7,18 +7,16 @@ plan ──one_f_one_b, interleaved──> order of every stage ─┐
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_lynx.anatomy import Half, Section
+from megatron_lynx.anatomy import Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameKey, WindowAddress, window_at
 from megatron_lynx.config.experts import as_spans
-from megatron_lynx.cost.communication import embedding_of, gather_lost_and_spared_s, head_of, message_bytes_of
-from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.memory import movable_bytes
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.cost.section import PricedSection, priced
-from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Rule, Stage
@@ -35,12 +33,6 @@ from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.simulator.treated import Deferral, Seating, Treated
 
-Choice = tuple[Section, tuple[str, ...]]
-"""What fills a half, and which of its items are replayed."""
-
-Gathers = dict[tuple[Half, Half | None], tuple[float, float]]
-"""What gathering a half's input behind another's first collective delays, and what it spares, in seconds."""
-
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
     """Simulates one step under a plan, with the seconds and bytes of a profile; without the optimizer.
@@ -50,10 +42,10 @@ def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_
     Raises `PlanMismatch` with every fact in which the profile is of something else than the plan.
     """
     check_shapes(plan, profile)
-    stages = range(plan.parallel.pipeline)
+    prices = Prices(profile)
     chunks = [
-        [stage_passes_of(plan, entry, profile, reduced_in_backward=reduced_in_backward) for entry in plan.chunks_of(stage)]
-        for stage in stages
+        _passes_of_chunks(plan, plan.chunks_of(stage), prices, reduced_in_backward=reduced_in_backward)
+        for stage in range(plan.parallel.pipeline)
     ]
     p2p_s = profile.link_s("p2p", profile.attention.input_bytes)
     if plan.schedule == "double_buffered":
@@ -81,30 +73,42 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def stage_passes_of(plan: Plan, stage: Stage, profile: Profile, *, reduced_in_backward: bool = False) -> ChunkPasses:
     """What one micro-batch costs on one stage, or on one chunk of it. `reduced_in_backward`: as in `rehearse`."""
-    own = tuple(treated_halves(plan, stage, profile))
-    chunks = {
-        each.chunk: tuple(treated_halves(plan, each, profile))
-        for each in plan.chunks_of(stage.stage)
-        if each.chunk != stage.chunk
-    }
-    passes = _passes(plan, stage, profile, own, chunks, reduced_in_backward=reduced_in_backward)
-    passes = replace(passes, copy=_copy(plan, stage, profile))
-    if stage.whole is None:
+    entries, prices = plan.chunks_of(stage.stage), Prices(profile)
+    return _passes_of_chunks(plan, entries, prices, reduced_in_backward=reduced_in_backward)[entries.index(stage)]
+
+
+def _passes_of_chunks(
+    plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
+) -> list[ChunkPasses]:
+    """What one micro-batch costs on each chunk of one stage."""
+    halves = {entry.chunk: tuple(_treated(plan, entry, prices)) for entry in entries}
+    return [_chunk_passes(plan, entry, prices, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
+
+
+def _chunk_passes(
+    plan: Plan, entry: Stage, prices: Prices, halves: Mapping[int, tuple[Treated, ...]], *, reduced_in_backward: bool
+) -> ChunkPasses:
+    """`halves`: of all chunks of the stage, by chunk."""
+    own, others = halves[entry.chunk], {chunk: each for chunk, each in halves.items() if chunk != entry.chunk}
+    passes = _passes(plan, entry, prices, own, others, reduced_in_backward=reduced_in_backward)
+    passes = replace(passes, copy=_copy(plan, entry, prices.profile))
+    if entry.whole is None:
         return passes
-    kept = tuple(treated_halves(plan, _keeping(stage, plan.model.halves.values()), profile))
-    return replace(passes, whole=stage.whole, keeping=_passes(plan, stage, profile, kept, chunks | {stage.chunk: own}))
+    kept = tuple(_treated(plan, _keeping(entry, plan.model.halves.values()), prices))
+    return replace(passes, whole=entry.whole, keeping=_passes(plan, entry, prices, kept, others | {entry.chunk: own}))
 
 
 def _passes(
     plan: Plan,
     stage: Stage,
-    profile: Profile,
+    prices: Prices,
     own: tuple[Treated, ...],
     others: Mapping[int, tuple[Treated, ...]],
     *,
     reduced_in_backward: bool = False,
 ) -> ChunkPasses:
-    place, message_bytes = (stage.stage, stage.chunk), message_bytes_of(profile)
+    profile, message_bytes = prices.profile, prices.message_bytes
+    place = stage.stage, stage.chunk
     first, last = place == (0, 0), place == (plan.parallel.pipeline - 1, plan.parallel.chunks - 1)
     return stage_passes(
         own,
@@ -177,21 +181,18 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
 
 def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
+    return _treated(plan, stage, Prices(profile))
+
+
+def _treated(plan: Plan, stage: Stage, prices: Prices) -> Iterator[Treated]:
     offloads = stage.offload is not None
-    prices: dict[Choice, PricedSection] = {}
-    hosts: dict[tuple[Choice, int], HostSeconds] = {}
-    gathers: Gathers = {}
     for layer, section in _sections(plan, stage):
         frame = layer, section.half
         rule = stage.rule_for(layer)
-        choice, deferred = (section, rule.replays(section.half)), _deferred(profile, rule, layer, section)
-        if choice not in prices:
-            prices[choice] = priced(profile, *choice)
-        treated = choice, len(deferred)
-        if treated not in hosts:
-            hosts[treated] = half_host_s(profile, *choice, offloads=offloads, deferred=len(deferred))
-        price = prices[choice]
-        steady, cooldown = (_seating(stage, frame, section, phase, profile, gathers) for phase in BACKWARD_PHASES)
+        replay = rule.replays(section.half)
+        price = prices.of(section, replay)
+        deferred = _deferred(prices, rule, layer, section) if rule.weight_gradients else {}
+        steady, cooldown = _seatings(stage, rule, frame, section, prices)
         yield Treated(
             layer,
             section,
@@ -200,16 +201,16 @@ def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treat
             steady=steady,
             cooldown=cooldown,
             stops=price.stops,
-            host=hosts[treated],
+            host=prices.host(section, replay, offloads=offloads, deferred=len(deferred)),
             deferred=deferred,
         )
 
 
-def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
+def _deferred(prices: Prices, rule: Rule, layer: int, section: Section) -> dict[str, Deferral]:
     """The linears of a half whose weight gradients are deferred, in the order in which backward reaches them."""
     return {
         linear: Deferral(
-            weight_gradient(profile, section, linear),
+            prices.weight_gradient(section, linear),
             tuple(window_at(wait, layer) for wait in rule.weight_gradients[linear]),
         )
         for linear in reversed(section.linears)
@@ -217,13 +218,17 @@ def _deferred(profile: Profile, rule: Rule, layer: int, section: Section) -> dic
     }
 
 
-def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, profile: Profile, known: Gathers) -> Seating:
+def _seatings(stage: Stage, rule: Rule, frame: FrameKey, section: Section, prices: Prices) -> tuple[Seating, Seating]:
+    """Where a half is replayed in the steady phase and in cool-down, which is mostly the same."""
+    steady, cooldown = ((rule.windows.of(frame[1], phase), rule.gather.of(frame[1], phase)) for phase in BACKWARD_PHASES)
+    first = _seating(stage, frame, section, "steady", prices)
+    return first, first if steady == cooldown else _seating(stage, frame, section, "cooldown", prices)
+
+
+def _seating(stage: Stage, frame: FrameKey, section: Section, phase: BackwardPhase, prices: Prices) -> Seating:
     gather = order.gather_of(stage, frame, phase)
     if gather is None:
         return Seating(order.stretches_of(stage, frame, phase))
-    behind = profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
-    key = section.half, None if behind is None else behind.half
-    if key not in known:
-        where, whole = (profile, section, behind, message_bytes_of(profile)), behind is not None and behind.half == section.half
-        known[key] = gather_lost_and_spared_s(*where, whole=whole)
-    return Seating(order.stretches_of(stage, frame, phase), gather, *known[key])
+    behind = prices.profile.shape.halves[gather.half] if isinstance(gather, WindowAddress) else None
+    whole = behind is not None and behind.half == section.half
+    return Seating(order.stretches_of(stage, frame, phase), gather, *prices.gathered_s(section, behind, whole=whole))

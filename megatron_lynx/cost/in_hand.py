@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_lynx.anatomy import ATTENTION, MLP, Section
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, LINEAR_FC1, LINEAR_FC2, LINEAR_PROJ, LINEAR_QKV, ROTARY
@@ -49,12 +50,17 @@ class Step:
     """Of these and of the gradients made before, what is freed when it has run."""
 
 
+@lru_cache(maxsize=1024)
 def layer_in_hand_bytes(shape: LayerShape) -> int:
-    """The most at once in a layer all of which is there when its backward begins: what the MLP half lets go of makes room."""
+    """The most at once in a layer all of which is there when its backward begins: what the MLP half lets go of makes room.
+
+    Remembered, as the next one is: a search asks for every stage of every pipeline that the same layers are put into.
+    """
     freed = {name: size for section in shape.model.halves.values() for name, size in _freed(shape, section).items()}
     return _most(shape, [*_mlp(shape), *_attention(shape)], freed)
 
 
+@lru_cache(maxsize=1024)
 def half_in_hand_bytes(shape: LayerShape) -> int:
     """The same of each half by itself: where a half is made again right before its backward, nothing was let go of before."""
     attention, _ = shape.model.kind_sections(experts=False)

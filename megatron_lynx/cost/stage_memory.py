@@ -32,6 +32,7 @@ last chunk and that chunk's backward. It is not offloaded, so no copy is under w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.buckets import filled_numbers
@@ -97,9 +98,10 @@ def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:
     return _parts(job, stage, LayerShape.of(job), _states(job, stage), chunks_in_flight(job, stage), offload_ratio)
 
 
+@lru_cache(maxsize=1024)
 def parts_beside_layers(job: Job, stage: int) -> Parts:
     """Everything that a stage holds at some moment but what its layers keep and make again. Whichever half is made again right
-    before its backward, what that has in hand is counted."""
+    before its backward, what that has in hand is counted. Remembered: the planner asks a dozen times for each stage."""
     return _beside_layers(job, stage, LayerShape.of(job), _states(job, stage), layer_whole=False)
 
 

@@ -11,7 +11,7 @@ before most saved tensors are needed: it may hide the half's own replay, where `
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from megatron_lynx.anatomy import DENSE, EXPERTS, HALVES, Half, Pass, Section
 from megatron_lynx.anatomy.address import (
@@ -102,24 +102,30 @@ def problems(
 
     `te`: the layers are Transformer Engine's. `exchanging`, `halves`: see `windows_in_order`.
     """
-    for phase in BACKWARD_PHASES:
-        windows = windows_in_order(stage, layout.sequence_parallel, phase, exchanging, halves)
+    ordered = {phase: windows_in_order(stage, layout.sequence_parallel, phase, exchanging, halves) for phase in BACKWARD_PHASES}
+    for phase, windows in ordered.items():
+        place = {window: index for index, window in enumerate(windows)}
         for frame in frames_of(stage):
-            in_time = _last_in_time(stage, frame, layout, windows, te, exchanging, halves[frame[1]])
-            yield from _misplaced(stage, frame, phase, windows, in_time)
-    for phase in BACKWARD_PHASES:
-        deepest, where = _deepest(stage, layout.sequence_parallel, phase, exchanging, halves)
+            in_time = _last_in_time(stage, frame, layout, place, te, exchanging, halves[frame[1]])
+            yield from _misplaced(stage, frame, phase, place, in_time)
+    for phase, windows in ordered.items():
+        deepest, where = _deepest(stage, phase, windows)
         if deepest > stage.ahead_depth:
             yield f"ahead_depth is {stage.ahead_depth}, but {deepest} frames are regenerated ahead in {phase} at {where}"
 
 
 def depth(stage: Stage, sequence_parallel: bool, exchanging: Container[int] = (), halves: Halves = DENSE) -> int:
     """How many frames its windows regenerate ahead at once."""
-    return max(_deepest(stage, sequence_parallel, phase, exchanging, halves)[0] for phase in BACKWARD_PHASES)
+    ordered = {phase: windows_in_order(stage, sequence_parallel, phase, exchanging, halves) for phase in BACKWARD_PHASES}
+    return max(_deepest(stage, phase, windows)[0] for phase, windows in ordered.items())
 
 
-def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: list[Window], in_time: int) -> Iterator[str]:
-    """`in_time`: the index of the last window that can hide this frame's replay."""
+Places = Mapping[Window, int]
+"""The windows of a backward, each with its place in their order."""
+
+
+def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: Places, in_time: int) -> Iterator[str]:
+    """`in_time`: the place of the last window that can hide this frame's replay."""
     layer, half = frame
     gather, before = gather_of(stage, frame, phase), -1
     inside = None if gather is None else WindowAddress("fwd", layer, half, 0)  # the gather of the replayed linear's own forward
@@ -136,18 +142,18 @@ def _misplaced(stage: Stage, frame: FrameKey, phase: BackwardPhase, windows: lis
         name = f"windows.{half} of layer {layer} ({stretch}, {phase})"
         if window not in windows:
             yield f"{name} is no window of this stage in this phase"
-        elif windows.index(window) > in_time:
+        elif windows[window] > in_time:
             yield f"{name} comes after backward needs the half"
         elif window == inside:
             yield f"{name} lies in the very linear that is replayed"
-        elif windows.index(window) <= before:
+        elif windows[window] <= before:
             yield f"{name} does not come after the window of the stretch before it"
         elif gather == ON_DEMAND:
             yield f"{name} cannot hide a replay whose input is gathered on demand (a replay in a window must not communicate)"
-        elif gather is not None and windows.index(gather) >= windows.index(window):
+        elif gather is not None and windows[gather] >= windows[window]:
             yield f"{name} comes before the half's input is gathered ({gather})"
         else:
-            before = windows.index(window)
+            before = windows[window]
             continue
         return
 
@@ -162,31 +168,29 @@ def _last_in_time(
     stage: Stage,
     frame: FrameKey,
     layout: ParallelFacts,
-    windows: list[Window],
+    windows: Places,
     te: bool,
     exchanging: Container[int],
     section: Section,
 ) -> int:
-    """The index of the last window before backward needs a tensor of the half."""
+    """The place of the last window before backward needs a tensor of the half."""
     layer, half = frame
-    first_own = windows.index(WindowAddress("bwd", layer, half, 0))
+    first_own = windows[WindowAddress("bwd", layer, half, 0)]
     replay = stage.rule_for(layer).replay
     if half == EXPERTS.half and layer in exchanging:
         return first_own - 1 + own_exchanges_in_time(EXPERTS, replay)
     return first_own - 1 + own_windows_in_time(section, replay, sequence_parallel=layout.sequence_parallel, te=te)
 
 
-def _deepest(
-    stage: Stage, sequence_parallel: bool, phase: BackwardPhase, exchanging: Container[int], halves: Halves
-) -> tuple[int, str]:
-    """The most frames that are ahead at once, and the window where it happens."""
+def _deepest(stage: Stage, phase: BackwardPhase, windows: Sequence[Window]) -> tuple[int, str]:
+    """The most frames that are ahead at once, and the window where it happens. `windows`: all of a backward, in order."""
     served: dict[Window, list[FrameKey]] = {}
     for frame in frames_of(stage):
         if stage.rule_for(frame[0]).replays(frame[1]):
             served.setdefault(stretches_of(stage, frame, phase)[0][0], []).append(frame)
     ahead: set[FrameKey] = set()
     deepest, where = 0, ""
-    for window in windows_in_order(stage, sequence_parallel, phase, exchanging, halves):
+    for window in windows:
         entered = window.frame if isinstance(window, WindowAddress) and window.passing == "bwd" else None
         ahead.discard(entered)
         ahead.update(frame for frame in served.get(window, []) if frame != entered)

@@ -55,8 +55,8 @@ class Filler:
         self._plan = plan
         self._job = job
         self._simulation = simulation
-        self._rooms = [_rooms(plan, entry, job, profile, simulation, forwards=forwards) for entry in plan.stages]
-        self._known = known
+        rooms = (_rooms(plan, entry, job, profile, simulation, forwards=forwards) for entry in plan.stages)
+        self._ways = [_WaysOfLayers(each, known) for each in rooms]
         self.refused = Refused()
 
     def filled(self, budgets: Sequence[int]) -> Plan:
@@ -64,16 +64,16 @@ class Filler:
 
         `budgets`: what every stage's layers may hold, in bytes.
         """
-        fillings = [self._filling(rooms, budgets[rooms.entry.stage]) for rooms in self._rooms]
+        fillings = [self._filling(ways, budgets[ways.rooms.entry.stage]) for ways in self._ways]
         entries = tuple(filling.filled(receives=_receives(self._job, filling.rooms.entry)) for filling in fillings)
         found = [filling.refused for filling in fillings]
         self.refused = Refused(self._job.microbatches * max(each.seconds for each in found), max(each.bytes for each in found))
         return self._plan.model_copy(update={"stages": entries})
 
-    def _filling(self, rooms: Rooms, budget_bytes: int) -> _Filling:
-        chunks = self._plan.chunks_of(rooms.entry.stage)
-        slack = Slack(self._simulation, rooms.entry, [entry.layers.first for entry in chunks], budget_bytes)
-        return _Filling(rooms, slack, self._known)
+    def _filling(self, ways: _WaysOfLayers, budget_bytes: int) -> _Filling:
+        entry = ways.rooms.entry
+        first_layers = [each.layers.first for each in self._plan.chunks_of(entry.stage)]
+        return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), ways)
 
 
 def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile, simulation: Simulation, *, forwards: bool) -> Rooms:
@@ -94,16 +94,41 @@ class Known:
 
 
 @dataclass(frozen=True)
+class _WaysOfLayers:
+    """The best ways to fill the waits of each layer of a chunk."""
+
+    rooms: Rooms
+    known: Known
+    by_layer: dict[int, list[Packed]] = field(default_factory=dict)
+
+    def of(self, layer: int) -> list[Packed]:
+        """The first one waits for no forward."""
+        if layer not in self.by_layer:
+            self.by_layer[layer] = self._found(layer) if self.rooms.waits(layer) else [NOWHERE]
+        return self.by_layer[layer]
+
+    def _found(self, layer: int) -> list[Packed]:
+        waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
+        lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
+        key = lengths_s, linears
+        if key not in self.known.ways:
+            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.profile.interference)
+        if (key, filled_s) not in self.known.best:
+            self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
+        return self.known.best[key, filled_s]
+
+
+@dataclass(frozen=True)
 class _Filling:
     """One chunk of one stage on its way."""
 
     rooms: Rooms
     slack: Slack
-    known: Known
+    ways: _WaysOfLayers
     chosen: dict[int, Packed] = field(default_factory=dict)
 
     def filled(self, *, receives: bool) -> Stage:  # [1]
-        layers = {layer: self._packings(layer) for layer in self.rooms.entry.layers}
+        layers = {layer: self.ways.of(layer) for layer in self.rooms.entry.layers}
         for layer, found in layers.items():
             if not self._choose(layer, found[0]):
                 any(self._choose(layer, some) for some in self._parts(layer, found[0]))
@@ -124,21 +149,9 @@ class _Filling:
         for layer in self.rooms.entry.layers:
             longest_s = max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.profile.interference
             chosen = self.chosen[layer].waits if layer in self.chosen else {}
-            for cost in (self.rooms.cost(linear) for linear in self._packings(layer)[0].waits if linear not in chosen):
+            for cost in (self.rooms.cost(linear) for linear in self.ways.of(layer)[0].waits if linear not in chosen):
                 seconds, most_bytes = seconds + min(cost.seconds, longest_s), max(most_bytes, cost.bytes)
         return Refused(seconds, most_bytes)
-
-    def _packings(self, layer: int) -> list[Packed]:
-        waits, linears = self.rooms.waits(layer), self.rooms.linears(layer)
-        if not waits:
-            return [NOWHERE]
-        lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
-        key = lengths_s, linears
-        if key not in self.known.ways:
-            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.profile.interference)
-        if (key, filled_s) not in self.known.best:
-            self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
-        return self.known.best[key, filled_s]
 
     def _choose(self, layer: int, packed: Packed) -> bool:
         """Takes this way in place of the one before, if there is memory for it."""

@@ -75,28 +75,34 @@ NOWHERE = Packed(0.0, {})
 
 
 class Ways:
-    """Every way to put a layer's weight gradients into its waits, whatever replays take of these."""
+    """Every way to put a layer's weight gradients into its waits, whatever replays take of these.
+
+    A row is a way: for every linear the number of its place, 0 where its weight gradient is not put off.
+    """
 
     def __init__(self, lengths_s: Sequence[float], linears: Sequence[Linear], interference: float) -> None:
         self._linears = linears
         self._interference = interference
         self._places = [(None, *linear.places) for linear in linears]
-        self._chosen = np.array(list(product(*(range(len(places)) for places in self._places))))
-        self._length = np.tile(np.array(lengths_s), (len(self._chosen), 1))
+        self._chosen = np.indices([len(places) for places in self._places]).reshape(len(linears), -1)
+        ways = self._chosen.shape[1]
+        self._length = np.tile(np.array(lengths_s), (ways, 1))
         self._fill = np.zeros_like(self._length)
-        self._alone, self._cost = np.zeros(len(self._chosen)), np.zeros(len(self._chosen))
-        forwards = np.zeros((len(self._chosen), len(linears)), dtype=bool)
-        for number, linear in enumerate(linears):
-            for at, put in enumerate(self._places[number]):
-                rows = self._chosen[:, number] == at
-                if put is None:
-                    self._stays(rows, linear)
-                else:
-                    self._fill[rows, put.wait] += linear.seconds
-                    self._cost[rows] += WORTH * linear.seconds + 1e-12 * put.windows * linear.bytes / (1 + linear.bytes)
-                    forwards[rows, number] = is_forward(put.name)
-        subsets = sorted(product((False, True), repeat=len(linears)), key=sum)
-        self._subsets = [np.flatnonzero(~(forwards & ~np.array(allowed, dtype=bool)).any(axis=1)) for allowed in subsets]
+        self._alone, self._cost = np.zeros(ways), np.zeros(ways)
+        forwards = np.zeros(ways, dtype=np.intp)
+        for number, (linear, chosen) in enumerate(zip(linears, self._chosen, strict=True)):
+            put_off = linear.places
+            windows = np.array([0.0, *(1e-12 * put.windows * linear.bytes / (1 + linear.bytes) for put in put_off)])
+            worth_s = np.array([0.0, *[WORTH * linear.seconds] * len(put_off)])
+            fill = np.zeros((1 + len(put_off), len(lengths_s)))
+            for at, put in enumerate(put_off, start=1):
+                fill[at, put.wait] = linear.seconds
+            self._fill += fill[chosen]
+            self._cost += (worth_s + windows)[chosen]
+            forwards |= np.array([0, *(is_forward(put.name) << number for put in put_off)])[chosen]
+            self._stays(chosen == 0, linear)
+        self._using = [(used, np.flatnonzero(forwards == used)) for used in np.unique(forwards)]
+        """By set of linears that use forwards, each a bit: the ways in which these do, and no others."""
 
     def _stays(self, rows: NDArray[np.bool_], linear: Linear) -> None:
         self._alone[rows] += linear.seconds
@@ -107,20 +113,23 @@ class Ways:
         """The best ones, one for each set of linears that may use forwards, the first for none; each once."""
         seconds = self._seconds(filled_s)
         cost = seconds + self._cost
-        best = dict.fromkeys(int(rows[cost[rows].argmin()]) for rows in self._subsets)
-        return [Packed(float(seconds[row]), self._named(self._chosen[row])) for row in best]
+        least = [(used, int(rows[cost[rows].argmin()])) for used, rows in self._using]
+        subsets = sorted(product((0, 1), repeat=len(self._linears)), key=sum)
+        masks = [sum(bit << number for number, bit in enumerate(subset)) for subset in subsets]
+        found = (min((cost[row], row) for used, row in least if not used & ~mask) for mask in masks)
+        return [Packed(float(seconds[row]), self._named(row)) for row in dict.fromkeys(row for _, row in found)]
 
     def best_of_all(self, filled_s: Sequence[float]) -> Packed:
         """The best one, whichever linears use forwards."""
         seconds = self._seconds(filled_s)
         row = int((seconds + self._cost).argmin())
-        return Packed(float(seconds[row]), self._named(self._chosen[row]))
+        return Packed(float(seconds[row]), self._named(row))
 
     def _seconds(self, filled_s: Sequence[float]) -> NDArray[np.float64]:
         """What the layer's waits and its weight gradients take together, each way."""
         beyond = np.maximum(0.0, self._fill + np.array(filled_s) - self._length / self._interference)
         return np.asarray((self._length + beyond).sum(axis=1) + self._alone)
 
-    def _named(self, row: Sequence[int]) -> dict[str, str]:
-        puts = ((linear.name, self._places[number][row[number]]) for number, linear in enumerate(self._linears))
-        return {name: put.name for name, put in puts if put is not None}
+    def _named(self, row: int) -> dict[str, str]:
+        each = zip(self._linears, self._places, self._chosen[:, row], strict=True)
+        return {linear.name: put.name for linear, places, at in each if (put := places[at]) is not None}

@@ -64,14 +64,22 @@ class Rooms:
 
     @cached_property
     def _linears(self) -> dict[int, tuple[Linear, ...]]:
-        return {
-            layer: tuple(
-                self._linear(layer, section, name)
-                for section in reversed(self._sections(layer))
-                for name in reversed(self._deferrable(section))
-            )
-            for layer in self.entry.layers
-        }
+        alike: dict[object, tuple[Linear, ...]] = {}
+        found = {}
+        for layer in self.entry.layers:
+            kind = self._sections(layer), self._places(layer), self._places(layer - 1)
+            if kind not in alike:
+                alike[kind] = tuple(
+                    self._linear(layer, section, name)
+                    for section in reversed(self._sections(layer))
+                    for name in reversed(self._deferrable(section))
+                )
+            found[layer] = alike[kind]
+        return found
+
+    def _places(self, layer: int) -> tuple[object, ...]:
+        """The waits of one layer, whichever it is."""
+        return tuple(at[:1] + at[2:] for at in self._addresses(layer))
 
     @cached_property
     def _by_layer(self) -> dict[int, list[WindowAddress]]:
@@ -114,7 +122,7 @@ class Rooms:
                 yield Put(at, window_name("fwd", wait.half, wait.ordinal), LONG)
             elif at >= first:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal), at - first)
-            elif wait._replace(layer=layer - 1) in self._lengths_s and wait._replace(layer=layer - 1) in self._backward:
+            elif wait._replace(layer=layer - 1) in self._addresses(layer - 1):
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
 
     @cached_property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -82,10 +81,7 @@ class Slack:
 
 def next_forward(simulation: Simulation, stage: int, chunk: int) -> tuple[Executed, Executed] | None:
     """A backward of a chunk behind which the stage runs a forward, of whichever chunk, with that forward; None: there is none."""
-    passes = [each for each in simulation.executed[stage] if each.action.kind != "R"]
-    pairs = [
-        pair for pair in pairwise(passes) if [each.action.kind for each in pair] == ["B", "F"] and pair[0].action.chunk == chunk
-    ]
+    pairs = [pair for pair in simulation.turns(stage) if pair[0].action.chunk == chunk]
     return pairs[len(pairs) // 2] if pairs else None
 
 

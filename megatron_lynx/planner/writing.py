@@ -5,8 +5,9 @@ StageAnswer of each stage ──> an entry for each chunk: rules, windows, depth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import ceil
 from typing import Literal
 
@@ -52,9 +53,11 @@ def with_rehearsed(plan: Plan, parted: Job, answers: Sequence[StageAnswer], simu
     """The plan with what a rehearsal predicts of its step, its copies and its memory."""
     loads = {load.stage: load for load in simulation.host_bound}
     waits_s = [round(simulation.exposed_copy_s(answer.stage), SECOND_DIGITS) for answer in answers]
+    defers = any(entry.defers for entry in plan.stages)
+    parts_of = [parts_in(parted, answer, simulation, defers=defers) for answer in answers]
     stages = []
     for entry in plan.stages:
-        parts = parts_in(parted, answers[entry.stage], simulation, defers=any(each.defers for each in plan.stages))
+        parts = parts_of[entry.stage]
         found: dict[str, object] = {
             "step_s": round(simulation.step_s, SECOND_DIGITS),
             "exposed_copy_s": waits_s[entry.stage],
@@ -176,16 +179,16 @@ def exchanging_layers(job: Job) -> frozenset[int]:
 
 
 def rule_of(
-    layer: int,
+    layers: int | LayerRange,
     sections: Iterable[Section],
     replay: Collection[str],
     windows: Mapping[Half, str | ByPhase | None],
     gathers: Mapping[Half, str | None],
 ) -> Rule:
-    """The rule for one layer. `sections`: what fills its halves."""
+    """The rule for one layer, or for some. `sections`: what fills their halves."""
     items = [item for section in sections for item in section.names]
     content = {
-        "layers": layer,
+        "layers": layers,
         "keep": tuple(item for item in items if item not in replay),
         "replay": tuple(item for item in items if item in replay),
         "windows": dict(windows),
@@ -204,9 +207,16 @@ def made_by() -> str:
 
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
-    rules = [_rule(job, layer, choice) for layer, choice in zip(job.layers_of(*where), solved.layers, strict=True)]
-    predicted = _predicted(job, answer, solved)
+    rules, predicted = list(_rules(job, where, solved.layers)), _predicted(job, answer, solved)
     return stage_of(job, where, rules, predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
+
+
+def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
+    """A rule for every run of neighbouring layers that are treated alike."""
+    numbered = zip(job.layers_of(*where), choices, strict=True)
+    for (choice, sections), alike in groupby(numbered, key=lambda each: (each[1], job.model.sections(each[0]))):
+        layers = [layer for layer, _ in alike]
+        yield _rule(LayerRange(first=layers[0], last=layers[-1]), sections, choice)
 
 
 def _offload(job: Job, where: tuple[int, int], size_bytes: int) -> Offload | None:
@@ -229,9 +239,10 @@ def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:
     )
 
 
-def _rule(job: Job, layer: int, choice: LayerChoice) -> Rule:
+def _rule(layers: LayerRange, sections: Sequence[Section], choice: LayerChoice) -> Rule:
+    """The rule for layers that are treated alike."""
     replay = {item for option in choice.halves for item in option.replay}
     options = list(zip(HALVES, choice.halves, strict=True))
     windows = {half: window_of(each.seat.steady.window, each.seat.cooldown.window) for half, each in options if each.replay}
     gathers = {half: option.seat.gather for half, option in options}
-    return rule_of(layer, job.model.sections(layer), replay, windows, gathers)
+    return rule_of(layers, sections, replay, windows, gathers)

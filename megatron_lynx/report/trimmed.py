@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from megatron_lynx.report.kinds import is_wait, kind_of
 from megatron_lynx.simulator.timeline import Span, Timeline
@@ -24,7 +23,7 @@ def trimmed(timeline: Timeline) -> Timeline:
 def _trimmed(spans: Sequence[Span]) -> Iterator[Span]:
     exposed = sorted(span.start_s for span in spans if kind_of(span) in ("on_demand", "flushed"))
     for span in spans:
-        yield replace(span, end_s=_end_s(span, exposed)) if is_wait(span) else span
+        yield span._replace(end_s=_end_s(span, exposed)) if is_wait(span) else span
 
 
 def _end_s(wait: Span, exposed: Sequence[float]) -> float:

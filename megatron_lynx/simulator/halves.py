@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +31,7 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.schedule.schedule import Phase
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass, Walked
 from megatron_lynx.simulator.pending import Due, LinearOf, Pending, Queue
 from megatron_lynx.simulator.treated import HalfKind, Part, Treated
 from megatron_lynx.simulator.walk import Walk
@@ -93,12 +94,12 @@ def stage_passes(
 
     own = {phase: (parts_by_window(treated, phase), _gathered(treated, phase)) for phase in PHASES}
     spared = {phase: dict(filter(None, (half.spared(phase) for half in treated))) for phase in PHASES}
-    seen = {chunk: _as_seen_by(treated, other) for chunk, other in others.items()}
+    seen = cache(lambda chunk: _as_seen_by(treated, others[chunk]))
 
     def walked(key: PassKey, queue: Queue) -> TimedPass:
         kind, which, last = key
         if kind == "F":
-            served, gathered = seen[which] if isinstance(which, int) else own[which] if which == "steady" else ({}, {})
+            served, gathered = seen(which) if isinstance(which, int) else own[which] if which == "steady" else ({}, {})
             walk = Walk(profile.interference, queue, first[0])
             return _forward(walk, treated, served, gathered, forward, first[1]).issued_in(host.forward_s)
         assert isinstance(which, str)
@@ -130,10 +131,10 @@ def stage_passes(
     if due:
         return ChunkPasses(filled=filled)
     return ChunkPasses(
-        forward={phase: filled.of(("F", phase, False), ())[0] for phase in PHASES},
-        backward={phase: filled.of(("B", phase, False), ())[0] for phase in PHASES},
-        received={phase: filled.of(("R", phase, False), ())[0] for phase in PHASES},
-        hiding={chunk: filled.of(("F", chunk, False), ())[0] for chunk in others},
+        forward=Walked(filled, "F", PHASES),
+        backward=Walked(filled, "B", PHASES),
+        received=Walked(filled, "R", PHASES),
+        hiding=Walked(filled, "F", tuple(others)),
     )
 
 

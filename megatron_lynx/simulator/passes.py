@@ -13,9 +13,9 @@ A pass is timed from its own beginning; the simulator puts it in its place. No p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import HostCopy
@@ -59,7 +59,7 @@ class TimedPass:
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
             regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
-            spans=tuple(replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
+            spans=tuple(span._replace(start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
             host_s=host_s,
             host_late_s=host_s - self.seconds,
         )
@@ -98,6 +98,29 @@ class Filled:
         if chunk is None or phase != "steady":
             return "F", "warmup", False
         return "F", chunk if chunk in self.others else "steady", False
+
+
+Which = TypeVar("Which", Phase, int)
+
+
+@dataclass(frozen=True, eq=False)
+class Walked(Mapping[Which, TimedPass]):
+    """Passes of one kind, by phase or by chunk, of a chunk that defers nothing: each is made when it is asked for."""
+
+    filled: Filled
+    kind: Literal["F", "R", "B"]
+    known: Collection[Which]
+
+    def __getitem__(self, which: Which) -> TimedPass:
+        if which not in self.known:
+            raise KeyError(which)
+        return self.filled.of((self.kind, which, False), ())[0]
+
+    def __iter__(self) -> Iterator[Which]:
+        return iter(self.known)
+
+    def __len__(self) -> int:
+        return len(self.known)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megatron_lynx.cost.host import HostLoad
@@ -17,7 +18,7 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.copies import Copied
 from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, memory_curve
+from megatron_lynx.simulator.timeline import FLUSHED, ON_DEMAND, MemoryCurve, Span, Timeline, curve_of_parts
 
 
 class Executed(NamedTuple):
@@ -124,15 +125,24 @@ class Simulation:
     def _served(self) -> dict[int, list[Action]]:
         return {}
 
+    def turns(self, stage: int) -> Sequence[tuple[Executed, Executed]]:
+        """Every backward behind which the stage runs a forward, with that forward."""
+        if stage not in self._turns:
+            passes = [each for each in self.executed[stage] if each.action.kind != "R"]
+            self._turns[stage] = [pair for pair in pairwise(passes) if (pair[0].action.kind, pair[1].action.kind) == ("B", "F")]
+        return self._turns[stage]
+
+    @cached_property
+    def _turns(self) -> dict[int, list[tuple[Executed, Executed]]]:
+        return {}
+
     def _curve(self, stage: int) -> MemoryCurve:
-        passes = [(each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.memory]
-        return memory_curve([*passes, *(copy.memory for copy in self.copied[stage])])
+        passes = [(each.start_s, each.content.memory) for each in self.executed[stage]]
+        return curve_of_parts([*passes, (0.0, tuple(copy.memory for copy in self.copied[stage]))])
 
     def regenerated(self, stage: int) -> MemoryCurve:
         """How much of that is what replays have made again. As a half ends, it is let go before what the half had kept."""
-        return memory_curve(
-            (each.start_s + after_s, change) for each in self.executed[stage] for after_s, change in each.content.regenerated
-        )
+        return curve_of_parts([(each.start_s, each.content.regenerated) for each in self.executed[stage]])
 
     def timeline(self) -> Timeline:
         """The step as spans, a row for each stage: halves, windows, replays, copies, and waits for neighbours."""
@@ -160,9 +170,9 @@ def _spans(executed: Sequence[Executed], halts: Sequence[float]) -> Iterator[Spa
         for span in each.content.spans:
             owner = whose if span.kind in ("replay", "gather") else each.action
             start_s, end_s = (each.start_s + stretched * at for at in (span.start_s, span.end_s))
-            placed = replace(span, start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
+            placed = span._replace(start_s=start_s, end_s=end_s, micro_batch=owner.micro_batch)
             if span.kind == "weight_gradient":  # an earlier backward's
-                placed = replace(placed, micro_batch=None)
+                placed = placed._replace(micro_batch=None)
             yield from _parted(placed, each.end_s - _delay_s(each)) if each.action.kind == "R" else (placed,)
 
 
@@ -180,10 +190,10 @@ def _copy(copied: Copied) -> Span:
 def _parted(replay: Span, hidden_until_s: float) -> Iterator[Span]:
     """Splits a replay, or a weight gradient, into the part that the receive hides and the part that it does not."""
     if replay.start_s < hidden_until_s:
-        yield replace(replay, end_s=min(replay.end_s, hidden_until_s))
+        yield replay._replace(end_s=min(replay.end_s, hidden_until_s))
     if replay.end_s > hidden_until_s:
         exposed = FLUSHED if replay.kind == "weight_gradient" else ON_DEMAND
-        yield replace(replay, start_s=max(replay.start_s, hidden_until_s), window=exposed)
+        yield replay._replace(start_s=max(replay.start_s, hidden_until_s), window=exposed)
 
 
 def _served(executed: Sequence[Executed]) -> list[Action]:

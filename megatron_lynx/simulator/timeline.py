@@ -10,11 +10,12 @@ Spans of one kind may lie inside those of another; nothing here depends on their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import itemgetter
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 ComputeKind = Literal["forward", "backward", "replay", "weight_gradient", "update"]
 WaitKind = Literal["window", "gather", "recv", "offload", "reload", "copy_wait"]
@@ -29,8 +30,7 @@ FLUSHED = "flushed"
 """The `window` of a deferred weight gradient that none hides."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One event of one rank. `window` is where a replay ran, or the window itself. Seconds."""
 
     kind: SpanKind
@@ -96,7 +96,7 @@ class MemoryCurve:
     times_s: tuple[float, ...]
     bytes: tuple[int, ...]
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         return max(self.bytes, default=0)
 
@@ -106,9 +106,19 @@ def memory_curve(changes: Iterable[tuple[float, int]]) -> MemoryCurve:
 
     What is taken and given back at one moment is in the order of `changes`, so that a peak of no duration is seen.
     """
-    ordered = sorted(changes, key=itemgetter(0))
-    held = accumulate([change for _, change in ordered], initial=0)
-    return MemoryCurve((0.0, *[time_s for time_s, _ in ordered]), tuple(held))
+    return curve_of_parts([(0.0, tuple(changes))])
+
+
+def curve_of_parts(parts: Sequence[tuple[float, tuple[tuple[float, int], ...]]]) -> MemoryCurve:
+    """The same of many parts, such as passes: when each begins, and its changes from then on. Most parts are one of few."""
+    apart = {id(changes): changes for _, changes in parts if changes}
+    known = {number: tuple(map(np.array, zip(*changes, strict=True))) for number, changes in apart.items()}
+    placed = [(begin_s + times_s, sizes) for begin_s, changes in parts if changes for times_s, sizes in [known[id(changes)]]]
+    if not placed:
+        return MemoryCurve((0.0,), (0,))
+    times_s, sizes = (np.concatenate(each) for each in zip(*placed, strict=True))
+    order = np.argsort(times_s, kind="stable")
+    return MemoryCurve((0.0, *times_s[order].tolist()), (0, *np.cumsum(sizes[order]).tolist()))
 
 
 def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
@@ -122,14 +132,12 @@ def timeline_of(events: Mapping[int, Iterable[Any]]) -> Timeline:
 
 
 def _shifted(spans: tuple[Span, ...], origin_s: float) -> tuple[Span, ...]:
-    moved = (replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
+    moved = (span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in spans)
     return tuple(sorted(moved, key=lambda span: (span.start_s, -span.end_s)))
 
 
 def _span(event: Any) -> Span:
-    known: Mapping[str, Any] = (
-        event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span.__dataclass_fields__}
-    )
+    known: Mapping[str, Any] = event if isinstance(event, Mapping) else {key: getattr(event, key, None) for key in Span._fields}
     kind, start_s, end_s = known["kind"], float(known["start_s"]), float(known["end_s"])
     if kind not in SPAN_KINDS:
         raise ValueError(f"an event's kind is {kind!r}, but must be one of {', '.join(SPAN_KINDS)}")

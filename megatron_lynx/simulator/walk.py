@@ -60,22 +60,22 @@ class Walk:
         self._exposed_s += part.seconds + part.gather_s
 
     def window(self, window: WindowAddress, seconds: float, served: Sequence[Part]) -> None:  # [2]
-        start_s, room_s = self.clock_s, seconds / self._interference
+        start_s, room_s, name = self.clock_s, seconds / self._interference, str(window)
         for part in served:
             self.regenerate(part.taken_bytes)
             fits_s = min(part.seconds, room_s)
             room_s -= fits_s
-            self.replay(part.half, fits_s * self._interference, str(window))
+            self.replay(part.half, fits_s * self._interference, name)
             self.replay(part.half, part.seconds - fits_s, ON_DEMAND)
             self._hidden_s += fits_s
             self._exposed_s += part.seconds - fits_s + part.gather_s
         for entry in self._queue.due(window):
             fits_s = min(entry.cost.seconds, room_s)
             room_s -= fits_s
-            self._weight_gradient(entry, fits_s, str(window), self._interference)
-        self.clock_s = max(self.clock_s, start_s + seconds) + sum(part.gather_s for part in served)
+            self._weight_gradient(entry, fits_s, name, self._interference)
+        self.clock_s = max(self.clock_s, start_s + seconds) + sum([part.gather_s for part in served])
         if self.clock_s > start_s:
-            self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, str(window), str(window)))
+            self._spans.append(Span("window", start_s, self.clock_s, window.layer, window.half, None, name, name))
 
     def defer(self, of: LinearOf, cost: WeightGradient) -> float:
         """Defers a weight gradient; the seconds of those that have to run at once for that."""  # [5]

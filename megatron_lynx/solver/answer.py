@@ -6,7 +6,7 @@ Where nothing fits there is no answer: `Infeasible` is raised, and says what bin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, resident_bytes
@@ -138,6 +138,22 @@ class Solved:
 
 
 Solver = Callable[[StageProblem], Solved]
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A solver that remembers the last answer to each stage's problem at each budget."""
+
+    solver: Solver
+    known: dict[object, tuple[StageProblem, Solved]] = field(default_factory=dict)
+
+    def __call__(self, problem: StageProblem) -> Solved:
+        key = problem.stage, problem.layers, problem.in_flight, problem.budget_bytes, problem.loss_bytes
+        asked, answer = self.known.get(key, (None, None))
+        if answer is None or asked != problem:
+            answer = self.solver(problem)
+            self.known[key] = problem, answer
+        return answer
 
 
 def infeasible(problem: StageProblem, least: Solved) -> Infeasible:

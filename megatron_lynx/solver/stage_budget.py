@@ -24,22 +24,16 @@ from megatron_lynx.units import MIB
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
     """The smallest of the bounds on layers that run backward, below 0 where the rest alone is too much; None without a bound."""
-    bounds = []
-    if job.budget.activation_mib is not None:
-        bounds.append(int(job.budget.activation_mib * MIB))
-    if bounded_by_device(job):
-        bounds.append(_on_device_bytes(job, stage))
-    return min(bounds, default=None)
+    return _budget_bytes(job, beside_layers(job, stage)) if _bounded(job) else None
 
 
 def loss_bytes(job: Job, stage: int) -> int:
     """By how much less the layers may hold while the loss is computed than while they run backward."""
-    budget_bytes = layers_budget_bytes(job, stage)
-    if budget_bytes is None or not bounded_by_device(job):
+    if not bounded_by_device(job):
         return 0
     parts = beside_layers(job, stage)
     at_loss = max(parts.at(moment).total for moment in parts.moments if moment in ("forward", "loss", "head_backward"))
-    return max(0, budget_bytes - (job.memory_budget_bytes - at_loss))
+    return max(0, _budget_bytes(job, parts) - (job.memory_budget_bytes - at_loss))
 
 
 def bounded_by_device(job: Job) -> bool:
@@ -53,24 +47,42 @@ def beside_layers(job: Job, stage: int) -> Parts:
 
 def most_beside_layers(job: Job, stage: int) -> StageMemory:
     """What is held beside layers that run backward, or by an update, where that alone is too much."""
-    parts = beside_layers(job, stage)
-    update = max(parts.at("reduction"), parts.at("update"), key=lambda memory: memory.total)
-    return update if update.total > job.memory_budget_bytes else parts.at("backward")
+    return _most(job, beside_layers(job, stage))
 
 
-def _on_device_bytes(job: Job, stage: int) -> int:
+def _bounded(job: Job) -> bool:
+    return job.budget.activation_mib is not None or bounded_by_device(job)
+
+
+def _budget_bytes(job: Job, beside: Parts) -> int:
+    """The smallest of the bounds, of which there is one. `beside`: of the stage in question, as below."""
+    bounds = []
+    if job.budget.activation_mib is not None:
+        bounds.append(int(job.budget.activation_mib * MIB))
+    if bounded_by_device(job):
+        bounds.append(_on_device_bytes(job, beside))
+    return min(bounds)
+
+
+def _most(job: Job, beside: Parts) -> StageMemory:
+    update = max(beside.at("reduction"), beside.at("update"), key=lambda memory: memory.total)
+    return update if update.total > job.memory_budget_bytes else beside.at("backward")
+
+
+def _on_device_bytes(job: Job, beside: Parts) -> int:
     """Where an update alone is too much, what is missing, below 0."""
-    beside = most_beside_layers(job, stage)
-    if beside.moment != "backward":
-        return job.memory_budget_bytes - beside.total
-    return job.memory_budget_bytes - beside.total - _more_for_embedding(job, stage)
+    most = _most(job, beside)
+    if most.moment != "backward":
+        return job.memory_budget_bytes - most.total
+    return job.memory_budget_bytes - most.total - _more_for_embedding(job, beside)
 
 
-def _more_for_embedding(job: Job, stage: int) -> int:
+def _more_for_embedding(job: Job, beside: Parts) -> int:
     """How much more the embedding's backward has in hand than the layers'.
 
     Less what the layers of that micro-batch no longer hold then: at least their inputs.
     """
-    parts = beside_layers(job, stage)
-    least = min(job.chunk_layers(stage)) * LayerShape.of(job).input_bytes
-    return max(0, parts.embedding_gradient - parts.in_hand - least)
+    if not beside.embedding_gradient:
+        return 0
+    least = min(job.chunk_layers(0)) * LayerShape.of(job).input_bytes
+    return max(0, beside.embedding_gradient - beside.in_hand - least)

@@ -27,7 +27,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact, host_bound
-from megatron_lynx.solver.answer import NOTHING_FITS, Solved, Solver, infeasible
+from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, Solver, infeasible
 from megatron_lynx.solver.chunks import Chunks
 from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
@@ -68,7 +68,8 @@ class Stages:
         Layers differ only where that may save more than `enough_s` of a micro-batch."""
         if answer.exposed_s == answer.host_late_s == 0:
             return answer
-        solver = partial(self._refined, solver=partial(host_bound.solve, solver=partial(exact.solve, enough_s=enough_s)))
+        refining = partial(exact.solve, enough_s=enough_s, quick=self._heuristic)
+        solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
         return self._offloading(answer.stage, answer.offload_ratio, self._budget_bytes(answer.stage), solver)
 
     def _best(self, stage: int) -> StageAnswer:
@@ -106,7 +107,7 @@ class Stages:
     def _offloading(
         self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
-        solver = solver or partial(self._chunks.solved, solver=partial(_solved, self.job))
+        solver = solver or partial(self._chunks.solved, solver=self._solved)
         solved = partial(solver, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, ratio, ratio, solved)
         while answer.movable_share < answer.offloaded_share:
@@ -117,8 +118,17 @@ class Stages:
         return replace(answer, exposed_copies_s=self._exposed_copies_s(answer), host_sets=sets_on_host(*layout))
 
     def _refined(self, stage: int, in_flight: float, budget_bytes: int | None, solver: Solver) -> SolvedChunks:
-        quick = partial(_solved, self.job)
-        return self._chunks.sharing(stage, budget_bytes, self._chunks.solved(stage, in_flight, budget_bytes, solver, quick))
+        chunks = self._chunks.solved(stage, in_flight, budget_bytes, solver, self._solved)
+        return self._chunks.sharing(stage, budget_bytes, chunks)
+
+    def _solved(self, problem: StageProblem) -> Solved:
+        """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
+        if self.job.policy == "planned":
+            return host_bound.solve(problem, self._heuristic)
+        answer = baselines.of_policy(problem, self.job.policy)
+        if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
+            raise infeasible(problem, answer)
+        return answer
 
     def _leaving(self, stage: int, ratio: float, share: float, solved: Callable[[float], SolvedChunks]) -> StageAnswer:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
@@ -178,18 +188,12 @@ class Stages:
         return Chunks(StageProblems(self.job, self.profile, self.early_exchanges))
 
     @cached_property
+    def _heuristic(self) -> Remembering:
+        return Remembering(solve)
+
+    @cached_property
     def _shape(self) -> LayerShape:
         return LayerShape.of(self.job)
-
-
-def _solved(job: Job, problem: StageProblem) -> Solved:
-    """The choices that a policy makes. Those of stock Megatron replay on demand, as it does."""
-    if job.policy == "planned":
-        return host_bound.solve(problem, solve)
-    answer = baselines.of_policy(problem, job.policy)
-    if problem.budget_bytes is not None and answer.peak_bytes > problem.budget_bytes:
-        raise infeasible(problem, answer)
-    return answer
 
 
 def _least_in_words(job: Job, least: StageAnswer) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_lynx.compare.perfetto import write_trace
@@ -30,7 +29,7 @@ def as_if_run(slower: float = 1.25) -> Timeline:
 
     def later(span: Span) -> Span:
         micro_batch = None if span.micro_batch is None else span.micro_batch + 2 * JOB.microbatches
-        return replace(span, start_s=slower * span.start_s, end_s=slower * span.end_s, micro_batch=micro_batch)
+        return span._replace(start_s=slower * span.start_s, end_s=slower * span.end_s, micro_batch=micro_batch)
 
     stages = simulated().timeline().ranks
     return Timeline({2 * stage + rank: tuple(map(later, spans)) for stage, spans in stages.items() for rank in (0, 1)})
