@@ -53,10 +53,10 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_moment_of_a_step_holds_what_is_predicted(pool_of, name):
+def test_every_moment_of_a_step_holds_what_is_predicted(own_pool_of, name):
     like, fields = JOBS[name]
     job = tiny_job(like, **{**SIZE, **fields})
-    counted = pool_of(job.gpus).run(count, job, {})
+    counted = own_pool_of(job.gpus).run(count, job, {})
     for stage in range(job.parallel.pipeline):
         parts = stage_parts(job.model_copy(update={"policy": "none"}), stage)
         compare(counted[stage * job.gpus // job.parallel.pipeline], parts, job, stage)
@@ -72,19 +72,19 @@ WITH_EXPERTS = {
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_every_moment_of_layers_of_experts(pool_of, name):
+def test_every_moment_of_layers_of_experts(own_pool_of, name):
     """Rows on their way were counted as if they were always there, in updates as well; and what dispatchers remember never."""
     like, fields, megatrons = WITH_EXPERTS[name]
     job = tiny_job(like, **SIZE, **fields)
-    counted = pool_of(job.gpus).run(count, job, megatrons)
+    counted = own_pool_of(job.gpus).run(count, job, megatrons)
     compare(counted[0], stage_parts(job.model_copy(update={"policy": "none"}), 0), job, 0)
 
 
-def test_every_moment_of_context_parallel_ranks(pool_of):
+def test_every_moment_of_context_parallel_ranks(own_pool_of):
     """The ring that stands in for Transformer Engine's keeps keys and values of one turn and a number for each row and head;
     Megatron's own attention, which takes no part in this, would keep scores."""
     job = tiny_job("gpt", **SIZE, context=2, attention_dropout=0.0)
-    counted = pool_of(2).run(count, job, {})
+    counted = own_pool_of(2).run(count, job, {})
     parts, shape = stage_parts(job.model_copy(update={"policy": "none"}), 0), LayerShape.of(job)
     core = sum(
         tensor.bytes
@@ -112,9 +112,9 @@ def compare(counted, parts, job, stage):
         assert (counted["forward"] - parts.at("forward").total) % shape.gathered_bytes <= small
     norm = shape.gathered_bytes if job.model.norm == "rmsnorm" else 0  # its product
     over = {moment: counted[moment] - parts.at(moment).total for moment in parts.moments}
-    assert -small <= over["forward"] <= small + held, "a little of the jobs before goes meanwhile, such as a message of gloo's"
+    assert -small * (job.model.experts is not None) <= over["forward"] <= small + held
     if "loss" in over:
-        assert -small <= over["loss"] <= small + norm + held
+        assert 0 <= over["loss"] <= small + norm + held
         assert -shape.gathered_bytes - parts.messages <= over["head_backward"] <= small + norm + held
     if "embedding_backward" in over:
         assert -shape.gathered_bytes <= over["embedding_backward"] <= held + small + shape.gathered_bytes
@@ -126,9 +126,9 @@ def compare(counted, parts, job, stage):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_layer_made_again_is_never_there_together_with_the_logits(pool_of, dtype):
+def test_a_layer_made_again_is_never_there_together_with_the_logits(own_pool_of, dtype):
     job = tiny_job("gpt", **SIZE, dtype=dtype, tied_embeddings=False).model_copy(update={"policy": "full"})
-    (counted,) = pool_of(1).run(count, job, FULL)
+    (counted,) = own_pool_of(1).run(count, job, FULL)
     parts = stage_parts(job, 0)
     states = STATES_OF_A_LAYER * job.model.layers
     small = ROW_BYTES * job.model.seq
@@ -140,10 +140,10 @@ def test_a_layer_made_again_is_never_there_together_with_the_logits(pool_of, dty
     assert max(counted["loss"], counted["backward"]) < together
 
 
-def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(pool_of):
+def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(own_pool_of):
     job = tiny_job("gpt", **SIZE, dtype="bf16", tied_embeddings=False)
     less = job.model_copy(update={"optimizer": Optimizer(gradients="bf16")})
-    (whole,), (half,) = (pool_of(1).run(count, each, {}) for each in (job, less))
+    (whole,), (half,) = (own_pool_of(1).run(count, each, {}) for each in (job, less))
     parameters = stage_parameters(job, 0).total
     small = ROW_BYTES * job.model.seq
     assert whole["forward"] - half["forward"] == pytest.approx(2 * parameters, abs=small)
@@ -158,9 +158,9 @@ LOSS = {"layers": 2, "hidden": 32, "ffn": 64, "vocab": 4096, "seq": 64, "micro":
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_what_megatrons_fused_loss_holds(pool_of, dtype):
+def test_what_megatrons_fused_loss_holds(own_pool_of, dtype):
     job = tiny_job("gpt", **LOSS, dtype=dtype, cross_entropy="native")
-    (counted,) = pool_of(1).run(count, job, {})
+    (counted,) = own_pool_of(1).run(count, job, {})
     predicted = stage_parts(job.model_copy(update={"policy": "none"}), 0).at("loss").total
     assert 0 <= counted["loss"] - predicted <= ROW_BYTES * job.model.seq
 
