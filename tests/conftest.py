@@ -54,6 +54,16 @@ def ranks_from_a_nursery() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
     """`pool_of(2).run(function, *args)` runs an importable function on two ranks, and returns their results."""
+    yield from _pools()
+
+
+@pytest.fixture(scope="module")
+def own_pool_of() -> Iterator[Callable[[int], RankPool]]:
+    """The same on ranks of this file of tests alone: what others leave in a rank's memory may go while bytes are counted."""
+    yield from _pools()
+
+
+def _pools() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(ranks: int) -> RankPool:

@@ -19,7 +19,7 @@ from tests.config.jobs import catalogued_job
 from tests.cost.moments_on_ranks import count
 from tests.profiler.made_up import made_up_profile
 
-LONGER_AT_MOST = 0.002
+LONGER_AT_MOST = 0.001
 """Stages are solved one by one, and a step is simulated: what a stage exposes less need not make it shorter. docs/decisions.md
 says how much longer more memory was seen to make a step, and why."""
 STATES_OF_A_HALF = 5 * 5056
@@ -55,6 +55,24 @@ def test_with_more_memory_no_plan_is_slower_but_for_what_heuristics_miss(job, le
         assert all(memory.total <= memory_gib * GIB for memory in decision.memory)
     for less_memory_s, more_memory_s in pairwise(steps_s):
         assert more_memory_s <= less_memory_s * (1 + LONGER_AT_MOST)
+
+
+@pytest.mark.parametrize(("less", "more"), [(45.02, 46.84), (53.85, 54.377), (56.9, 58.07)])
+def test_more_memory_once_made_a_step_longer(less, more) -> None:
+    """By 0.05 to 0.07 %. The first stages sent more to the host, which had paid only while layers were alike; or what gains
+    little was replayed in the wait of cool-down first, because backward needs it first."""
+    job = catalogued_job(
+        "gpt-22b",
+        "a100-80g",
+        gpus=32,
+        batch=64,
+        parallel={"pipeline": 8, "distributed_optimizer": True},
+        policy="planned",
+        offload_ratio="auto",
+    )
+    profile = analytic_profile(job)
+    less_s, more_s = (decide(with_budget(job, memory_gib), profile).simulation.step_s for memory_gib in (less, more))
+    assert more_s <= less_s
 
 
 @st.composite

@@ -33,7 +33,7 @@ class Predicted:
     """The same if Python took no time."""
     update_s: float
     states_bytes: int
-    """What is there before any activation."""
+    """What is there when a step begins, buffers that an earlier step has made included."""
     moments: Mapping[str, int]
     """Everything on the device, by moment."""
     layers_bytes: int
@@ -85,7 +85,7 @@ def _predicted(
         passes_s=run.busy_s(0) + run.exposed_copy_s(0),
         device_s=alone.busy_s(0) + alone.exposed_copy_s(0),
         update_s=update_s(job, profile),
-        states_bytes=memory.always,
+        states_bytes=memory.before_step,
         moments={str(moment): size for moment, size in memory.totals.items()},
         layers_bytes=layers_bytes,
         replay_s=run.exposed_replay_s(0) + run.hidden_replay_s(0),

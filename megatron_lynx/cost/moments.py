@@ -56,6 +56,11 @@ class StageMemory:
         return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
 
     @property
+    def before_step(self) -> int:
+        """What is held when a step begins, from the second one on: buffers were made in the first, and stay."""
+        return self.always + self.buffers
+
+    @property
     def kinds(self) -> dict[str, int]:
         """Every kind of bytes, by name."""
         return {name: size for name, size in vars(self).items() if name not in ("moment", "totals")}

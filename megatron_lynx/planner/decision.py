@@ -183,12 +183,24 @@ def _fitting(
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:
-    """The decision with the exact solver's answers, if they are faster; sought where they may gain `WORTH_READING`."""
+    """The decision with the exact solver's answers, if they are faster; sought where they may gain `WORTH_READING`.
+
+    Where stages offload, three ways are rehearsed: as they are, those with less that are then faster, and all with the least they
+    can. What a stage exposes less need not make the step shorter.
+    """
     if job.policy != "planned" or layers_budget_bytes(decision.job, 0) is None:
         return decision
     passes = job.microbatches + job.parallel.pipeline - 1
     enough_s = WORTH_READING * decision.simulation.step_s / passes
-    answers = tuple(stages.refined(answer, enough_s) for answer in decision.stages)
+    refined = [stages.refined(answer, enough_s) for answer in decision.stages]
+    best = decision
+    for answers in dict.fromkeys(tuple(each[min(way, len(each) - 1)] for each in refined) for way in range(3)):
+        best = _faster_of(best, answers, job, profile)
+    return best
+
+
+def _faster_of(decision: Decision, answers: tuple[StageAnswer, ...], job: Job, profile: Profile) -> Decision:
+    """The decision with these answers, if it is faster and fits; else as it is."""
     if _layers_of(answers) == _layers_of(decision.stages):
         return decision
     plan = written(decision.job, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)

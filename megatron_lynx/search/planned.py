@@ -3,20 +3,25 @@
 [1] does everything fit as it is?     then there is nothing to plan: policy `none` does the same, if it is a candidate, too
 [2] the first and the last stage      one has most micro-batches in flight, the other the head: one of them sets the pace
 [3] all stages
-[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`)
+[4] the plan, rehearsed with as few micro-batches as tell its time with all of them (`simulated.in_steady_state`). Where
+    it replays while tokens travel in forwards, one without that is rehearsed, too, as the planner does
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import decide, least_memory
 from megatron_lynx.planner.writing import device_memory, written
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.entry import Entry
@@ -73,7 +78,7 @@ class AllStages(Entry):
 
     def closer(self) -> Candidate | Excess:
         """Rehearses the plan. Where copies lag and more is held than fits, the planner excludes such shares. [4]"""
-        answers, pipeline_s, memory_bytes = self.answers, *self._rehearsed()
+        answers, pipeline_s, memory_bytes = min(self._rehearsed(), key=self._order)
         if memory_bytes > self.job.memory_budget_bytes:
             try:
                 decision = decide(self.job, self.cost.profile)
@@ -85,19 +90,41 @@ class AllStages(Entry):
         step_s = max(step_s, self.spent.total_s)
         return Candidate(self.job, step_s, simulated_spent(self.job, self.spent, step_s), ratio, memory_bytes)
 
-    def _rehearsed(self) -> tuple[float, int]:
-        """Seconds of all micro-batches, and the bytes of the fullest stage."""
+    def _order(self, found: _Rehearsed) -> tuple[bool, float]:
+        """What fits comes first, then what is faster."""
+        return found.memory_bytes > self.job.memory_budget_bytes, found.pipeline_s
+
+    def _rehearsed(self) -> Iterator[_Rehearsed]:
+        """The plan, and where the planner would ask for it the one that replays nothing while tokens travel in forwards."""
         profile = self.cost.profile
         plan = written(self.job, self.answers, job=self.job.digest, profile=profile.digest)
-        held: list[int] = []
+        yield _rehearsed(self.job, profile, plan, self.answers)
+        if replays_beside_forwards(plan):
+            late = replace(self.stages, early_exchanges=False)
+            with suppress(Infeasible):
+                answers = [late.answer(stage) for stage in range(self.job.parallel.pipeline)]
+                plan = written(self.job, answers, job=self.job.digest, profile=profile.digest)
+                yield _rehearsed(self.job, profile, plan, answers)
 
-        def rehearsed_s(microbatches: int) -> float:
-            simulation = rehearse(_shorter(plan, microbatches), profile)
-            peaks = [simulation.memory(answer.stage).peak_bytes for answer in self.answers]
-            held.extend(device_memory(self.job, answer, peak).total for answer, peak in zip(self.answers, peaks, strict=True))
-            return simulation.step_s
 
-        return in_steady_state(rehearsed_s, self.job.microbatches, self.job.parallel.pipeline), max(held)
+class _Rehearsed(NamedTuple):
+    """A plan's answers, seconds of all its micro-batches, and the bytes of its fullest stage."""
+
+    answers: Sequence[StageAnswer]
+    pipeline_s: float
+    memory_bytes: int
+
+
+def _rehearsed(job: Job, profile: Profile, plan: Plan, answers: Sequence[StageAnswer]) -> _Rehearsed:
+    held: list[int] = []
+
+    def rehearsed_s(microbatches: int) -> float:
+        simulation = rehearse(_shorter(plan, microbatches), profile)
+        peaks = [simulation.memory(answer.stage).peak_bytes for answer in answers]
+        held.extend(device_memory(job, answer, peak).total for answer, peak in zip(answers, peaks, strict=True))
+        return simulation.step_s
+
+    return _Rehearsed(answers, in_steady_state(rehearsed_s, job.microbatches, job.parallel.pipeline), max(held))
 
 
 def _shorter(plan: Plan, microbatches: int) -> Plan:

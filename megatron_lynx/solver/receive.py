@@ -5,13 +5,14 @@
                       ...RRR RRR                    R: replays of the next backward, as many as fit, in the order of need
 
 The solvers give every window one half to hide. Here halves whose replay is still exposed in cool-down are moved into the
-receive, in the order in which backward needs them, as long as it is long enough and the budget has room for what is then
-regenerated before backward. The steady phase stays as it was, so no answer becomes slower or holds more there.
+receive, as long as it is long enough and the budget has room for what is then regenerated before backward: in the order in which
+backward needs them, or those first that gain most for each second of the receive, whichever exposes less. The steady phase stays
+as it was, so no answer becomes slower or holds more there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD
@@ -27,19 +28,36 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
     if receive is None or receive.share == 0 or budget_bytes is None or answer.whole is not None:
         return answer
     backward = [*answer.halves[::-1]]
+    in_need = range(len(backward))
+    by_gain = sorted(in_need, key=lambda number: _gain(backward[number], receive), reverse=True)
+    found = (_moved_in_turn(order, backward, receive, budget_bytes) for order in (in_need, by_gain))
+    backward = min(found, key=lambda halves: sum(option.longer_s for option in halves))
+    layers = layers_of(backward[::-1])
+    if layers == answer.layers:
+        return answer
+    return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(backward, receive))
+
+
+def _moved_in_turn(order: Iterable[int], backward: list[Option], receive: Receive, budget_bytes: int) -> list[Option]:
+    """The halves of a backward, of which those that come first in this order have moved, as many as fit."""
     left_s = receive.seconds / receive.interference - sum(
         option.replay_s for option in backward if option.seat.cooldown.in_receive
     )
-    for number, option in enumerate(backward):
+    for number in order:
+        option = backward[number]
         if not _may_move(option) or option.replay_s > left_s:
             continue
         moved = [*backward[:number], _moved(option, receive), *backward[number + 1 :]]
         if moved[number].exposed_s < option.exposed_s and _peak_bytes(moved, receive) <= budget_bytes:
             backward, left_s = moved, left_s - option.replay_s
-    layers = layers_of(backward[::-1])
-    if layers == answer.layers:
-        return answer
-    return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(backward, receive))
+    return backward
+
+
+def _gain(option: Option, receive: Receive) -> float:
+    """What a replay no longer exposes in the receive, for each second that it takes."""
+    if not _may_move(option) or not option.replay_s:
+        return 0.0
+    return (option.exposed_s - _moved(option, receive).exposed_s) / option.replay_s
 
 
 def _may_move(option: Option) -> bool:

@@ -63,14 +63,24 @@ class Stages:
         """The answer that holds least, whatever the budget."""
         return self._offloading(stage, max(self._ratios(stage), default=0.0), None)
 
-    def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> StageAnswer:
-        """A faster answer with the same share offloaded: every layer may differ, and replays of cool-down share the receive.
-        Layers differ only where that may save more than `enough_s` of a micro-batch."""
+    def refined(self, answer: StageAnswer, enough_s: float = 0.0) -> tuple[StageAnswer, ...]:
+        """Faster answers: every layer may differ, and replays of cool-down share the receive. Layers differ only where that may
+        save more than `enough_s` of a micro-batch.
+
+        The first one has the same share offloaded, the last one the smallest that fits, as a larger share may pay only while
+        layers are alike; between them the faster of both.
+        """
         if answer.exposed_s == answer.host_late_s == 0:
-            return answer
+            return (answer,)
         refining = partial(exact.solve, enough_s=enough_s, quick=self._heuristic)
         solver = partial(self._refined, solver=partial(host_bound.solve, solver=refining))
-        return self._offloading(answer.stage, answer.offload_ratio, self._budget_bytes(answer.stage), solver)
+        stage, budget_bytes = answer.stage, self._budget_bytes(answer.stage)
+        found = self._offloading(stage, answer.offload_ratio, budget_bytes, solver)
+        share = self._smallest.get(stage, answer.offload_ratio)
+        if share == answer.offload_ratio:
+            return (found,)
+        less = self._offloading(stage, share, budget_bytes, solver)
+        return (found,) if self._host_shortage(less) else (found, min(found, less, key=self._late_s), less)
 
     def _best(self, stage: int) -> StageAnswer:
         budget_bytes = self._budget_bytes(stage)
@@ -85,6 +95,7 @@ class Stages:
             if too_small := self._host_shortage(candidate):
                 problems = partial(list, (too_small,))
                 continue
+            self._smallest.setdefault(stage, ratio)
             if best is None or self._late_s(candidate) < self._late_s(best):
                 best = candidate
             if candidate.exposed_copies_s >= self._late_s(best):  # a larger share copies more
@@ -181,6 +192,11 @@ class Stages:
 
     @cached_property
     def _answers(self) -> dict[int, StageAnswer]:
+        return {}
+
+    @cached_property
+    def _smallest(self) -> dict[int, float]:
+        """The smallest share with which each stage fits."""
         return {}
 
     @cached_property

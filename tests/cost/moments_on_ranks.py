@@ -56,6 +56,23 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     return _by_moment(meter.use)
 
 
+def count_with_rows(rank: int, job: Job, fields: dict[str, Any]) -> tuple[Counted, int]:
+    """The same, and how many rows this rank's experts got in a micro-batch, in all layers together; in the one with most."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    rows: list[int] = []
+
+    def noted(module: Any, given: Any) -> None:
+        if isinstance(module, SequentialMLP):
+            rows.append(given[0].shape[0])
+
+    with register_module_forward_pre_hook(noted):
+        counted = count(rank, job, fields)
+    layers = job.model.layers
+    return counted, max(sum(rows[first : first + layers]) for first in range(0, len(rows), layers))
+
+
 def _forget_auxiliary_losses() -> None:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
@@ -81,6 +98,8 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
     from megatron.core.utils import get_model_config, unwrap_model
 
     for model in unwrap_model(training.chunks):
+        if training.job.parallel.expert > 1:  # behind the last exchange of a forward, and before its mark
+            model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: _exchange_nothing())
         _watch_chunk(model, meter)
     config = get_model_config(training.chunks[0])
     finalize = config.finalize_model_grads_func
@@ -91,6 +110,17 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
         meter.mark("reduced")
 
     config.finalize_model_grads_func = finalized
+
+
+def _exchange_nothing() -> None:
+    """Some of gloo's threads keep what they exchanged until they exchange something else. That is by chance, and not NCCL's."""
+    import torch
+    import torch.distributed as dist
+
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_world_size(group) == dist.get_world_size():
+            for _ in range(4):  # each of its threads gets one
+                dist.all_reduce(torch.zeros(1), group=group)
 
 
 def _watch_chunk(model: Any, meter: ActivationMeter) -> None:

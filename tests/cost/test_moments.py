@@ -2,7 +2,7 @@
 
 What is counted beside the named parts is small, and known: what the loss has for each row (labels, masks, maxima: `ROW_BYTES`),
 tables of rotary embeddings, random states that stock's recomputation remembers, counts that routers make, what gloo still
-holds of an exchange. Among ranks every token asks for all experts: where loads differ, more of exchanges stays than is read.
+holds of an exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.config.jobs import catalogued_job
-from tests.cost.moments_on_ranks import count
+from tests.cost.moments_on_ranks import count, count_with_rows
 
 SIZE = {"layers": 4, "hidden": 64, "ffn": 256, "vocab": 2048, "seq": 64, "micro": 1}
 ROW_BYTES = 64
@@ -53,10 +53,10 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_moment_of_a_step_holds_what_is_predicted(pool_of, name):
+def test_every_moment_of_a_step_holds_what_is_predicted(own_pool_of, name):
     like, fields = JOBS[name]
     job = tiny_job(like, **{**SIZE, **fields})
-    counted = pool_of(job.gpus).run(count, job, {})
+    counted = own_pool_of(job.gpus).run(count, job, {})
     for stage in range(job.parallel.pipeline):
         parts = stage_parts(job.model_copy(update={"policy": "none"}), stage)
         compare(counted[stage * job.gpus // job.parallel.pipeline], parts, job, stage)
@@ -72,29 +72,49 @@ WITH_EXPERTS = {
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_every_moment_of_layers_of_experts(pool_of, name):
+def test_every_moment_of_layers_of_experts(own_pool_of, name):
     """Rows on their way were counted as if they were always there, in updates as well; and what dispatchers remember never."""
     like, fields, megatrons = WITH_EXPERTS[name]
     job = tiny_job(like, **SIZE, **fields)
-    counted = pool_of(job.gpus).run(count, job, megatrons)
+    counted = own_pool_of(job.gpus).run(count, job, megatrons)
     compare(counted[0], stage_parts(job.model_copy(update={"policy": "none"}), 0), job, 0)
 
 
-def test_every_moment_of_context_parallel_ranks(pool_of):
+def test_every_moment_where_experts_get_more_rows_on_one_rank_than_on_another(own_pool_of):
+    """On each rank in the micro-batch in which its experts get most. 64 kB were once there by chance: an exchange of gloo's that
+    was over, its argument and its result."""
+    job = tiny_job("llama", **SIZE, expert=2, replicas=2, experts=Experts(**EXPERTS | {"per_token": 2}))
+    for counted, rows in own_pool_of(2).run(count_with_rows, job, {}):
+        load = rows / (job.model.layers * routed_rows(LayerShape.of(job)))
+        assert load > 1.1
+        experts = job.model.experts.model_copy(update={"load": load})
+        loaded = job.model_copy(update={"model": job.model.model_copy(update={"experts": experts}), "policy": "none"})
+        compare(counted, stage_parts(loaded, 0), loaded, 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_moment_of_context_parallel_ranks(own_pool_of, dtype):
     """The ring that stands in for Transformer Engine's keeps keys and values of one turn and a number for each row and head;
-    Megatron's own attention, which takes no part in this, would keep scores."""
-    job = tiny_job("gpt", **SIZE, context=2, attention_dropout=0.0)
-    counted = pool_of(2).run(count, job, {})
+    Megatron's own attention, which takes no part in this, would keep scores. In 16 bits the head is no embedding: with one weight
+    for both, its GEMM's scratch on CPUs (108 kB on one rank, 87 here, in all) is what the head's backward has most of."""
+    tied = dtype == "fp32"
+    job = tiny_job("gpt", **SIZE, context=2, attention_dropout=0.0, dtype=dtype, tied_embeddings=tied)
+    counted = own_pool_of(2).run(count, job, {})
     parts, shape = stage_parts(job.model_copy(update={"policy": "none"}), 0), LayerShape.of(job)
-    core = sum(
-        tensor.bytes
-        for tensor in half_tensors(shape, "attention")
-        if tensor.made_by == CORE_ATTENTION and tensor.saved_by == (CORE_ATTENTION,)
-    )
-    pair = 2 * shape.tokens * shape.key_width * job.model.element_bytes
-    less = job.model.layers * (core - pair - 4 * shape.tokens * job.model.heads)
+    less = job.model.layers * (core_bytes(shape) - ring_bytes(shape))
     held = replace(parts.states, buffers=parts.states.buffers - shape.scores * job.model.element_bytes)
     compare(counted[0], replace(parts, states=held, activations=parts.activations - less, chunk=parts.chunk - less), job, 0)
+
+
+def core_bytes(shape):
+    """What Megatron's own core attention keeps for itself."""
+    saved = [tensor for tensor in half_tensors(shape, "attention") if (tensor.made_by, *tensor.saved_by) == 2 * (CORE_ATTENTION,)]
+    return sum(tensor.bytes for tensor in saved)
+
+
+def ring_bytes(shape):
+    """What the ring of CPU ranks keeps in its place: keys and values of one turn, and a number for each row and head."""
+    return 2 * shape.tokens * shape.key_width * shape.model.element_bytes + 4 * shape.tokens * shape.model.heads
 
 
 def compare(counted, parts, job, stage):
@@ -110,11 +130,12 @@ def compare(counted, parts, job, stage):
     ):  # chunks' outputs, which are let go of when they are sent, but not here: gloo would send what is there by then
         held += (chunks_in_flight(job, stage) + 4) * shape.gathered_bytes
         assert (counted["forward"] - parts.at("forward").total) % shape.gathered_bytes <= small
+    held_forward = 0 if job.parallel.expert > 1 else held  # there `count` makes gloo let go
     norm = shape.gathered_bytes if job.model.norm == "rmsnorm" else 0  # its product
     over = {moment: counted[moment] - parts.at(moment).total for moment in parts.moments}
-    assert -small <= over["forward"] <= small + held, "a little of the jobs before goes meanwhile, such as a message of gloo's"
+    assert -small * (job.model.experts is not None) <= over["forward"] <= small + held_forward
     if "loss" in over:
-        assert -small <= over["loss"] <= small + norm + held
+        assert 0 <= over["loss"] <= small + norm + held
         assert -shape.gathered_bytes - parts.messages <= over["head_backward"] <= small + norm + held
     if "embedding_backward" in over:
         assert -shape.gathered_bytes <= over["embedding_backward"] <= held + small + shape.gathered_bytes
@@ -125,10 +146,24 @@ def compare(counted, parts, job, stage):
     assert counted["first_update"] <= counted["update"] + small, "what is allocated then is there ever after"
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_norms_of_eager_operators_read_a_copy_of_what_halves_are_given(own_pool_of, context):
+    """In 16 bits RMSNorm copies its input in fp32 and keeps that. So nobody keeps the inputs of halves, which are predicted on
+    whatever device: too much here, by as many bytes, which once seemed to be context-parallel ranks'."""
+    job = tiny_job("llama", **SIZE, context=context, attention_dropout=0.0, dtype="bf16").model_copy(update={"policy": "none"})
+    counted, parts, shape = own_pool_of(context).run(count, job, {})[0], stage_parts(job, 0), LayerShape.of(job)
+    scores = core_bytes(shape) - ring_bytes(shape) if context > 1 else 0
+    unused = shape.scores * job.model.element_bytes if context > 1 else 0
+    less = job.model.layers * (2 * shape.input_bytes + scores) + unused
+    over = counted["forward"] - (parts.at("forward").total - less)
+    tables = 2 * job.model.seq * job.model.head_size * 4
+    assert 0 <= over <= shape.input_bytes + tables + ROW_BYTES * shape.tokens, "what the first layer is given stays"
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_layer_made_again_is_never_there_together_with_the_logits(pool_of, dtype):
+def test_a_layer_made_again_is_never_there_together_with_the_logits(own_pool_of, dtype):
     job = tiny_job("gpt", **SIZE, dtype=dtype, tied_embeddings=False).model_copy(update={"policy": "full"})
-    (counted,) = pool_of(1).run(count, job, FULL)
+    (counted,) = own_pool_of(1).run(count, job, FULL)
     parts = stage_parts(job, 0)
     states = STATES_OF_A_LAYER * job.model.layers
     small = ROW_BYTES * job.model.seq
@@ -140,10 +175,10 @@ def test_a_layer_made_again_is_never_there_together_with_the_logits(pool_of, dty
     assert max(counted["loss"], counted["backward"]) < together
 
 
-def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(pool_of):
+def test_copies_of_gradients_in_16_bits_are_there_in_updates_alone(own_pool_of):
     job = tiny_job("gpt", **SIZE, dtype="bf16", tied_embeddings=False)
     less = job.model_copy(update={"optimizer": Optimizer(gradients="bf16")})
-    (whole,), (half,) = (pool_of(1).run(count, each, {}) for each in (job, less))
+    (whole,), (half,) = (own_pool_of(1).run(count, each, {}) for each in (job, less))
     parameters = stage_parameters(job, 0).total
     small = ROW_BYTES * job.model.seq
     assert whole["forward"] - half["forward"] == pytest.approx(2 * parameters, abs=small)
@@ -158,9 +193,9 @@ LOSS = {"layers": 2, "hidden": 32, "ffn": 64, "vocab": 4096, "seq": 64, "micro":
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_what_megatrons_fused_loss_holds(pool_of, dtype):
+def test_what_megatrons_fused_loss_holds(own_pool_of, dtype):
     job = tiny_job("gpt", **LOSS, dtype=dtype, cross_entropy="native")
-    (counted,) = pool_of(1).run(count, job, {})
+    (counted,) = own_pool_of(1).run(count, job, {})
     predicted = stage_parts(job.model_copy(update={"policy": "none"}), 0).at("loss").total
     assert 0 <= counted["loss"] - predicted <= ROW_BYTES * job.model.seq
 
@@ -209,3 +244,5 @@ def test_on_gpus_only_weights_of_local_layers_have_their_blocks_in_hand():
     assert local.states.buffers == gathered
     assert kept.states.buffers == layer + head
     assert local.head_in_hand - kept.head_in_hand == head
+    assert kept.fullest.before_step - kept.fullest.always == layer + head, "an earlier step has made them, and they stay"
+    assert kept.fullest.before_step <= min(kept.fullest.totals.values())

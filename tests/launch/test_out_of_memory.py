@@ -47,9 +47,9 @@ ON_CUDA = (
     ],
     ids=["much vocabulary", "long sequences"],
 )
-def test_the_moment_at_which_a_limit_is_met_is_named(pool_of, job, limits):
+def test_the_moment_at_which_a_limit_is_met_is_named(own_pool_of, job, limits):
     """The more memory there is, the later in the step."""
-    (said,) = pool_of(1).run(said_at, job, uniform_plan(job), list(limits))
+    (said,) = own_pool_of(1).run(said_at, job, uniform_plan(job), list(limits))
     assert [name for name, _ in said] == list(limits.values())
     for name, text in said:
         where = text.partition("\n")[2]
@@ -62,7 +62,7 @@ def test_the_moment_at_which_a_limit_is_met_is_named(pool_of, job, limits):
             assert "planned: nothing: the plan does not say what a device of this stage holds" in text
             assert "held: " in text
             assert "parameters " in text
-            assert "nearest change that fits: megatron-lynx plan --memory-gib 0.0" in text
+            assert "nearest change that fits: megatron-lynx plan --memory-gib 0.00" in text
 
 
 BUCKETS = ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "start_grad_sync")
