@@ -32,6 +32,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.job import Budget, Job, Policy
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.planner import Decision, decide
@@ -283,7 +284,7 @@ def waits_of(decision: Decision, stage: int) -> Waits:
     last = stage == job.parallel.pipeline - 1
     message_s = 0.0 if last else profile.link_s("p2p", profile.attention.input_bytes) / profile.interference
     cooldown_s = (seats.received_s or 0.0) / profile.interference
-    halves = tuple(treated_halves(decision.plan, decision.plan.stages[stage], profile))
+    halves = tuple(treated_halves(decision.plan, decision.plan.stages[stage], Prices(profile)))
     entry, message_bytes = decision.plan.stages[stage], LayerShape.of(job).gathered_bytes
     deferred = [(each, tuple(entry.rule_for(layer).weight_gradients)) for layer in entry.layers for each in DENSE.values()]
     opened_s = sum(

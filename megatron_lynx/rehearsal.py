@@ -81,7 +81,7 @@ def _passes_of_chunks(
     plan: Plan, entries: Sequence[Stage], prices: Prices, *, reduced_in_backward: bool = False
 ) -> list[ChunkPasses]:
     """What one micro-batch costs on each chunk of one stage."""
-    halves = {entry.chunk: tuple(_treated(plan, entry, prices)) for entry in entries}
+    halves = {entry.chunk: tuple(treated_halves(plan, entry, prices)) for entry in entries}
     return [_chunk_passes(plan, entry, prices, halves, reduced_in_backward=reduced_in_backward) for entry in entries]
 
 
@@ -94,7 +94,7 @@ def _chunk_passes(
     passes = replace(passes, copy=_copy(plan, entry, prices.profile))
     if entry.whole is None:
         return passes
-    kept = tuple(_treated(plan, _keeping(entry, plan.model.halves.values()), prices))
+    kept = tuple(treated_halves(plan, _keeping(entry, plan.model.halves.values()), prices))
     return replace(passes, whole=entry.whole, keeping=_passes(plan, entry, prices, kept, others | {entry.chunk: own}))
 
 
@@ -179,12 +179,8 @@ def _sections(plan: Plan, stage: Stage) -> Iterator[tuple[int, Section]]:
     return ((layer, section) for layer in stage.layers for section in plan.model.sections_of(layer))
 
 
-def treated_halves(plan: Plan, stage: Stage, profile: Profile) -> Iterator[Treated]:
+def treated_halves(plan: Plan, stage: Stage, prices: Prices) -> Iterator[Treated]:
     """The halves of a stage in forward order, each as the plan's rules have it."""
-    return _treated(plan, stage, Prices(profile))
-
-
-def _treated(plan: Plan, stage: Stage, prices: Prices) -> Iterator[Treated]:
     offloads = stage.offload is not None
     for layer, section in _sections(plan, stage):
         frame = layer, section.half

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.layer_range import LayerRange
@@ -108,7 +109,7 @@ def closed_form_s(job, profile, plan):
     stages = []
     for stage in plan.stages:
         time, exposed_s = stage_seconds(job, profile, stage.stage, message), stage.predicted.exposed_replay_s / job.microbatches
-        spared = [half.spared("steady") for half in treated_halves(plan, stage, profile)]
+        spared = [half.spared("steady") for half in treated_halves(plan, stage, Prices(profile))]
         spared_s = sum(seconds for _, seconds in filter(None, spared))
         stages.append(StageSeconds(time.forward_s, time.backward_s + exposed_s - spared_s))
     return step_s(stages, job.microbatches, profile.link_s("p2p", profile.attention.input_bytes))
@@ -279,7 +280,7 @@ def test_an_input_that_was_gathered_before_is_not_waited_for_again():
     waits = [{span.name for span in one.timeline().ranks[0] if span.kind == "window"} for one in (kept, gathered)]
     assert "bwd.attention.1@3" in waits[0]
     assert "bwd.attention.1@3" not in waits[1]
-    half = next(each for each in treated_halves(plans[1], plans[1].stages[0], profile) if each.layer == 3)
+    half = next(each for each in treated_halves(plans[1], plans[1].stages[0], Prices(profile)) if each.layer == 3)
     window, spared_s = half.spared("steady")
     (span,) = (span for span in kept.executed[0][1].content.spans if span.name == str(window))
     assert spared_s > 0

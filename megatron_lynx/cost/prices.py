@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gather_lost_and_spared_s, message_bytes_of
+from megatron_lynx.anatomy import Pass, Section
+from megatron_lynx.cost.communication import gather_lost_and_spared_s, message_bytes_of, window_lengths_s
 from megatron_lynx.cost.host import HostSeconds, half_host_s
 from megatron_lynx.cost.section import PricedSection, priced
 from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
@@ -26,6 +26,7 @@ class Prices:
     _sections: dict[tuple[Section, Collection[str]], PricedSection] = field(default_factory=dict)
     _hosts: dict[tuple[Section, Collection[str], bool, int], HostSeconds] = field(default_factory=dict)
     _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
+    _windows: dict[tuple[Pass, Section, Collection[str]], tuple[float, ...]] = field(default_factory=dict)
     _weight_gradients: dict[tuple[Section, str], WeightGradient] = field(default_factory=dict)
 
     def of(self, section: Section, replay: Collection[str]) -> PricedSection:
@@ -48,6 +49,13 @@ class Prices:
         if key not in self._gathers:
             self._gathers[key] = gather_lost_and_spared_s(self.profile, *key[:2], self.message_bytes, whole=whole)
         return self._gathers[key]
+
+    def windows_s(self, passing: Pass, section: Section, deferred: Collection[str]) -> tuple[float, ...]:
+        """How long the windows of a half are in one pass, where these linears put their weight gradients off."""
+        key = passing, section, deferred
+        if key not in self._windows:
+            self._windows[key] = window_lengths_s(self.profile, passing, section, self.message_bytes, deferred)
+        return self._windows[key]
 
     def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
         """What one weight gradient that is deferred takes and holds."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined
@@ -55,7 +56,8 @@ class Filler:
         self._plan = plan
         self._job = job
         self._simulation = simulation
-        rooms = (_rooms(plan, entry, job, profile, simulation, forwards=forwards) for entry in plan.stages)
+        prices = Prices(profile)
+        rooms = (_rooms(plan, entry, job, prices, simulation, forwards=forwards) for entry in plan.stages)
         self._ways = [_WaysOfLayers(each, known) for each in rooms]
         self.refused = Refused()
 
@@ -76,9 +78,9 @@ class Filler:
         return _Filling(ways.rooms, Slack(self._simulation, entry, first_layers, budget_bytes), ways)
 
 
-def _rooms(plan: Plan, entry: Stage, job: Job, profile: Profile, simulation: Simulation, *, forwards: bool) -> Rooms:
+def _rooms(plan: Plan, entry: Stage, job: Job, prices: Prices, simulation: Simulation, *, forwards: bool) -> Rooms:
     followed = next_forward(simulation, entry.stage, entry.chunk) is not None
-    return Rooms(plan, entry, profile, forwards=forwards and followed, looked_into=not job.model.experts_whole)
+    return Rooms(plan, entry, prices, forwards=forwards and followed, looked_into=not job.model.experts_whole)
 
 
 def _receives(job: Job, entry: Stage) -> bool:
@@ -112,7 +114,7 @@ class _WaysOfLayers:
         lengths_s, filled_s = (tuple(wait.seconds for wait in waits), tuple(wait.filled_s for wait in waits))
         key = lengths_s, linears
         if key not in self.known.ways:
-            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.profile.interference)
+            self.known.ways[key] = ways_of(lengths_s, linears, self.rooms.interference)
         if (key, filled_s) not in self.known.best:
             self.known.best[key, filled_s] = self.known.ways[key].best(filled_s)
         return self.known.best[key, filled_s]
@@ -147,7 +149,9 @@ class _Filling:
         """What found no memory, though it was to wait for a window of the same backward only."""
         seconds, most_bytes = 0.0, 0
         for layer in self.rooms.entry.layers:
-            longest_s = max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.profile.interference
+            longest_s = (
+                max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.interference
+            )
             chosen = self.chosen[layer].waits if layer in self.chosen else {}
             for cost in (self.rooms.cost(linear) for linear in self.ways.of(layer)[0].waits if linear not in chosen):
                 seconds, most_bytes = seconds + min(cost.seconds, longest_s), max(most_bytes, cost.bytes)

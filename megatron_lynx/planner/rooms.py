@@ -13,12 +13,11 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, PASSES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
-from megatron_lynx.cost.communication import message_bytes_of, window_lengths_s
-from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
+from megatron_lynx.cost.prices import Prices
+from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.plan.order import windows_in_order
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
-from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import treated_halves
 from megatron_lynx.simulator.halves import Served, parts_by_window
 
@@ -30,9 +29,14 @@ class Rooms:
 
     plan: Plan
     entry: Stage
-    profile: Profile
+    prices: Prices
     forwards: bool
     looked_into: bool = True
+
+    @property
+    def interference(self) -> float:
+        """How many times longer what runs in a wait takes."""
+        return self.prices.profile.interference
 
     def waits(self, layer: int) -> tuple[Wait, ...]:
         """The waits of one layer, those of its backward first, in the order in which they come."""
@@ -95,7 +99,7 @@ class Rooms:
         return Wait(name, self._lengths_s[address], filled_s)
 
     def _linear(self, layer: int, section: Section, name: str) -> Linear:
-        waits, sliced = self._addresses(layer), self.profile.shape.sequence_parallel
+        waits, sliced = self._addresses(layer), self.prices.profile.shape.sequence_parallel
         own = [at for at, wait in enumerate(waits) if wait.passing == "bwd" and wait.half == section.half]
         hides = section.beside_wgrad(name, sliced)
         beside = next((at for at in own if waits[at].ordinal == hides), None)
@@ -108,7 +112,7 @@ class Rooms:
     def _first(self, waits: list[WindowAddress], section: Section, name: str) -> int:
         """The number of the first wait of the layer's backward that comes when this weight gradient could have been left: as many
         as there are where all of them are over by then."""
-        sliced = self.profile.shape.sequence_parallel
+        sliced = self.prices.profile.shape.sequence_parallel
         least = section.behind_wgrad(name, sliced) + (section.beside_wgrad(name, sliced) is not None)
         over, backward = HALVES[HALVES.index(section.half) + 1 :], (wait for wait in waits if wait.passing == "bwd")
         return sum(wait.half in over or (wait.half == section.half and wait.ordinal < least) for wait in backward)
@@ -129,16 +133,15 @@ class Rooms:
     def _backward(self) -> list[WindowAddress]:
         """The windows of a backward, in order."""
         exchanging, halves = self.plan.exchanging, self.plan.model.halves
-        order = windows_in_order(self.entry, self.profile.shape.sequence_parallel, "cooldown", exchanging, halves)
+        order = windows_in_order(self.entry, self.prices.profile.shape.sequence_parallel, "cooldown", exchanging, halves)
         return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
 
     @cached_property
     def _lengths_s(self) -> dict[WindowAddress, float]:
         """How long each is where no weight gradient hides anything of it; none without other ranks. Exchanges that take no time
         are left out."""
-        message_bytes = message_bytes_of(self.profile)
         of_section = {
-            (passing, section): window_lengths_s(self.profile, passing, section, message_bytes, section.linears)
+            (passing, section): self.prices.windows_s(passing, section, section.linears)
             for passing in PASSES
             for section in self._own
         }
@@ -153,12 +156,12 @@ class Rooms:
 
     @cached_property
     def _served(self) -> Served:
-        treated = tuple(treated_halves(self.plan, self.entry, self.profile))
+        treated = tuple(treated_halves(self.plan, self.entry, self.prices))
         return parts_by_window(treated, "steady")
 
     @cached_property
     def _costs(self) -> dict[str, WeightGradient]:
-        return {linear: weight_gradient(self.profile, section, linear) for section in self._own for linear in section.linears}
+        return {linear: self.prices.weight_gradient(section, linear) for section in self._own for linear in section.linears}
 
     @cached_property
     def _own(self) -> tuple[Section, ...]:

@@ -82,16 +82,25 @@ class Filled:
     """Of the keys of passes that are alike always the same one."""
     others: Collection[int] = ()
     """The other chunks of the stage."""
-    known: dict[tuple[PassKey, Pending], tuple[TimedPass, Pending]] = field(default_factory=dict)
-    """What is worked out once: in the steady phase the same is pending again and again."""
+    known: dict[tuple[PassKey, int], tuple[Pending, TimedPass, Pending]] = field(default_factory=dict)
+    """What is worked out once, by the identity of what was pending, which is kept: in the steady phase the same is pending again
+    and again, and to compare it takes long."""
+    left: dict[Pending, Pending] = field(default_factory=dict)
+    """What passes left pending, each once: so equal ones are identical."""
 
     def of(self, key: PassKey, pending: Pending) -> tuple[TimedPass, Pending]:
         """A pass, and what is pending after it."""
-        key = self.plain(key)
-        if (key, pending) not in self.known:
-            queue = self.queue(pending)
-            self.known[key, pending] = self.walks(key, queue), queue.pending
-        return self.known[key, pending]
+        known = self.known.get((key, id(pending)))
+        if known is None:
+            plain = self.plain(key)
+            known = self.known.get((plain, id(pending))) or self._walked(plain, pending)
+            self.known[plain, id(pending)] = self.known[key, id(pending)] = known
+        return known[1:]
+
+    def _walked(self, key: PassKey, pending: Pending) -> tuple[Pending, TimedPass, Pending]:
+        queue = self.queue(pending)
+        made = self.walks(key, queue)
+        return pending, made, self.left.setdefault(queue.pending, queue.pending)
 
     def forward_key(self, phase: Phase, chunk: int | None) -> PassKey:
         """The forward whose collectives hide replays of a backward of `chunk` (None: no replays)."""
@@ -109,18 +118,21 @@ class Walked(Mapping[Which, TimedPass]):
 
     filled: Filled
     kind: Literal["F", "R", "B"]
-    known: Collection[Which]
+    all: Collection[Which]
+    made: dict[Which, TimedPass] = field(default_factory=dict)
 
     def __getitem__(self, which: Which) -> TimedPass:
-        if which not in self.known:
-            raise KeyError(which)
-        return self.filled.of((self.kind, which, False), ())[0]
+        if which not in self.made:
+            if which not in self.all:
+                raise KeyError(which)
+            self.made[which] = self.filled.of((self.kind, which, False), ())[0]
+        return self.made[which]
 
     def __iter__(self) -> Iterator[Which]:
-        return iter(self.known)
+        return iter(self.all)
 
     def __len__(self) -> int:
-        return len(self.known)
+        return len(self.all)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.schedule import Phase, Schedule
 from megatron_lynx.simulator.copies import HostCopies
 from megatron_lynx.simulator.passes import NOTHING, ChunkPasses, Filled, PassKey, TimedPass
-from megatron_lynx.simulator.pending import Entry
+from megatron_lynx.simulator.pending import Pending
 from megatron_lynx.simulator.simulation import Executed, Simulation
 
 
@@ -70,8 +70,8 @@ class RunningStage:
     """Whether any of its chunks offloads."""
     last: Container[Action] = ()
     """The last backward of each chunk in a step."""
-    pending: list[Entry] = field(default_factory=list)
-    """Weight gradients that are deferred, the oldest first."""
+    pending: list[Pending] = field(default_factory=lambda: [()])
+    """The weight gradients that are deferred now."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
@@ -98,7 +98,7 @@ class RunningStage:
 
     def _filled(self, filled: Filled, key: PassKey) -> TimedPass:
         """A pass with the weight gradients that it runs."""
-        made, self.pending[:] = filled.of(key, tuple(self.pending))
+        made, self.pending[0] = filled.of(key, self.pending[0])
         return made
 
     @property

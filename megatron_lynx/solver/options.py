@@ -160,7 +160,14 @@ class StageProblems:
 
     def seats(self, stage: int, chunks: tuple[int, ...] | None = None) -> StageSeats:
         """The seats that some chunks of a stage, or all, have in common."""
-        return StageSeats(self._seats, stage, tuple(range(self.job.chunks)) if chunks is None else chunks)
+        key = stage, tuple(range(self.job.chunks)) if chunks is None else chunks
+        if key not in self._known_seats:
+            self._known_seats[key] = StageSeats(self._seats, *key)
+        return self._known_seats[key]
+
+    @cached_property
+    def _known_seats(self) -> dict[tuple[int, tuple[int, ...]], StageSeats]:
+        return {}
 
     def in_chunk(self, answer: Solved, stage: int, chunk: int) -> Solved:
         """An answer for several chunks of a stage, as it is in one of them."""

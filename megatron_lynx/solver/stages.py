@@ -145,12 +145,17 @@ class Stages:
         """The answer where `ratio` is asked for and `share` is offloaded. `solved`: solves the chunks for so many in flight."""
         count = chunks_in_flight(self.job, stage)
         chunks = solved(count - (count - CHUNKS_NOT_OFFLOADED) * share if share else count)
-        stock = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
         received_bytes = self._shape.input_bytes
         host = host_bound.host_of_stage(self.job, self.profile, stage, chunks, offloads=share > 0)
         return StageAnswer(
-            stage, chunks, count, ratio, stock, 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
+            stage, chunks, count, ratio, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
         )
+
+    def _stock(self, stage: int) -> StageSeconds:
+        """The stage without replays, whatever it offloads."""
+        if stage not in self._stocks:
+            self._stocks[stage] = stage_seconds(self.job, self.profile, stage, self._shape.gathered_bytes)
+        return self._stocks[stage]
 
     def _exposed_copies_s(self, answer: StageAnswer) -> float:
         copy_s = self.profile.link_s("host", ceil(answer.offloaded_share * answer.chunk_bytes))
@@ -197,6 +202,10 @@ class Stages:
     @cached_property
     def _smallest(self) -> dict[int, float]:
         """The smallest share with which each stage fits."""
+        return {}
+
+    @cached_property
+    def _stocks(self) -> dict[int, StageSeconds]:
         return {}
 
     @cached_property
