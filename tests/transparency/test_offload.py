@@ -29,6 +29,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
+from tests.transparency.deferring import deferring
 from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
@@ -86,6 +87,56 @@ def assert_adds_up(plan: Plan, counts: Counts) -> None:
             for stage, policy in product(range(parallel.pipeline), policies)
         )
         assert counts.host_bytes <= sets * (most + BLOCKS * ALIGNMENT), "as many micro-batches as the schedule has there at once"
+
+
+def within(job: Job) -> list[Plan]:
+    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside replays."""
+    keeping, everything = plan_for(job, lambda layer: ()), replayable(job, gather=job.parallel.sequence_parallel)
+    mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
+    size = chunk_bytes(job)
+    return [
+        offloading(keeping, size, pace=size),
+        offloading(keeping, int(0.63 * size), pace=size // 16),
+        offloading(mixed, size, pace=size // 8),
+        offloading(plan_for(job, lambda layer: everything), size, pace=size),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("like", "layout"),
+    [
+        ("llama", {"microbatches": 2}),
+        ("gpt", {"tensor": 2, "sequence_parallel": True}),
+        *long(("gpt", {"tensor": 2}), ("llama", {"pipeline": 2, "microbatches": 3}), ("gpt", LAYOUTS["PP2xVPP2"])),
+    ],
+    ids=str,
+)
+def test_half_by_half_within_a_micro_batch(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
+    """Of one stage, of the last stage, of the model's last chunk. Copies are late, what was let go holds NaN."""
+    job = tiny_job(like, **layout)
+    for outcomes in checked(pool_of, job, within(job), Trial(steps=2, tampered=True, canaries=True)):
+        for outcome in outcomes:
+            counts = outcome.planned.counts[-1]
+            assert counts.offloaded_bytes == counts.reloaded_bytes > 0
+            assert outcome.planned.overwritten > 0
+            assert_in_order(outcome)
+
+
+def test_half_by_half_beside_weight_gradients_in_waits_and_in_a_second_thread(pool_of: Pools) -> None:
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True, layers=2)
+    put_off = [deferring(plan) for plan in within(job)[1:]]
+    checked(pool_of, job, put_off, Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True}))
+    checked(pool_of, job, within(job)[1:3], Trial(backward_thread=True, steps=1))
+
+
+def test_what_experts_keep_goes_half_by_half(pool_of: Pools) -> None:
+    """Rows differ from one micro-batch to the next, and so do the sizes of what leaves."""
+    experts = {"count": 4, "per_token": 2, "ffn": 16, "layers": "all"}
+    job = tiny_job("gpt", layers=2, microbatches=3, bias=False, experts=experts)
+    plan = plan_for(job, lambda layer: ["input_layernorm"])
+    candidates = [offloading(plan, 10**8, pace=10**4, experts=True), offloading(plan, 10**8, pace=10**4)]
+    ((both, dense),) = checked(pool_of, job, candidates, Trial())
+    assert both.planned.counts[-1].offloaded_bytes > dense.planned.counts[-1].offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])
