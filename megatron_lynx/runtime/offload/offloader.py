@@ -138,13 +138,15 @@ class Offloader:
         policy = self._policies.get(micro_batch.chunk)
         if policy is None:
             return None
-        if ledger.own_backward_follows(micro_batch):  # [6]
+        at_once = ledger.own_backward_follows(micro_batch)
+        if at_once:  # [6]
             shipment = None if policy.pace_bytes is None else self._going(micro_batch).half_begins(key)
         else:
             shipment = self._shipment(micro_batch)
         if shipment is not None:
+            first = at_once and shipment.half == 1  # what the chunk was given: Megatron holds it until its forward is over
             for index, tensor in enumerate(tensors_in(arguments)):
-                if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
+                if index > 0 or tensor.is_leaf or first:  # masks and tables, which layers share; what the stage received
                     shipment.leave([tensor])
         return shipment
 
