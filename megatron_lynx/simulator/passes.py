@@ -52,7 +52,7 @@ class TimedPass:
     """Seconds of it in which it waits for copies of its own halves (`simulator.half_copies`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
-        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part, and copies
+        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part; copies
         are over meanwhile."""
         if host_s <= self.seconds:
             return replace(self, host_s=host_s)
