@@ -24,12 +24,12 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
-from tests.transparency.deferring import deferring
 from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
