@@ -102,7 +102,7 @@ class StageAnswer:
 
     @property
     def within_bytes(self) -> int:
-        """What of the one micro-batch is gone when its backward begins."""
+        """What of the one micro-batch is gone when its last half ends its forward, and begins its backward."""
         return 0 if self.within is None else self.within.gone_bytes
 
     @property
@@ -112,8 +112,8 @@ class StageAnswer:
 
     @property
     def before_loss_bytes(self) -> int:
-        """What is held when the model's last chunk has run forward."""
-        return self.chunks.before_loss_bytes - self.within_bytes
+        """What is held when the model's last chunk has run forward: then all that leaves within it is gone."""
+        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.bytes)
 
     @property
     def chunk_bytes(self) -> int:

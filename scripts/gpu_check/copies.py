@@ -36,7 +36,7 @@ ROUNDS = 5
 TELLING = ("FAILED", "ERROR", "========= ERROR SUMMARY")
 MOST_LINES = 80
 """Of the output of tests that fail."""
-TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload")]
+TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload", "half_by_half")]
 
 
 def copies(rank: int, job: Job, dry: bool) -> Answer:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.errors import OffloadError
+from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
-from tests.runtime.devices import CPU
+from tests.runtime.devices import CPU, delay, on_every_device
+from tests.runtime.devices import device as device
 
 LAYERS = 3
 BLOCK = 256
@@ -32,9 +34,10 @@ def code(hidden: Tensor) -> Tensor:
     return (hidden.sin() * hidden.exp()).tanh()
 
 
-def engine_of(size_bytes: int, pace_bytes: int | None) -> Engine:
+def engine_of(size_bytes: int, pace_bytes: int | None, device: Device = CPU) -> Engine:
     policy = OffloadPolicy(size_bytes, 1, sets=0, pace_bytes=pace_bytes, layers=(1, LAYERS))
-    return Engine(order=lambda microbatches: ORDER, offloader=Offloader({0: policy}, device=CPU, limit_bytes=10**7))
+    offloader = Offloader({0: policy}, device=device, limit_bytes=10**9)
+    return Engine(order=lambda microbatches: ORDER, offloader=offloader, device=device)
 
 
 @pytest.fixture
@@ -166,6 +169,39 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_and_the_next_one_is_righ
     assert not engine.busy
     assert left() == []
     assert all(torch.equal(one, other) for one, other in zip(step(engine), wanted, strict=True))
+
+
+@on_every_device
+def test_memory_is_used_again_only_behind_its_copies(device: Device) -> None:
+    """Kernels are late, and what is let go behind a half is allocated and overwritten at once."""
+    on_cuda = device.where.type == "cuda"
+    count = 1 << 22 if on_cuda else 1 << 12
+    engine = engine_of(4 * count * 3 * len(KEPT), 4 * count * 3, device)
+    for number in range(4):
+        given = torch.full((count,), 0.1 * (number % 2 + 1), device=device.where, requires_grad=True)
+        again = given.detach().requires_grad_()
+        expected = again * 1
+        for _ in KEPT:
+            expected = code(expected)
+        expected.sum().backward()
+        del expected
+        with engine.forward_pass(number % 2, 0, 2) as ended_with:
+            output = given * 1
+            for policy in KEPT:
+                if on_cuda:
+                    delay(device)
+                output = engine.half(policy, code, (output,), {})
+                torch.full((6 * count,), float("nan"), device=device.where)
+            ended_with(output)
+        with engine.backward_pass(output):
+            torch.full((6 * count,), float("nan"), device=device.where)
+            output.sum().backward()
+        del output
+        assert given.grad is not None
+        assert again.grad is not None
+        assert torch.equal(given.grad, again.grad)
+    assert engine.take_counts().offloaded_bytes == 4 * 4 * count * (3 * (len(KEPT) - 1) - 1)
+    engine.close()
 
 
 def test_evaluation_moves_nothing(engine: Engine) -> None:

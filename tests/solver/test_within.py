@@ -89,6 +89,7 @@ def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
     (answer,) = decision.stages
     assert answer.within is not None
     assert 0 < answer.within.gone_bytes <= answer.within.bytes
+    assert answer.before_loss_bytes == decision.simulation.before_backward_bytes(0, 0)
     kept, all_leave = (
         host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
         for offloads in (False, True)
