@@ -18,6 +18,7 @@ from megatron_lynx.cost.memory import movable_bytes
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import replay_of
 from megatron_lynx.errors import PlanMismatch, Problem
+from megatron_lynx.pace import Pace
 from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import Plan, Rule, Stage
 from megatron_lynx.profiler.profile import Profile
@@ -31,7 +32,7 @@ from megatron_lynx.simulator.halves import stage_passes
 from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.simulator.treated import Deferral, Seating, Treated
+from megatron_lynx.simulator.treated import Deferral, Leaving, Seating, Treated
 
 
 def rehearse(plan: Plan, profile: Profile, update_s: float = 0.0, *, reduced_in_backward: bool = False) -> Simulation:
@@ -92,6 +93,9 @@ def _chunk_passes(
     own, others = halves[entry.chunk], {chunk: each for chunk, each in halves.items() if chunk != entry.chunk}
     passes = _passes(plan, entry, prices, own, others, reduced_in_backward=reduced_in_backward)
     passes = replace(passes, copy=_copy(plan, entry, prices.profile))
+    if entry.offload is not None and entry.offload.pace_bytes is not None:
+        leaving = tuple(_half_by_half(plan, entry, prices, own))
+        passes = replace(passes, at_once=_passes(plan, entry, prices, leaving, others, reduced_in_backward=reduced_in_backward))
     if entry.whole is None:
         return passes
     kept = tuple(treated_halves(plan, _keeping(entry, plan.model.halves.values()), prices))
@@ -139,17 +143,41 @@ def _copy(plan: Plan, stage: Stage, profile: Profile) -> HostCopy | None:
 
 
 def _movable_bytes(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> int:
-    """How much of one micro-batch can go to the host: not what Megatron received and holds itself, and what experts keep only
-    where the plan says so."""
-    halves = [(section, profile.of(section), stage.rule_for(layer)) for layer, section in _sections(plan, stage)]
-    movable = sum(
-        movable_bytes(costs, replay_of(section, costs.tensors, rule.replays(section.half)), smallest_bytes)
-        for section, costs, rule in halves
-        if not section.has_experts or (stage.offload is not None and stage.offload.experts)
-    )
+    """How much of one micro-batch can go to the host."""
+    movable, received_bytes = sum(_movable_of_halves(plan, stage, profile, smallest_bytes)), profile.attention.input_bytes
+    kept = (stage.stage, stage.chunk) == (0, 0) and received_bytes >= smallest_bytes
+    return movable + received_bytes if kept else movable
+
+
+def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_bytes: int) -> Iterator[int]:
+    """How much of each half can go to the host, in forward order: not what the chunk was given, which Megatron holds until its
+    forward is over, and what experts keep only where the plan says so."""
     received_bytes = profile.attention.input_bytes
-    received = (stage.stage, stage.chunk) != (0, 0) and received_bytes >= smallest_bytes
-    return movable - received_bytes if received else movable
+    received = received_bytes >= smallest_bytes
+    for number, (layer, section) in enumerate(_sections(plan, stage)):
+        if section.has_experts and (stage.offload is None or not stage.offload.experts):
+            yield 0
+            continue
+        costs = profile.of(section)
+        replay = replay_of(section, costs.tensors, stage.rule_for(layer).replays(section.half))
+        yield movable_bytes(costs, replay, smallest_bytes) - (received_bytes if received and number == 0 else 0)
+
+
+def _half_by_half(plan: Plan, stage: Stage, prices: Prices, treated: Sequence[Treated]) -> Iterator[Treated]:
+    """The halves of a stage as they are where a micro-batch's own backward follows at once: what leaves of each, and when."""
+    assert stage.offload is not None
+    assert stage.offload.pace_bytes is not None
+    movable = _movable_of_halves(plan, stage, prices.profile, stage.offload.smallest_tensor_bytes)
+    pace, left_bytes = Pace(stage.offload.pace_bytes, len(treated)), stage.offload.bytes
+    for place, (half, most_bytes) in enumerate(zip(treated, movable, strict=True), start=1):
+        size_bytes = 0 if pace.stays(place) else min(left_bytes, most_bytes)
+        if size_bytes <= 0:
+            replay = stage.rule_for(half.layer).replays(half.half)
+            yield replace(half, host=prices.host(half.section, replay, offloads=False, deferred=len(half.deferred)))
+            continue
+        left_bytes -= size_bytes
+        turns = pace.leaves(place, size_bytes, order.halves_ahead(stage, (half.layer, half.half)))
+        yield replace(half, leaving=Leaving(size_bytes, prices.profile.link_s("host", size_bytes), turns))
 
 
 def check_shapes(plan: Plan, profile: Profile) -> None:

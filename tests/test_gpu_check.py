@@ -41,6 +41,7 @@ def run(folder: Path, *arguments: str, of: Callable[[Machine], list[Part]] = par
 
 DRY_RUN = [
     "Transformer Engine",
+    "one rank, offloading half by half",
     "experts",
     "order of copies, compute-sanitizer",
     "one rank of TP8",
@@ -74,10 +75,11 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert [figures["share hidden"] > 0.5 for figures in found["TP2, sequence parallel"]["figures"]] == [True, True]
     assert found["one rank of TP8"]["figures"][0]["replays in windows"] > 0
     assert any(figures["bytes offloaded"] for figures in found["PP2, offloading"]["figures"])
+    assert found["one rank, offloading half by half"]["figures"][0]["bytes offloaded"] > 0
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 11 passed, 0 failed, 3 skipped" in page
+    assert "**PASSED**: 12 passed, 0 failed, 3 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
     assert "SHARED" not in page
 

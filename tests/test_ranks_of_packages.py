@@ -21,6 +21,7 @@ FOUNDATION = {
     "latent_sizes",
     "units",
     "nest",
+    "pace",
     "validation",
     "whole_file",
     "yaml_file",

@@ -17,6 +17,7 @@ from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.solver.within import Leaver
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.testbed.candidates import Candidate, stock, with_offload, without_windows
@@ -33,6 +34,9 @@ OFFLOADED = (
 BUDGETS = {"about stock full's bytes": 0.0, "between": 0.5, "a tenth below none": 0.9}
 """Of planner's plans: the share of what layers hold more if all is kept than under stock full, or where all is replayed if that
 is more."""
+
+
+HIDDEN = "everything kept, what copies hide to the host"
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,30 @@ def _plans(job: Job, profile: Profile) -> tuple[dict[str, Plan], dict[str, str]]
     plans = {"everything kept": kept, "everything replayed": replayed}
     refused = {}
     budget = _Budgets(job, profile, kept, replayed)
-    for name, share in BUDGETS.items():
+    asked = {f"planned, {name}": budget.job(share) for name, share in BUDGETS.items()}
+    if job.parallel.pipeline == 1:  # a micro-batch's backward follows its forward: what leaves does so within it
+        asked |= {
+            f"offloaded and planned, {name}": budget.job(share).model_copy(update={"offload_ratio": "auto"})
+            for name, share in BUDGETS.items()
+        }
+        asked[HIDDEN] = job.model_copy(update={"policy": "none", "offload_ratio": _hidden_share(job, profile, kept)})
+    for name, wanted in asked.items():
         try:
-            plans[f"planned, {name}"] = decide(budget.job(share), profile).plan
+            plans[name] = decide(wanted, profile).plan
         except LynxError as error:
-            refused[f"ours, planned, {name}"] = " ".join(str(error).split())
+            refused[f"ours, {name}"] = " ".join(str(error).split())
     plans["norms and activation replayed"] = some = uniform_plan(job, NORMS_AND_ACTIVATION, windows=False)
     if job.model.attention == "unfused":
         plans["core attention replayed"] = uniform_plan(job, (CORE_ATTENTION,), windows=False)
-    if job.parallel.pipeline > 1:  # with one stage a micro-batch's backward follows its forward: nothing waits
+    if job.parallel.pipeline > 1:  # copies between passes
         plans["everything kept, 1 GiB of each micro-batch to the host"] = offloading(job, kept, GIB)
         plans["norms and activation replayed, the rest to the host"] = offloading(job, some, _resident_bytes(some, profile))
     return plans, refused
+
+
+def _hidden_share(job: Job, profile: Profile, kept: Plan) -> float:
+    """How much of what the only stage's layers keep is copied to the host behind their forward."""
+    return min(1.0, Leaver(job, profile, 0).hidden_bytes() / _resident_bytes(kept, profile))
 
 
 def offloading(job: Job, plan: Plan, size_bytes: int) -> Plan:

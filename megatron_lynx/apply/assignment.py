@@ -13,7 +13,7 @@ from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
 from megatron_lynx.apply.dropout import may_draw_in
 from megatron_lynx.apply.site import sections_in
-from megatron_lynx.plan.order import frames_of, gather_of, stretches_of
+from megatron_lynx.plan.order import frames_of, gather_of, halves_ahead, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.policy import DeferralPolicy, HalfPolicy
@@ -49,6 +49,7 @@ def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Call
         chunk=stage.chunk,
         may_draw=may_draw_in(section, module, replayed),
         stays=not offloads,
+        ahead=halves_ahead(stage, (layer, section.half)),
     )
 
 

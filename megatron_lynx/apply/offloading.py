@@ -14,14 +14,21 @@ from megatron_lynx.schedule.host_pool import most_on_host
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -> Offloader | None:
-    """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once.
+    """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once, and no
+    pace is given for that.
 
     Raises `OffloadError` with both numbers where the host has too little memory.
     """
-    passes = [(Action(one.micro_batch, one.kind, one.chunk), one.phase) for one in order(plan.batch.microbatches).all]
+    step = order(plan.batch.microbatches)
+    passes = [(Action(one.micro_batch, one.kind, one.chunk), one.phase) for one in step.all]
     policies = {}
     for entry in plan.chunks_of(run.stage):
-        if entry.offload is None or not (sets := most_on_host(passes, entry.offload.prefetch)[entry.chunk]):
+        if entry.offload is None:
+            continue
+        sets = most_on_host(passes, entry.offload.prefetch)[entry.chunk]
+        at_once = any(step.at_once(one.virtual) for one in step.all if one.chunk == entry.chunk)
+        pace_bytes = entry.offload.pace_bytes if at_once else None
+        if not sets and pace_bytes is None:
             continue
         policies[entry.chunk] = OffloadPolicy(
             bytes=entry.offload.bytes,
@@ -30,6 +37,8 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -
             sets=sets,
             ragged=entry.offload.experts,
             avoids_messages=entry.offload.beside_messages == "avoid",
+            pace_bytes=pace_bytes,
+            layers=(entry.layers.first, len(entry.layers)),
         )
     if not policies:
         return None

@@ -62,7 +62,8 @@ class Job(Part):
     batch: Batch
     policy: Policy = "planned"
     offload_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the bytes that a chunk saves for backward which goes to host memory; auto: the smallest that fits."""
+    """Share of the bytes that a chunk saves for backward which goes to host memory; auto: what makes a plan fastest, or for other
+    policies the smallest that fits."""
     budget: Budget = Budget()
     schedule: Schedule = "flush"
     defer_updates: bool = True

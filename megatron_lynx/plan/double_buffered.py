@@ -38,5 +38,8 @@ def problems(plan: PlanContents) -> Iterator[str]:
             found_whole = f"{entry.whole.first} of every {entry.whole.of_every} micro-batches"
             why = "it needs none, as they are counted in each step, and steps overlap"
             yield f"schedule is double_buffered, but {plan.place_of(entry)}.whole is {found_whole}: {why}"
+        if entry.offload is not None and entry.offload.pace_bytes is not None:
+            why = "it needs none: offloading within a micro-batch was not tried without flushes"
+            yield f"schedule is double_buffered, but {plan.place_of(entry)}.offload.pace_bytes is given: {why}"
     if found < layout.pipeline:
         yield f"schedule is double_buffered, but batch.microbatches is {found}: it needs at least pipeline ({layout.pipeline})"

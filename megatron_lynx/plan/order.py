@@ -95,6 +95,17 @@ def gather_of(stage: Stage, frame: FrameKey, phase: BackwardPhase) -> Window | N
     return None if name is None else window_at(name, layer)
 
 
+def halves_ahead(stage: Stage, frame: FrameKey) -> int:
+    """How many halves before its own backward a half's replay may begin, windows and gathers alike; at least 1. What lies in a
+    forward or in the receive of a gradient does not count: nothing of that comes between a forward and its own backward."""
+    layer, half = frame
+    asked = [window for phase in BACKWARD_PHASES for window, _ in stretches_of(stage, frame, phase)]
+    asked += [window for phase in BACKWARD_PHASES if (window := gather_of(stage, frame, phase)) is not None]
+    served = [window.frame for window in asked if isinstance(window, WindowAddress) and window.passing == "bwd"]
+    place = len(HALVES) * layer + HALVES.index(half)
+    return max((len(HALVES) * at + HALVES.index(of) + 1 - place for at, of in served), default=1)
+
+
 def problems(
     stage: Stage, layout: ParallelFacts, *, te: bool = False, exchanging: Container[int] = (), halves: Halves = DENSE
 ) -> Iterator[str]:

@@ -51,6 +51,10 @@ DEFERRED = f"""\
 #                 {_WAITS}; of a stage: the most bytes that they may hold meanwhile
 """
 """What is explained of a plan that defers weight gradients."""
+PACED = """\
+#   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward
+"""
+"""What is explained of a plan that offloads within a micro-batch."""
 _END = "# `predicted`"
 
 
@@ -71,6 +75,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file, with a header for whoever opens it."""
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
+    if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
+        header = header.replace(_END, PACED + _END)
     if plan.model.latent is not None:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))

@@ -73,6 +73,10 @@ class Offload(Part):
     that overlap messages with passes cannot avoid them."""
     experts: bool = False
     """Whether what mixtures of experts keep goes as well; otherwise it stays."""
+    pace_bytes: int | None = Field(default=None, ge=1)
+    """Given: a micro-batch whose own backward follows its forward at once goes, too, half by half; so many bytes are expected to
+    be copied beside one half's forward. Compute waits for a half's copy when that should be over, and its copy back begins when
+    backward comes to the same place. Not given: such a micro-batch stays on the device."""
 
 
 class WeightGradients(Part):

@@ -89,13 +89,13 @@ def device_parts(job: Job, answer: StageAnswer, held_bytes: int = 0, at_loss_byt
     weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
-    kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging
+    kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
     lagging = max(0, held_bytes - answer.layers_peak_bytes)
-    at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.chunks.before_loss_bytes)
+    at_loss = lagging if at_loss_bytes is None else max(0, at_loss_bytes - answer.before_loss_bytes)
     return replace(
         beside_layers(job, answer.stage),
         activations=kept + lagging,
-        activations_at_loss=answer.chunks.before_loss_bytes + at_loss - staging,
+        activations_at_loss=answer.before_loss_bytes + at_loss - staging,
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
@@ -208,7 +208,7 @@ def made_by() -> str:
 def _entry(job: Job, answer: StageAnswer, chunk: int) -> Stage:
     solved, where = answer.chunks[chunk], (answer.stage, chunk)
     rules, predicted = list(_rules(job, where, solved.layers)), _predicted(job, answer, solved)
-    return stage_of(job, where, rules, predicted, _offload(job, where, answer.offloaded_bytes(chunk)))
+    return stage_of(job, where, rules, predicted, _offload(job, answer, chunk))
 
 
 def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> Iterator[Rule]:
@@ -219,13 +219,20 @@ def _rules(job: Job, where: tuple[int, int], choices: Sequence[LayerChoice]) -> 
         yield _rule(LayerRange(first=layers[0], last=layers[-1]), sections, choice)
 
 
-def _offload(job: Job, where: tuple[int, int], size_bytes: int) -> Offload | None:
+def _offload(job: Job, answer: StageAnswer, chunk: int) -> Offload | None:
+    size_bytes = answer.offloaded_bytes(chunk)
     if not size_bytes:
         return None
     smallest_bytes = smallest_offloaded_bytes(LayerShape.of(job).input_bytes)
     beside: Literal["avoid", "allow"] = "avoid" if avoid_messages(job) else "allow"
-    experts = job.experts_of(*where) > 0 and not job.model.experts_whole
-    return Offload(bytes=size_bytes, smallest_tensor_bytes=smallest_bytes, beside_messages=beside, experts=experts)
+    experts = job.experts_of(answer.stage, chunk) > 0 and not job.model.experts_whole
+    return Offload(
+        bytes=size_bytes,
+        smallest_tensor_bytes=smallest_bytes,
+        beside_messages=beside,
+        experts=experts,
+        pace_bytes=None if answer.within is None else answer.within.pace_bytes,
+    )
 
 
 def _predicted(job: Job, answer: StageAnswer, solved: Solved) -> Predicted:

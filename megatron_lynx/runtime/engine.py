@@ -9,7 +9,7 @@
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
     backward_step begins / ends     backward_pass(output)                      ledger
-      backward reaches a half       _enter()                                   ledger
+      backward reaches a half       _enter()                                   ledger, offloader
         a collective is issued      window(): bwd.*                            waits
         a saved tensor is needed    it was replayed, or is on demand           replays, frame
         a weight gradient is due    weight_gradients.put_off(): computed later weight_gradients
@@ -166,7 +166,9 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._windows[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        shipment = None if whole or policy.stays else self.offloader.shipment_of(micro_batch, (args, kwargs), self._ledger)
+        shipment = (
+            None if whole or policy.stays else self.offloader.shipment_of(micro_batch, policy.key, (args, kwargs), self._ledger)
+        )
         frame = Frame(policy, micro_batch, code)
         self._ledger.keep(frame)
         begin = self.trace.now()
@@ -177,6 +179,7 @@ class Engine:
         self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
+        self.offloader.half_ends(micro_batch, policy.key, outputs, policy.ahead)
         self._mark(frame, (args, kwargs), outputs)
         return outputs
 
@@ -215,6 +218,7 @@ class Engine:
             raise partial_backward(frame.policy.name)
         self._close_backward_span()
         self._ledger.enter(frame)
+        self.offloader.backward_reaches(frame.micro_batch, frame.key)
         self._entered_at = self.trace.now()
 
     def _left(self, _: Tensor) -> None:

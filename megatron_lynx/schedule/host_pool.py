@@ -28,7 +28,7 @@ def sets_on_host(
 
 def most_on_host(passes: Iterable[tuple[Action, Phase]], prefetch: int) -> Counter[int]:
     """By chunk, in any order of one stage's passes. A micro-batch whose backward comes right behind its forward stays on the
-    device."""
+    device, or goes half by half, into host memory of its own."""
     order = [*passes]
     backwards = [action for action, _ in order if action.kind == "B"]
     behind = {one: after for (one, _), (after, _) in pairwise(order) if (one.kind, after.kind) == ("F", "B")}

@@ -12,8 +12,9 @@
  [5] a blocking exchange ends in a synchronisation of the device (Megatron's `batch_p2p_sync`), which waits for all copies that
      were asked for before it: those that do not avoid messages, and are longer than the exchange, are exposed
 
-A micro-batch whose backward follows its forward at once is not offloaded (Yuan et al., ATC '24). Copies do not slow messages
-down here, and do not share a link with another device; a caller that knows better gives longer copies.
+A micro-batch whose backward follows its forward at once is not offloaded so (Yuan et al., ATC '24), but within its own passes, if
+at all (`half_copies`). Copies do not slow messages down here, and do not share a link with another device; a caller that knows
+better gives longer copies.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def note(simulation: Simulation, stage: int) -> str:
     if _defers(simulation):
         filled, late = simulation.filled_s(stage), simulation.unfilled_s(stage)
         lines += [f"weight gradients: {format_seconds(filled)} hidden,", f"{format_seconds(late)} exposed"]
-    if simulation.copied[stage]:
+    if simulation.copies(stage):
         lines.append(f"waits for copies: {format_seconds(simulation.exposed_copy_s(stage))}")
     return "\n".join(lines)
 
@@ -83,7 +83,7 @@ def _defers(simulation: Simulation) -> bool:
 
 def _of_copies(simulation: Simulation) -> list[str]:
     """The column of copies, where there are any."""
-    return ["waits for copies"] if any(simulation.copied) else []
+    return ["waits for copies"] if any(map(simulation.copies, range(len(simulation.executed)))) else []
 
 
 def _stage(simulation: Simulation, stage: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@
 [3] in its last window a half lets go of all but what its last GEMM reads (`cost.memory`), then others are regenerated
 [4] a pass takes as long as the host needs to issue its halves, at least
 [5] a deferred weight gradient is none of its half's seconds, hides nothing beside it, and runs behind the replays of a wait
+[6] what leaves within a micro-batch leaves behind its half, and comes back before it (`half_copies`)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass, Walked
 from megatron_lynx.simulator.pending import Due, LinearOf, Pending, Queue
 from megatron_lynx.simulator.treated import HalfKind, Part, Treated
@@ -197,7 +199,8 @@ def _forward(
     walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float
 ) -> TimedPass:
     """One forward. `served`, `gathered`: what its windows hide of replays, and what is gathered behind them."""
-    for half in treated:
+    going = GoingOut()
+    for number, half in enumerate(treated, start=1):
         start_s = walk.clock_s
         parts = halves[half.kind]
         for ordinal, compute_s in enumerate(parts.compute_s):
@@ -208,6 +211,7 @@ def _forward(
                 walk.regenerate(gathered.get(place, 0))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
+        going.half_ends(walk, number, half)  # [6]
     walk.compute(end_s)
     return walk.over()
 
@@ -226,12 +230,14 @@ def _backward(
     """One backward. `spared`: of waits of halves whose input was gathered before. `last`: the chunk's last one in a step, behind
     which nothing stays deferred. `defers`: whether it defers anything itself."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
-    for half in reversed(treated):
+    coming = ComingBack(treated)
+    for number, half in reversed(list(enumerate(treated, start=1))):
+        coming.half_begins(walk, number, half)  # [6]
         if (part := late.get((half.layer, half.half))) is not None:
             walk.on_demand(part)
         start_s = walk.clock_s
         kind = half.kind if defers else (half.section, frozenset())
-        _back_through(walk, half, halves[kind], served, gathered, spared, defers)
+        _back_through(walk, half, halves[kind], served, gathered, spared, defers, coming)
         walk.half("backward", start_s, half)
     walk.compute(end_s)
     if last:
@@ -240,7 +246,14 @@ def _backward(
 
 
 def _back_through(
-    walk: Walk, half: Treated, parts: Segments, served: Served, gathered: Gathered, spared: Spared, defers: bool
+    walk: Walk,
+    half: Treated,
+    parts: Segments,
+    served: Served,
+    gathered: Gathered,
+    spared: Spared,
+    defers: bool,
+    coming: ComingBack,
 ) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
@@ -255,6 +268,7 @@ def _back_through(
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             length_s = parts.windows_s[ordinal] - ran_s - spared.get(place, 0.0)
+            coming.ahead(walk, served.get(place, ()))
             walk.window(place, max(0.0, length_s), served.get(place, ()))
             walk.regenerate(gathered.get(place, 0))
     walk.hold(-left, regenerated_bytes=-regenerated)

@@ -48,9 +48,12 @@ class TimedPass:
     """Seconds of deferred weight gradients inside windows, as they would take alone."""
     unfilled_s: float = 0.0
     """Seconds of deferred weight gradients that no window hides."""
+    copy_wait_s: float = 0.0
+    """Seconds of it in which it waits for copies of its own halves (`simulator.half_copies`)."""
 
     def issued_in(self, host_s: float) -> TimedPass:
-        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""
+        """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part; copies
+        are over meanwhile."""
         if host_s <= self.seconds:
             return replace(self, host_s=host_s)
         slower = host_s / self.seconds if self.seconds else 1.0
@@ -59,9 +62,14 @@ class TimedPass:
             seconds=host_s,
             memory=tuple((slower * at_s, change) for at_s, change in self.memory),
             regenerated=tuple((slower * at_s, change) for at_s, change in self.regenerated),
-            spans=tuple(span._replace(start_s=slower * span.start_s, end_s=slower * span.end_s) for span in self.spans),
+            spans=tuple(
+                span._replace(start_s=slower * span.start_s, end_s=slower * span.end_s)
+                for span in self.spans
+                if span.kind != "copy_wait"
+            ),
             host_s=host_s,
-            host_late_s=host_s - self.seconds,
+            host_late_s=host_s - (self.seconds - self.copy_wait_s),
+            copy_wait_s=0.0,
         )
 
 
@@ -150,6 +158,8 @@ class ChunkPasses:
     """Micro-batches that keep everything."""
     keeping: ChunkPasses | None = None
     """The passes of micro-batches that keep everything."""
+    at_once: ChunkPasses | None = None
+    """The passes of micro-batches whose own backward follows at once, where these are offloaded within."""
     filled: Filled | None = None
     """In place of `forward`, `backward`, `received` and `hiding`, where the stage defers weight gradients."""
 

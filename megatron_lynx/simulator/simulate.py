@@ -70,28 +70,37 @@ class RunningStage:
     """Whether any of its chunks offloads."""
     last: Container[Action] = ()
     """The last backward of each chunk in a step."""
+    at_once: Container[tuple[int, int]] = ()
+    """Micro-batches, with their chunks, whose own backward follows at once."""
     pending: list[Pending] = field(default_factory=lambda: [()])
     """The weight gradients that are deferred now."""
     executed: list[Executed] = field(default_factory=list)
     copies: HostCopies = field(default_factory=HostCopies)
 
+    def of(self, action: Action) -> ChunkPasses:
+        """The passes of an action's micro-batch."""
+        passes = self.passes[action.chunk].of(action.micro_batch)
+        if passes.at_once is not None and (action.micro_batch, action.chunk) in self.at_once:
+            return passes.at_once
+        return passes
+
     def forward(self, action: Action, phase: Phase, behind: Action | None) -> TimedPass:
         """What a forward is, with the replays that it hides."""
         hides = behind is not None and not _own(action, behind) and behind.micro_batch not in self.passes[behind.chunk].whole
-        chunk, passes = behind.chunk if behind is not None and hides else None, self.passes[action.chunk].of(action.micro_batch)
+        chunk, passes = behind.chunk if behind is not None and hides else None, self.of(action)
         if passes.filled is not None:
             return self._filled(passes.filled, passes.filled.forward_key(phase, chunk))
         return passes.forward_before(phase, chunk)
 
     def backward(self, action: Action, phase: Phase) -> TimedPass:
-        passes = self.passes[action.chunk].of(action.micro_batch)
+        passes = self.of(action)
         if passes.filled is not None:
             return self._filled(passes.filled, ("B", phase, action in self.last))
         return passes.backward[phase]
 
     def received(self, action: Action, phase: Phase) -> TimedPass:
         """What runs while the gradient of a backward is awaited."""
-        passes = self.passes[action.chunk].of(action.micro_batch)
+        passes = self.of(action)
         if passes.filled is not None:
             return self._filled(passes.filled, ("R", phase, False))
         return passes.received[phase]
@@ -129,6 +138,7 @@ class Run:
                 _asked_by(order) if _avoids_messages(passes) else {},
                 any(chunk.copy is not None for chunk in passes),
                 self._completing(order),
+                _at_once(order) if any(chunk.at_once is not None for chunk in passes) else frozenset(),
             )
             for number, (passes, order) in enumerate(zip(chunks, schedule.orders, strict=True))
         ]
@@ -308,6 +318,12 @@ class Run:
 def _own(forward: Action, behind: Action | None) -> bool:
     """Whether the backward that follows a forward at once is its own."""
     return behind is not None and behind.micro_batch == forward.micro_batch and behind.chunk == forward.chunk
+
+
+def _at_once(order: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Micro-batches, with their chunks, whose own backward follows their forward."""
+    behind = zip(order, _behind(order), strict=True)
+    return frozenset((one.micro_batch, one.chunk) for one, after in behind if one.kind == "F" and _own(one, after))
 
 
 def _behind(order: Sequence[Action]) -> list[Action | None]:

@@ -53,14 +53,22 @@ class Simulation:
 
     def busy_s(self, stage: int) -> float:
         """Seconds of passes, their tensor-parallel waits included, and of what runs in a receive and delays a pass."""
-        return sum([_delay_s(each) if each.action.kind == "R" else each.content.seconds for each in self.counted(stage)])
+        counted = self.counted(stage)
+        return sum(
+            [_delay_s(each) if each.action.kind == "R" else each.content.seconds - each.content.copy_wait_s for each in counted]
+        )
 
     def bubble_s(self, stage: int) -> float:
         """Seconds in which the stage runs no pass and waits for no copy; hidden replays are included."""
         return self.step_s - self.busy_s(stage) - self.exposed_copy_s(stage)
 
     def exposed_copy_s(self, stage: int) -> float:
-        return sum([each.copy_wait_s for each in self.counted(stage)])
+        return sum([each.copy_wait_s + each.content.copy_wait_s for each in self.counted(stage)])
+
+    def copies(self, stage: int) -> bool:
+        """Whether anything of a stage goes to the host."""
+        spans = (span for each in self.executed[stage] for span in each.content.spans)
+        return bool(self.copied[stage]) or any(span.kind == "offload" for span in spans)
 
     def exposed_replay_s(self, stage: int) -> float:
         return sum([each.content.exposed_s for each in self.counted(stage)])

@@ -16,6 +16,7 @@ from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
 from megatron_lynx.cost.weight_gradient import WeightGradient
+from megatron_lynx.pace import Turns
 from megatron_lynx.schedule.schedule import Phase
 
 
@@ -60,6 +61,15 @@ class Deferral(NamedTuple):
     """Where they may run; the first that comes takes them."""
 
 
+class Leaving(NamedTuple):
+    """What of a half goes to the host and comes back where its own backward follows its forward at once."""
+
+    bytes: int
+    seconds: float
+    """Of its copy, one way."""
+    turns: Turns
+
+
 @dataclass(frozen=True)
 class Treated:
     """What becomes of one half: where its replay runs by phase, how long it takes, what it holds."""
@@ -78,6 +88,8 @@ class Treated:
     """How long the host takes to issue it. Its replay is issued with its backward, wherever it runs."""
     deferred: Mapping[str, Deferral] = field(default_factory=dict)
     """Its linears whose weight gradients are put off."""
+    leaving: Leaving | None = None
+    """What of it goes to the host within its micro-batch, if anything does."""
 
     @property
     def half(self) -> Half:

@@ -30,7 +30,7 @@ class Walk:
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
         self._regenerated: list[tuple[float, int]] = []
-        self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = 0.0
+        self._hidden_s = self._exposed_s = self._filled_s = self._unfilled_s = self._copy_wait_s = 0.0
 
     def compute(self, seconds: float) -> None:
         self.clock_s += seconds
@@ -109,6 +109,17 @@ class Walk:
         for entry in self._queue.flush():
             self._weight_gradient(entry, 0.0, FLUSHED)
 
+    def copy(self, kind: Literal["offload", "reload"], half: Treated, start_s: float, end_s: float) -> None:
+        """Runs beside the pass."""
+        self._spans.append(Span(kind, start_s, end_s, half.layer, half.half, name=f"{kind} {half.half}({half.layer})"))
+
+    def wait(self, until_s: float) -> None:
+        """Goes on when a copy is over."""
+        if until_s > self.clock_s:
+            self._spans.append(Span("copy_wait", self.clock_s, until_s, name="copy_wait"))
+            self._copy_wait_s += until_s - self.clock_s
+            self.clock_s = until_s
+
     def half(self, kind: Literal["forward", "backward"], start_s: float, half: Treated) -> None:
         self._span(kind, start_s, half)
 
@@ -122,6 +133,7 @@ class Walk:
             regenerated=tuple(self._regenerated),
             filled_s=self._filled_s,
             unfilled_s=self._unfilled_s,
+            copy_wait_s=self._copy_wait_s,
         )
 
     def _weight_gradient(self, entry: Entry, fits_s: float, window: str, interference: float = 1.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from megatron_lynx.cost.host import NO_HOST_TIME, HostSeconds
 from megatron_lynx.cost.stage import StageSeconds
@@ -45,6 +46,16 @@ class SolvedChunks(tuple[Solved, ...]):
         return ceil((self[0].in_flight - 1) * (self.most_resident_bytes - counted))
 
 
+class Within(NamedTuple):
+    """What leaves within each micro-batch of a stage where its own backward follows at once (`runtime.offload.half_by_half`)."""
+
+    bytes: int
+    pace_bytes: int
+    """So many are copied beside one half's forward."""
+    gone_bytes: int
+    """What is not there when the last half ends its forward and when it begins its backward."""
+
+
 @dataclass(frozen=True)
 class StageAnswer:
     """The choices for one stage. Seconds are those of one micro-batch through all its chunks, but for `exposed_copies_s`."""
@@ -67,6 +78,8 @@ class StageAnswer:
     """The share of what every chunk keeps that is offloaded at least: what was asked for, or what can be moved."""
     host: HostSeconds = NO_HOST_TIME
     """What the host takes to issue all of it; 0 where that is not known."""
+    within: Within | None = None
+    """Of a stage that offloads within a micro-batch: then no share is."""
 
     @property
     def host_late_s(self) -> float:
@@ -85,12 +98,22 @@ class StageAnswer:
     @property
     def peak_bytes(self) -> int:
         """What all its layers hold at most, all chunks in flight, or they and the loss. No less than what a simulation finds."""
-        return self.chunks.peak_bytes
+        return self.chunks.peak_bytes - self.within_bytes
+
+    @property
+    def within_bytes(self) -> int:
+        """What of the one micro-batch is gone when its last half ends its forward, and begins its backward."""
+        return 0 if self.within is None else self.within.gone_bytes
 
     @property
     def layers_peak_bytes(self) -> int:
         """The same without the loss, while layers run backward."""
-        return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes
+        return SolvedChunks(replace(chunk, loss_bytes=0) for chunk in self.chunks).peak_bytes - self.within_bytes
+
+    @property
+    def before_loss_bytes(self) -> int:
+        """What is held when the model's last chunk has run forward: then all that leaves within it is gone."""
+        return self.chunks.before_loss_bytes - (0 if self.within is None else self.within.bytes)
 
     @property
     def chunk_bytes(self) -> int:
@@ -104,6 +127,8 @@ class StageAnswer:
 
     def offloaded_bytes(self, chunk: int) -> int:
         """What one micro-batch of a chunk offloads."""
+        if self.within is not None:
+            return self.within.bytes
         return min(int(self.offload_ratio * self.chunks[chunk].resident_bytes), self._movable_bytes(chunk))
 
     @property

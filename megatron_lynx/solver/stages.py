@@ -5,6 +5,8 @@
        0, 1/20 ... 1  ──solve under the stage's budget──> exposed replays, once for each micro-batch   ┐ the least of
                       ──out and back behind passes──────> exposed copies of the whole step             ┘ their sum wins
 
+Where a micro-batch's own backward follows at once, a share of what would be kept leaves within it (`solver.within`): N is 1.
+
 Ties go to the smaller share: nothing is offloaded where the run fits and hides its replays without offloading. A share is no
 candidate where a node's host memory is too small for what all its devices offload. Copies and messages take turns (`cost.step`),
 and devices that share a link to the host share its rate, so a copy is as long as the profile's `host` link says.
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import ceil
+from math import ceil, floor
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.in_flight import chunks_in_flight
@@ -34,6 +36,7 @@ from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
+from megatron_lynx.solver.within import Leaver, goes_within
 from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
 
 STEPS = 20
@@ -110,15 +113,21 @@ class Stages:
 
     def _ratios(self, stage: int) -> list[float]:
         asked = self.job.offload_ratio
-        if asked == 0 or chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED:
+        within = goes_within(self.job, stage) and (asked == "auto" or self.job.parallel.pipeline == 1)
+        if asked == 0 or (chunks_in_flight(self.job, stage) <= CHUNKS_NOT_OFFLOADED and not within):
             return [0.0]
         ratios = [step / STEPS for step in range(STEPS + 1)] if asked == "auto" else [float(asked)]
+        if asked == "auto" and within:  # what is not hidden spares nothing, as it is waited for in the end
+            hidden = Leaver(self.job, self.profile, stage).hidden_bytes() / max(1, self._kept_bytes(stage))
+            ratios = [floor(1000 * ratio * min(1.0, hidden)) / 1000 for ratio in ratios]
         return [ratio for ratio in ratios if (stage, ratio) not in self.excluded]
 
     def _offloading(
         self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks] | None = None
     ) -> StageAnswer:
         solver = solver or partial(self._chunks.solved, solver=self._solved)
+        if ratio and goes_within(self.job, stage):
+            return self._within(stage, ratio, budget_bytes, solver)
         solved = partial(solver, stage, budget_bytes=budget_bytes)
         answer = self._leaving(stage, ratio, ratio, solved)
         while answer.movable_share < answer.offloaded_share:
@@ -150,6 +159,23 @@ class Stages:
         return StageAnswer(
             stage, chunks, count, ratio, self._stock(stage), 0.0, received_bytes=received_bytes, offloaded_share=share, host=host
         )
+
+    def _within(self, stage: int, ratio: float, budget_bytes: int | None, solver: Callable[..., SolvedChunks]) -> StageAnswer:
+        """The answer of a stage that offloads within a micro-batch a share of what it would keep if it replayed nothing."""
+        leaver = Leaver(self.job, self.profile, stage)
+        asked_bytes = int(ratio * self._kept_bytes(stage))
+        chunks, within = leaver.leaving(asked_bytes, budget_bytes, lambda budget: solver(stage, 1, budget_bytes=budget))
+        answer = StageAnswer(
+            stage, chunks, 1, ratio, self._stock(stage), 0.0, received_bytes=self._shape.input_bytes, within=within
+        )
+        size_bytes = 0 if within is None else within.bytes
+        exposed_s = self.job.microbatches * leaver.exposed_s(size_bytes, answer.longer_s)
+        host = leaver.host_s(chunks, size_bytes)
+        return replace(answer, exposed_copies_s=exposed_s, host=host, host_sets=(1,))
+
+    def _kept_bytes(self, stage: int) -> int:
+        """What the stage keeps of one micro-batch if it replays nothing."""
+        return self._chunks.solved(stage, 1, None, baselines.keep_all).most_resident_bytes
 
     def _stock(self, stage: int) -> StageSeconds:
         """The stage without replays, whatever it offloads."""

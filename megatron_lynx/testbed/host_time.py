@@ -67,7 +67,7 @@ def asked_by(job: Job) -> Asked:
     return Asked(
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,
-        offloaded=job.offload_ratio != 0 and job.parallel.pipeline > 1,
+        offloaded=job.offload_ratio != 0,
         deferred=fused_gradient.adds_up_in_place(job) and job.parallel.tensor > 1,
     )
 

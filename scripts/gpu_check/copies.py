@@ -4,8 +4,7 @@ link        bytes a second each way, one at a time and both at once, through the
 hidden      a layer's step alone, the copies of what it keeps alone, both at once: the part of copying that costs nothing
 order       tests of device, copier and offload on this device, and again under compute-sanitizer: parts of their own
 
-Offloading inside training needs two stages, and is a part of its own: of one stage each backward follows its own forward, and
-nothing is copied.
+Offloading inside training is in parts of its own: of one stage within a micro-batch, half by half, and of two stages.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ROUNDS = 5
 TELLING = ("FAILED", "ERROR", "========= ERROR SUMMARY")
 MOST_LINES = 80
 """Of the output of tests that fail."""
-TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload")]
+TESTS = [f"tests/runtime/test_{of}.py" for of in ("device", "copier", "offload", "half_by_half")]
 
 
 def copies(rank: int, job: Job, dry: bool) -> Answer:

@@ -73,7 +73,8 @@ class Maker:
         apart = options.pop("apart", False)
         plan = options.pop("plan", None) or plan_of(job)
         if options.pop("offloads", False):
-            plan = offloading(plan_of(job, share=0.5), HOST_BYTES[self._dry])
+            pace = HOST_BYTES[self._dry] // 8 if job.parallel.pipeline == 1 else None
+            plan = offloading(plan_of(job, share=0.5), HOST_BYTES[self._dry], pace=pace)
         if options.pop("defers", False):
             plan = deferring(plan)
         delay = options.pop("delay", "trial")

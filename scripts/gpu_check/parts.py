@@ -21,6 +21,7 @@ STAGES = {"microbatches": 4}
 SANITIZED = "order of copies, compute-sanitizer"
 PUT_OFF = "TP2, sequence parallel, weight gradients put off"
 TE_PUT_OFF = "TP2, sequence parallel, Transformer Engine, weight gradients put off"
+WITHIN = "one rank, offloading half by half"
 LOGGED = "; ranks wait for devices and each other behind each step, as with --log-interval 1"
 
 
@@ -37,6 +38,9 @@ class _Parts(Maker):
         for like in ("gpt", "llama"):
             yield self.part_of(f"one rank, {like}", "everything is replayed on demand", self.job(like))
         yield self.part_of_te("Transformer Engine", "its layers, flash attention", self.te_job())
+        shows = "what is kept goes to the host within a micro-batch, and comes back"
+        yield self.part_of(WITHIN, shows, self.job("gpt"), offloads=True)
+        yield self.part_of_te(f"{WITHIN}, Transformer Engine", shows, self.te_job(), offloads=True)
         yield from self._of_one_since()
         copied = self.job("llama", layers=1, **({} if self._dry else LARGE))
         yield Part("copies", "copies to the host: rates, what a layer hides", 1, copies, (copied, self._dry))

@@ -180,11 +180,12 @@ def test_query_and_key_norms(pool_of):
 
 
 def test_what_its_nodes_keep_may_go_to_the_host(pool_of):
-    """It empties what it has used: a reloaded tensor must not be another's, too."""
+    """It empties what it has used: a reloaded tensor must not be another's, too. On the last stage it goes half by half."""
     job = te_job(**LAYOUTS["PP2"])
     mixed = plan_for(job, lambda layer: [*NORMS, "core_attention"] if layer % 2 else ())
-    [first, _] = checked(pool_of, job, [offloading(mixed, 20_000)], Trial(steps=1))
+    [first, last] = checked(pool_of, job, [offloading(mixed, 20_000, pace=5_000)], Trial(steps=1))
     assert first[0].planned.counts[-1].offloaded_bytes > 0
+    assert last[0].planned.counts[-1].offloaded_bytes > 0
 
 
 def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(pool_of):

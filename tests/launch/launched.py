@@ -162,11 +162,11 @@ def inside_experts(plan: Plan) -> Plan:
     return Plan.model_validate(facts)
 
 
-def offloading(plan: Plan, size_bytes: int) -> Plan:
-    """The same plan, with so many bytes of every micro-batch and chunk on the host."""
+def offloading(plan: Plan, size_bytes: int, pace: int | None = None) -> Plan:
+    """The same plan, with so many bytes of every micro-batch and chunk on the host; with a pace of the last chunk, too."""
     facts = plan.model_dump(mode="json")
     for stage in facts["stages"]:
-        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1}
+        stage["offload"] = {"bytes": size_bytes, "smallest_tensor_bytes": 1024, "prefetch": 1, "pace_bytes": pace}
     return Plan.model_validate(facts)
 
 

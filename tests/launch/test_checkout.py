@@ -128,7 +128,7 @@ def test_with_context_parallelism(script, tmp_path):
     stock = launch(cut, flags, ranks=4, **where)
     assert len(stock.iterations) == 5, stock.text
     replaying = plan_of(layout)
-    for name, plan in {"replayed": replaying, "on the host": offloading(replaying, 200_000)}.items():
+    for name, plan in {"replayed": replaying, "on the host": offloading(replaying, 200_000, pace=40_000)}.items():
         under = ["--lynx-plan", saved(plan, tmp_path / f"{name}.yaml"), "--lynx-check", "2"]
         planned = launch(cut, [*flags, *under], ranks=4, **where)
         assert planned.status == 0, planned.text
@@ -184,7 +184,7 @@ def test_a_broken_replay_is_named(script, tmp_path):
 def test_frames_are_checked(script, tmp_path):
     """Replayed, gathered once and, in part, on the host: nothing printed changes. Of a broken replay, what it made is named."""
     flags = [*MODEL, "--mock-data", *flags_of(INTERLEAVED)]
-    plan = saved(offloading(plan_of(INTERLEAVED, gather="once"), 200_000), tmp_path / "plan.yaml")
+    plan = saved(offloading(plan_of(INTERLEAVED, gather="once"), 200_000, pace=40_000), tmp_path / "plan.yaml")
     stock = launch(script, flags, ranks=4)
     checked = [*flags, "--lynx-plan", plan, "--lynx-check", "frames:3"]
     planned = launch(script, checked, ranks=4)

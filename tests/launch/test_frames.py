@@ -61,7 +61,7 @@ def test_nothing_differs(pool_of: Pools, layout: dict[str, Any]) -> None:
     trial = everything(job)
     if job.parallel.pipeline > 1:
         kept = plan_for(job, lambda layer: replayable(job) if layer % 2 else ())
-        trial = Trial(offloading(kept, 10**6))
+        trial = Trial(offloading(kept, 10**6, pace=10**4))
     unchecked, checked, restless = run(pool_of, job, replace(trial, steps=0), trial, replace(trial, restless=True))
     gathers = job.parallel.sequence_parallel
     frames, replayed, reloaded = clean(checked, gathers=gathers)

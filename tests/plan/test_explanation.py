@@ -36,6 +36,15 @@ def test_a_chunk_of_its_own_has_its_own() -> None:
     assert text.count("to the host: 1.00 MiB of every micro-batch") == 1
 
 
+def test_a_pace_is_explained() -> None:
+    plan = uniform_plan(tiny_job("llama"), windows=False)
+    (stage,) = plan.stages
+    paced = plan.model_copy(
+        update={"stages": (stage.model_copy(update={"offload": Offload(bytes=1 << 20, pace_bytes=1 << 19)}),)}
+    )
+    assert "it goes half by half, 512.00 KiB beside one half's forward" in shown(paced)
+
+
 def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_not_fit() -> None:
     experts = Experts(count=4, per_token=2, ffn=64)
     plan = uniform_plan(tiny_job("llama", pipeline=2, layers=4, microbatches=4, experts=experts))

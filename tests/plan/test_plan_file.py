@@ -225,6 +225,23 @@ def test_no_micro_batch_is_whole_where_steps_overlap(tmp_path: Path) -> None:
     assert "stages.1.whole is 1 of every 2 micro-batches: it needs none, as they are counted in each step" in found
 
 
+def test_nothing_leaves_within_a_micro_batch_where_steps_overlap(tmp_path: Path) -> None:
+    plan = {**small_plan(), "schedule": "double_buffered"}
+    plan["stages"][1]["offload"] = {"bytes": 100, "pace_bytes": 10}
+    [found] = problems_of(tmp_path, write_yaml(plan))
+    assert "stages.1.offload.pace_bytes is given: it needs none" in found
+
+
+def test_a_pace_is_written_and_read(tmp_path: Path) -> None:
+    raw = small_plan()
+    raw["stages"][1]["offload"] = {"bytes": 100, "pace_bytes": 10}
+    plan = Plan.model_validate(raw)
+    save_plan(plan, tmp_path / "plan.yaml")
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    assert "#   pace_bytes " in dump_plan(plan)
+    assert "pace_bytes" not in dump_plan(Plan.model_validate(small_plan()))
+
+
 def test_forward_windows_are_another_versions(tmp_path: Path) -> None:
     plan = small_plan()
     plan["stages"][0]["ahead_depth"] = 2

@@ -41,6 +41,12 @@ def planned(job: Job, **setting: Any) -> Setting:
     return Setting(plan=plan if "defers" not in setting else without_flushes(plan), trace=True, timers=1, **setting)
 
 
+def half_by_half(job: Job) -> Setting:
+    """The same within each micro-batch: compute waits for copies between collectives."""
+    plan = offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 60_000, pace=2_000)
+    return Setting(plan=plan, trace=True, timers=1)
+
+
 def case(name: str, layout: dict[str, Any], setting: Setting | Callable[[Job], Setting]) -> Any:
     return pytest.param(tiny_job("gpt", **{"microbatches": layout.get("pipeline", 2), **layout}), setting, id=name)
 
@@ -65,6 +71,8 @@ CASES = [
     *(case(f"interleaved, {name}, a plan", layout, planned) for name, layout in INTERLEAVED.items()),
     case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
+    case("t=2, half by half", {"tensor": 2}, half_by_half),
+    case("interleaved, p=2, half by half", INTERLEAVED["p=2"], half_by_half),
     *(each for pipeline in (2, 3, 4) for each in unflushed(pipeline)),
     case("no flushes, p=2, t=2, a plan", {"pipeline": 2, "tensor": 2}, lambda job: planned(job, defers=True)),
     case("no flushes, sharded", {**SHARDED, "microbatches": 3}, Setting(defers=True, timers=1)),

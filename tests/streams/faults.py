@@ -33,7 +33,7 @@ def a_backward_that_does_not_wait() -> Iterator[None]:
 @contextmanager
 def an_original_released_early() -> Iterator[None]:
     """The device's memory is let go as soon as its copy to the host was asked for."""
-    from megatron_lynx.runtime.offload import offloader
+    from megatron_lynx.runtime.offload import half_by_half, offloader
 
     send = offloader.send
 
@@ -45,6 +45,17 @@ def an_original_released_early() -> Iterator[None]:
 
     with ExitStack() as undo:
         replace(undo, offloader, "send", sending)
+        replace(undo, half_by_half, "send", sending)
+        yield
+
+
+@contextmanager
+def an_address_taken_for_its_tensor() -> Iterator[None]:
+    """What was let go in the middle of a forward is still known by its address, which another tensor has by now."""
+    from megatron_lynx.runtime.offload.parcel import Parcel
+
+    with ExitStack() as undo:
+        replace(undo, Parcel, "here", True)
         yield
 
 

@@ -15,11 +15,13 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.trials import Trial
 
 from . import faults, on_ranks
-from .test_layouts import NO_SYNC, PP2, PP4, SP, TP2, assert_clean, leaving, replaying
+from .test_layouts import NO_SYNC, PP2, PP4, SP, TP2, assert_clean, half_by_half, leaving, replaying
 
 pytestmark = pytest.mark.streams
 
 OFFLOADED, TENSOR, GATHERED = (PP2, leaving), (TP2, replaying), (SP, replaying)
+WITHIN = ({"microbatches": 2}, half_by_half)
+"""Half by half, of one stage."""
 PLACE = r"asked for at \S*megatron_lynx/runtime/offload/\S+ .*"
 OUT, BACK = rf"copy \d+ of offload, {PLACE}", rf"copy \d+ of reload, {PLACE}"
 READS_OUT, WRITES_OUT = rf"{OUT} \(reads, on offload\)", rf"{OUT} \(writes, on offload\)"
@@ -39,6 +41,17 @@ RACES: dict[Any, tuple[tuple[Any, Any], str, str]] = {
     faults.a_collective_that_is_not_waited_for: (TENSOR, READ, REDUCE),
 }
 """What the account says of each fault: who does not wait, and for whom."""
+RACES_WITHIN: dict[Any, tuple[str, str]] = {
+    fault: RACES[fault][1:]
+    for fault in (
+        faults.a_copy_out_that_does_not_wait,
+        faults.a_reload_that_does_not_wait,
+        faults.a_backward_that_does_not_wait,
+        faults.an_original_released_early,
+        faults.a_copy_back_into_memory_let_go,
+    )
+}
+"""The same of a micro-batch whose own backward follows at once."""
 SHOWN = {
     faults.a_reload_that_does_not_wait: None,
     faults.a_backward_that_does_not_wait: None,
@@ -59,7 +72,7 @@ def watch_with(rank: int, job: Any, plans: Any, more: dict[str, Any]) -> list[on
     return on_ranks.watched(rank, job, plans, Trial(model=NO_SYNC), **more)
 
 
-@pytest.mark.parametrize("case", [OFFLOADED, TENSOR, GATHERED], ids=["offloaded", "tensor", "gathered"])
+@pytest.mark.parametrize("case", [OFFLOADED, WITHIN, TENSOR, GATHERED], ids=["offloaded", "within", "tensor", "gathered"])
 def test_without_a_fault(pool_of: Any, case: Any) -> None:
     for rank, under in enumerate(run(pool_of, case)):
         assert_clean(under, f"rank {rank}")
@@ -70,6 +83,18 @@ def test_the_account_names_the_fault(pool_of: Any, fault: Any) -> None:
     case, then, first = RACES[fault]
     races = run(pool_of, case, fault)[0].races
     assert any(re.fullmatch(f"{then} does not wait for {first}.*", race) for race in races), races[:5]
+
+
+@pytest.mark.parametrize("fault", RACES_WITHIN, ids=lambda fault: fault.__name__)
+def test_the_account_names_the_fault_within_a_micro_batch(pool_of: Any, fault: Any) -> None:
+    then, first = RACES_WITHIN[fault]
+    races = run(pool_of, WITHIN, fault)[0].races
+    assert any(re.fullmatch(f"{then} does not wait for {first}.*", race) for race in races), races[:5]
+
+
+def test_memory_that_another_tensor_has_by_now(pool_of: Any) -> None:
+    """What was let go while its forward goes on leaves its address to others, of which it must not be taken for one."""
+    assert run(pool_of, WITHIN, faults.an_address_taken_for_its_tensor)[0].differing
 
 
 @pytest.mark.parametrize("fault", SHOWN, ids=lambda fault: fault.__name__)

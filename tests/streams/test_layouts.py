@@ -46,6 +46,17 @@ def leaving(job: Job, share: float = 1.0, beside: str = "allow") -> Plan:
     return offloading(plan_for(job, lambda layer: ()), int(share * chunk_bytes(job)), beside=beside)
 
 
+def half_by_half(job: Job) -> Plan:
+    """Everything that may leaves within its own micro-batch, and is soon let go: compute waits for each copy."""
+    return offloading(plan_for(job, lambda layer: ()), chunk_bytes(job), pace=chunk_bytes(job))
+
+
+def half_by_half_and_replayed(job: Job) -> Plan:
+    """Replays in windows read what is on its way back, some of it a little at a time."""
+    some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
+    return offloading(some, chunk_bytes(job) // 2, pace=chunk_bytes(job) // 16)
+
+
 def both(job: Job) -> Plan:
     """Some is replayed, some of the rest goes to the host, two micro-batches ahead."""
     some = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
@@ -77,6 +88,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], Trial, bool]] = {
     "interleaved": (INTERLEAVED, [replaying], Trial(), False),
     "interleaved, offloaded and replayed": (INTERLEAVED, [both], Trial(), False),
     "TP2xPP2xVPP2, sequence parallel, offloaded and replayed": (ALL_FOUR, [both], Trial(steps=1), False),
+    "one stage, half by half": ({"microbatches": 2}, [half_by_half, half_by_half_and_replayed], Trial(), False),
+    "TP2, half by half, and replayed": (TP2, [half_by_half_and_replayed], Trial(steps=1), False),
+    "interleaved, half by half": (INTERLEAVED, [half_by_half_and_replayed], Trial(steps=1), False),
     "reductions in backward": ({"replicas": 2}, [replaying], Trial(training=OVERLAPPED), False),
     "distributed optimizer, both overlaps": (
         DISTRIBUTED,
@@ -106,7 +120,8 @@ def test_every_bit_and_no_race(pool_of: Any, case: str) -> None:
         for plan, under in zip(made, found, strict=True):
             assert_clean(under, f"rank {rank}")
             offloads = any(stage.offload for stage in plan.stages)
-            last = rank // job.parallel.tensor // job.replicas == job.parallel.pipeline - 1 and job.chunks == 1
+            paced = any(stage.offload and stage.offload.pace_bytes for stage in plan.stages)
+            last = rank // job.parallel.tensor // job.replicas == job.parallel.pipeline - 1 and job.chunks == 1 and not paced
             assert (under.moved > 0) == (offloads and not last), f"rank {rank}: {under.moved} copies on streams"
 
 

@@ -249,3 +249,43 @@ def _bytes_at_marks(job: Job, plan: Plan) -> list[int]:
             run_schedule(training.chunks, job, batches, forward_step_func=marked)
 
         return [mark.bytes for mark in count_step(step, "cpu", training.parameters().values()).marks]
+
+
+def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
+    """Live activation bytes before every half's forward, and before its backward, of one counted step under each plan."""
+    from megatron_lynx.measure.cpu_memory import remember_blocks
+    from megatron_lynx.testbed.groups import initialise
+
+    initialise(job)
+    remember_blocks()
+    return [_bytes_at_halves(job, plan) for plan in plans]
+
+
+def _bytes_at_halves(job: Job, plan: Plan) -> list[int]:
+    from megatron_lynx.apply import install
+    from megatron_lynx.measure.memory import count_step
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import run_schedule
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
+    with install(training.chunks, plan) as installation:
+        training.step(batches)
+        offloader: Any = installation.engine.offloader
+        begins, reaches = offloader.shipment_of, offloader.backward_reaches
+
+        def step(meter: Any) -> None:
+            def marked(report: Any) -> Any:
+                def reporting(*where: Any) -> Any:
+                    reported = report(*where)
+                    offloader.out.drain()  # a copy holds what it reads until it is over
+                    meter.mark("half")
+                    return reported
+
+                return reporting
+
+            offloader.shipment_of, offloader.backward_reaches = marked(begins), marked(reaches)
+            run_schedule(training.chunks, job, batches)
+
+        return [mark.bytes for mark in count_step(step, "cpu", training.parameters().values()).marks]

@@ -6,13 +6,20 @@ from megatron_lynx.plan.plan import Plan
 
 
 def offloading(
-    plan: Plan, size_bytes: int, *, smallest: int = 1, prefetch: int = 1, beside: str = "allow", experts: bool = False
+    plan: Plan,
+    size_bytes: int,
+    *,
+    smallest: int = 1,
+    prefetch: int = 1,
+    beside: str = "allow",
+    experts: bool = False,
+    pace: int | None = None,
 ) -> Plan:
     """The same plan with that many bytes of every micro-batch of every chunk on the host (0: none). `experts`: what experts keep
-    goes as well."""
-    raw = plan.model_dump(mode="json")
+    goes as well. `pace`: bytes beside one half's forward, where a micro-batch's own backward follows at once."""
+    raw, chosen = plan.model_dump(mode="json"), dict[str, object]()
     for stage in raw["stages"]:
         chosen = {"bytes": size_bytes, "smallest_tensor_bytes": smallest, "prefetch": prefetch, "beside_messages": beside}
-        chosen["experts"] = experts
+        chosen |= {"experts": experts, "pace_bytes": pace}
         stage["offload"] = chosen if size_bytes else None
     return Plan.model_validate(raw)

@@ -24,12 +24,13 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.simulator.simulation import Simulation
+from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.long import long
 from tests.plan.strategies import drawn, plans_for
 from tests.profiler.made_up import made_up_profile
-from tests.transparency.offload_trials import bytes_at_marks, fail_and_recover, fail_mid_step, reshape
+from tests.transparency.offload_trials import bytes_at_halves, bytes_at_marks, fail_and_recover, fail_mid_step, reshape
 from tests.transparency.offloaded import offloading
 from tests.transparency.plans import plan_for, replayable
 from tests.transparency.test_every_bit import OVERLAPPED, checked
@@ -86,6 +87,56 @@ def assert_adds_up(plan: Plan, counts: Counts) -> None:
             for stage, policy in product(range(parallel.pipeline), policies)
         )
         assert counts.host_bytes <= sets * (most + BLOCKS * ALIGNMENT), "as many micro-batches as the schedule has there at once"
+
+
+def within(job: Job) -> list[Plan]:
+    """Everything that may leaves within its own micro-batch; a part, slowly; a little, of what stays beside replays."""
+    keeping, everything = plan_for(job, lambda layer: ()), replayable(job, gather=job.parallel.sequence_parallel)
+    mixed = plan_for(job, lambda layer: ["input_layernorm", "core_attention", "activation"][layer % 2 :])
+    size = chunk_bytes(job)
+    return [
+        offloading(keeping, size, pace=size),
+        offloading(keeping, int(0.63 * size), pace=size // 16),
+        offloading(mixed, size, pace=size // 8),
+        offloading(plan_for(job, lambda layer: everything), size, pace=size),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("like", "layout"),
+    [
+        ("llama", {"microbatches": 2}),
+        ("gpt", {"tensor": 2, "sequence_parallel": True}),
+        *long(("gpt", {"tensor": 2}), ("llama", {"pipeline": 2, "microbatches": 3}), ("gpt", LAYOUTS["PP2xVPP2"])),
+    ],
+    ids=str,
+)
+def test_half_by_half_within_a_micro_batch(pool_of: Pools, like: Any, layout: dict[str, Any]) -> None:
+    """Of one stage, of the last stage, of the model's last chunk. Copies are late, what was let go holds NaN."""
+    job = tiny_job(like, **layout)
+    for outcomes in checked(pool_of, job, within(job), Trial(steps=2, tampered=True, canaries=True)):
+        for outcome in outcomes:
+            counts = outcome.planned.counts[-1]
+            assert counts.offloaded_bytes == counts.reloaded_bytes > 0
+            assert outcome.planned.overwritten > 0
+            assert_in_order(outcome)
+
+
+def test_half_by_half_beside_weight_gradients_in_waits_and_in_a_second_thread(pool_of: Pools) -> None:
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True, layers=2)
+    put_off = [deferring(plan) for plan in within(job)[1:]]
+    checked(pool_of, job, put_off, Trial(training={"ddp": True}, model={"gradient_accumulation_fusion": True}))
+    checked(pool_of, job, within(job)[1:3], Trial(backward_thread=True, steps=1))
+
+
+def test_what_experts_keep_goes_half_by_half(pool_of: Pools) -> None:
+    """Rows differ from one micro-batch to the next, and so do the sizes of what leaves."""
+    experts = {"count": 4, "per_token": 2, "ffn": 16, "layers": "all"}
+    job = tiny_job("gpt", layers=2, microbatches=3, bias=False, experts=experts)
+    plan = plan_for(job, lambda layer: ["input_layernorm"])
+    candidates = [offloading(plan, 10**8, pace=10**4, experts=True), offloading(plan, 10**8, pace=10**4)]
+    ((both, dense),) = checked(pool_of, job, candidates, Trial())
+    assert both.planned.counts[-1].offloaded_bytes > dense.planned.counts[-1].offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("like", ["gpt", *long("llama")])
@@ -230,6 +281,50 @@ def after_forwards(simulation: Simulation, stage: int) -> list[int]:
         asked_next = sum(copy.bytes for copy in simulation.copied[stage] if copy.action.kind == "B" and copy.start_s == end_s)
         found.append(curve.bytes[bisect_right(curve.times_s, end_s) - 1] - asked_next)
     return found
+
+
+@pytest.mark.parametrize("like", ["gpt", *long("llama")])
+def test_device_bytes_within_a_micro_batch_are_what_the_planner_says(pool_of: Pools, like: Any) -> None:
+    """Before every half's forward and before its backward, to the byte, copies under way included. Of the tensor at the edge of
+    what leaves the rest is there twice until its turn."""
+    job = tiny_job(like, layers=4, microbatches=2)
+    profile = made_up_profile(job)
+    instant = LinkPoint(kind="host", bytes=1, seconds=1e-15)  # what compute waits for would not change bytes, but their places
+    profile = profile.model_copy(update={"links": (*profile.links, instant)})
+    smallest, size = profile.attention.input_bytes // 4, chunk_bytes(job)
+    kept, replayed = (plan_for(job, lambda layer, items=items: items) for items in ((), ["input_layernorm", "activation"]))  # type: ignore[misc]
+    candidates = [
+        plan
+        for plain in (kept, replayed)
+        for plan in (
+            offloading(plain, 1, smallest=10**9, pace=1),  # nothing is as large
+            offloading(plain, size, smallest=smallest, pace=size),
+            offloading(plain, int(0.3 * size), smallest=smallest, pace=size // 12),
+        )
+    ]
+    (found,) = pool_of(1).run(bytes_at_halves, job, candidates)
+    said = [at_halves(rehearse(plan, profile)) for plan in candidates]
+    assert len(found[0]) == len(said[0]) == 4 * job.microbatches * job.model.layers
+    for at, plan in enumerate(candidates):
+        base, halves = at - at % 3, 2 * job.model.layers
+        gone, predicted = ([one - two for one, two in zip(of[at], of[base], strict=True)] for of in (found, said))
+        assert at % 3 == 0 or min(predicted) < -0.1 * size, plan.stages[0].offload
+        for number, (one, two) in enumerate(zip(gone, predicted, strict=True)):
+            split = at % 3 == 2 and number % (2 * halves) < halves
+            assert one == two or (split and two < one < two + profile.attention.input_bytes * 4), (at, number, gone, predicted)
+
+
+def at_halves(simulation: Simulation) -> list[int]:
+    """What the layers of one stage hold before each half's forward, and when each half's backward has asked for what it needs."""
+    curve, times_s = simulation.memory(0), list[float]()
+    for each in simulation.executed[0]:
+        kind = "forward" if each.action.kind == "F" else "backward"
+        halves = sorted((span.start_s, span.end_s) for span in each.content.spans if span.kind == kind)
+        if kind == "forward":
+            times_s += [each.start_s, *(each.start_s + end_s for _, end_s in halves[:-1])]
+        else:
+            times_s += [each.start_s + start_s for start_s, _ in halves]
+    return [curve.bytes[bisect_right(curve.times_s, time_s) - 1] for time_s in times_s]
 
 
 def test_another_number_of_micro_batches_and_another_sequence_length(pool_of: Pools) -> None:

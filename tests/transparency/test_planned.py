@@ -10,7 +10,7 @@ import pytest
 from megatron_lynx.config.job import Budget
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import Decision, decide, make_plan, uniform_plan
-from megatron_lynx.profiler.profile import BlockProfile
+from megatron_lynx.profiler.profile import BlockProfile, LinkPoint
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.testbed.ranks import RankPool
@@ -43,6 +43,23 @@ def test_chunks_that_offload(pool_of: Pools, policy: str) -> None:
         assert (last.offloaded_bytes > 0) == (rank == 0)
         expected = decision.plan.stages[rank].predicted.host_bytes
         assert last.host_bytes == pytest.approx(expected, rel=0.05), "tensors are rounded up, and the smallest stay"
+
+
+def test_one_stage_that_offloads_within_a_micro_batch(pool_of: Pools) -> None:
+    """The planner's own choice for less memory than keeping takes: replays, and what leaves behind its half."""
+    job = tiny_job("llama", layers=4, microbatches=2)
+    profile = made_up_profile(job)
+    profile = profile.model_copy(update={"links": (*profile.links, LinkPoint(kind="host", bytes=1, seconds=1e-9))})
+    kept_bytes = rehearse(uniform_plan(job, "none"), profile).memory(0).peak_bytes
+    tight = job.model_copy(update={"budget": Budget(activation_mib=0.6 * kept_bytes / MIB), "offload_ratio": "auto"})
+    plan = decide(tight, profile).plan
+    (stage,) = plan.stages
+    assert stage.offload is not None
+    assert stage.offload.pace_bytes is not None
+    ((outcome,),) = checked(pool_of, job, [plan])
+    last = outcome.planned.counts[-1]
+    assert last.offloaded_bytes == last.reloaded_bytes == job.microbatches * stage.offload.bytes
+    assert last.host_bytes == pytest.approx(stage.predicted.host_bytes, rel=0.05)
 
 
 def test_layers_that_were_moved(pool_of: Pools) -> None:

@@ -8,6 +8,7 @@
                           begins: parcels of k are copied back, last one first
     backward of k     [4] a node asks its handle, the handle waits for its parcel, and looks into it as it looked before
     exchanges         [5] where copies avoid messages: [2] waits for the pass behind the exchange, the exchange for all copies
+    own backward      [6] follows at once: it stays on the device, or with a pace it goes and comes half by half (`half_by_half`)
 
 What was made first lives longest and is needed last, so it goes. Parcels belong to the handles that autograd's graph and frames
 hold: when the graph goes they go, and their host blocks with them (rule R8).
@@ -23,11 +24,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for, failed
+from megatron_lynx.runtime.offload.half_by_half import HalfByHalf
 from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool, too_little
 from megatron_lynx.runtime.offload.parcel import Parcel, fetch, send
 from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
@@ -58,7 +61,7 @@ class Offloader:
         where: str = "stage 0",
         lasting: Callable[[int], Iterable[Tensor]] = lambda chunk: (),
     ) -> None:
-        needed_bytes = sum(policy.bytes * policy.sets for policy in policies.values())
+        needed_bytes = sum(policy.bytes * (policy.sets + (policy.pace_bytes is not None)) for policy in policies.values())
         if needed_bytes > limit_bytes:
             raise too_little(where, needed_bytes, limit_bytes)
         self.trace = Trace(device)
@@ -67,16 +70,15 @@ class Offloader:
         self._furthest = max((policy.prefetch for policy in policies.values()), default=0)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
-        limit = HostLimit(limit_bytes)
-        self._pools = {
-            chunk: HostPool(self._where[chunk], device, limit, policy.sets, ragged=policy.ragged)
-            for chunk, policy in policies.items()
-        }
+        self._limit = HostLimit(limit_bytes)
+        self._pools: dict[tuple[int, int], HostPool] = {}
+        """By chunk and half; 0: of micro-batches that go whole."""
         self._device = device
         self._lasting = lasting
         self._lasting_of: dict[int, set[int]] = {}
         """Storages, by chunk, until the next step: nobody puts other weights in place in between."""
         self._shipments: weakref.WeakKeyDictionary[MicroBatch, Shipment] = weakref.WeakKeyDictionary()
+        self._half_by_half: weakref.WeakKeyDictionary[MicroBatch, HalfByHalf] = weakref.WeakKeyDictionary()
         self._leaving: deque[tuple[Copy, list[weakref.ref[Parcel]]]] = deque()
         """Copies whose originals may still be here."""
         self._ready: list[_Departure] = []
@@ -100,6 +102,18 @@ class Offloader:
     def forward_ends(self, micro_batch: MicroBatch | None, output: Any) -> None:
         if micro_batch is not None and micro_batch in self._shipments:
             self.depart(self._shipments[micro_batch], output)
+        elif micro_batch is not None and micro_batch in self._half_by_half:
+            self._half_by_half[micro_batch].forward_ends()
+
+    def half_ends(self, micro_batch: MicroBatch, key: FrameKey, outputs: Any, ahead: int) -> None:
+        """A half's forward is over; a replay of it may begin so many halves before its own backward."""
+        if (going := self._half_by_half.get(micro_batch)) is not None:
+            going.half_ends(key, outputs, ahead)
+
+    def backward_reaches(self, micro_batch: MicroBatch, key: FrameKey) -> None:
+        """A half's backward begins."""
+        if (coming := self._half_by_half.get(micro_batch)) is not None:
+            coming.backward_reaches(key)
 
     def exchange_begins(self) -> None:
         """Messages between stages come behind the copies asked for so far, where the plan keeps them apart."""
@@ -119,19 +133,38 @@ class Offloader:
             self.fetch(self._shipments.get(micro_batch))
         self._fetch_coming(ledger)
 
-    def shipment_of(self, micro_batch: MicroBatch, arguments: Any, ledger: Ledger) -> Shipment | None:
+    def shipment_of(self, micro_batch: MicroBatch, key: FrameKey, arguments: Any, ledger: Ledger) -> Shipment | None:
         """Where saved tensors of a half that is called with these go; None where nothing of it goes to the host."""
-        if micro_batch.chunk not in self._policies or ledger.own_backward_follows(micro_batch):
+        policy = self._policies.get(micro_batch.chunk)
+        if policy is None:
             return None
+        at_once = ledger.own_backward_follows(micro_batch)
+        if at_once:  # [6]
+            shipment = None if policy.pace_bytes is None else self._going(micro_batch).half_begins(key)
+        else:
+            shipment = self._shipment(micro_batch)
+        if shipment is not None:
+            first = at_once and shipment.half == 1  # what the chunk was given: Megatron holds it until its forward is over
+            for index, tensor in enumerate(tensors_in(arguments)):
+                if index > 0 or tensor.is_leaf or first:  # masks and tables, which layers share; what the stage received
+                    shipment.leave([tensor])
+        return shipment
+
+    def _shipment(self, micro_batch: MicroBatch) -> Shipment | None:
+        """That of a micro-batch that goes when its forward is over; None where all that may go is there."""
         self.settle()
         if micro_batch not in self._shipments:
             self._shipments[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
         shipment = self._shipments[micro_batch]
         shipment.half += 1
-        for index, tensor in enumerate(tensors_in(arguments)):
-            if index > 0 or tensor.is_leaf:  # masks and tables, which layers share; what the stage received
-                shipment.leave([tensor])
         return None if shipment.full else shipment
+
+    def _going(self, micro_batch: MicroBatch) -> HalfByHalf:
+        if micro_batch not in self._half_by_half:
+            chunk = micro_batch.chunk
+            shipment = self.open(micro_batch.number, chunk)
+            self._half_by_half[micro_batch] = HalfByHalf(shipment, lambda half: self._pool(chunk, half), self.out)
+        return self._half_by_half[micro_batch]
 
     def _fetch_coming(self, ledger: Ledger) -> None:
         """Start bringing back what the next backwards need, as far ahead as the plan says."""
@@ -148,7 +181,14 @@ class Offloader:
         if chunk not in self._lasting_of:
             self._lasting_of[chunk] = {storage_of(tensor) for tensor in self._lasting(chunk)}
         owner, lasting = Owner(self._where[chunk], micro_batch), self._lasting_of[chunk]
-        return Shipment(owner, self._policies[chunk], self._pools[chunk], self._device.where, self.back, lasting)
+        return Shipment(owner, self._policies[chunk], self._pool(chunk), self._device.where, self.back, lasting)
+
+    def _pool(self, chunk: int, half: int = 0) -> HostPool:
+        if (chunk, half) not in self._pools:
+            policy, where = self._policies[chunk], self._where[chunk]
+            sets = 1 if half else policy.sets
+            self._pools[chunk, half] = HostPool(where, self._device, self._limit, sets, ragged=policy.ragged)
+        return self._pools[chunk, half]
 
     def settle(self) -> None:
         """Let go of what was copied, where the copies are over. One that failed stays, for `depart` to wait for: when it failed

@@ -41,6 +41,11 @@ class Parcel:
         self._returned: torch.UntypedStorage | None = None
 
     @property
+    def here(self) -> bool:
+        """Whether its original is still on the device."""
+        return self._original is not None
+
+    @property
     def on_host(self) -> bool:
         """Whether nobody has asked for it back yet."""
         return self._block is not None

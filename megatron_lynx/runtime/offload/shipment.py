@@ -37,6 +37,11 @@ class OffloadPolicy:
     """Whether sizes differ from one micro-batch to the next."""
     avoids_messages: bool = False
     """Whether copies are asked for between the exchanges with other stages only, and exchanges come behind them."""
+    pace_bytes: int | None = None
+    """How many bytes are copied beside one half's forward, where a micro-batch goes whose own backward follows at once; None: it
+    stays."""
+    layers: tuple[int, int] = (1, 0)
+    """The chunk's first layer, and how many it has."""
 
 
 @dataclass(eq=False)
@@ -52,7 +57,10 @@ class Shipment:
     half: int = 0
     """The how-manieth half of the forward runs."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
-    _parcels: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
+    _parcels: list[tuple[int, weakref.ref[Parcel]]] = field(default_factory=list)
+    """With their addresses."""
+    _at: dict[int, weakref.ref[Parcel]] = field(default_factory=dict)
+    """The newest one at each address: one that was let go, or died, leaves it to another."""
     out: bool = False
     """Whether parcels went to the host that nobody has asked for back yet."""
     _made_bytes: int = 0
@@ -68,12 +76,12 @@ class Shipment:
         if storage is None:
             return tensor.detach().requires_grad_(tensor.requires_grad)
         address = storage.data_ptr()
-        known = self._parcels.get(address)
+        known = self._at.get(address)
         parcel = known() if known is not None else None
-        if parcel is None:
+        if parcel is None or not parcel.here:
             parcel = Parcel(storage, self.owner, self.back, self.half)
-            self._parcels.pop(address, None)  # one that died had this address before
-            self._parcels[address] = weakref.ref(parcel)
+            self._at[address] = weakref.ref(parcel)
+            self._parcels.append((address, self._at[address]))
             self._made_bytes += parcel.size_bytes
         return Hosted.of(tensor, parcel)
 
@@ -82,7 +90,7 @@ class Shipment:
         return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.stow(tensor), value)
 
     def parcels(self) -> Iterator[Parcel]:
-        yield from (parcel for known in list(self._parcels.values()) if (parcel := known()) is not None)
+        yield from (parcel for _, known in list(self._parcels) if (parcel := known()) is not None)
 
     @property
     def full(self) -> bool:
@@ -94,7 +102,7 @@ class Shipment:
         """Which parcels go, and how much of each."""
         kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
         left, chosen = self.policy.bytes, []
-        for storage, known in self._parcels.items():
+        for storage, known in self._parcels:
             parcel = known()
             if parcel is None or storage in kept_outputs or left <= 0:
                 continue
@@ -102,6 +110,16 @@ class Shipment:
             left -= parcel.size_bytes
         self._staying.clear()
         return chosen
+
+    def take_made(self, outputs: Any) -> list[Parcel]:
+        """The parcels that were made since this was last asked. What a half put out is somebody else's, too: the next time."""
+        kept_outputs = {storage_of(tensor) for tensor in tensors_in(outputs)}
+        made, self._parcels = self._parcels, [each for each in self._parcels if each[0] in kept_outputs]
+        return [parcel for storage, known in made if storage not in kept_outputs and (parcel := known()) is not None]
+
+    def forward_is_over(self) -> None:
+        """What others hold until backward is theirs from now on."""
+        self._staying.clear()
 
     def may_go(self, tensor: Tensor, *, any_size: bool = False) -> bool:
         """Whether a tensor is one that can go: its own, large enough (or of `any_size`), plain, and held by nobody else."""

@@ -1,0 +1,119 @@
+"""How much leaves within a micro-batch: what hides, no more than fits, and only where it is faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.errors import Infeasible
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import Decision, decide, uniform_plan
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.rehearsal import rehearse
+from megatron_lynx.solver.host_bound import host_of_stage
+from megatron_lynx.solver.within import goes_within
+from megatron_lynx.units import MIB
+from tests.config.jobs import catalogued_job
+
+ALONE = {"tensor": 1, "pipeline": 1, "distributed_optimizer": True}
+"""No waits: what is replayed makes a step longer."""
+EIGHT = {"tensor": 8, "sequence_parallel": True}
+TIGHT = {"tensor": 2, "pipeline": 2}
+
+
+def job_of(share: float, ratio: Any = "auto", policy: str = "planned", cluster: str = "h800-80g", **layout: Any) -> Job:
+    """Llama 7B, whose layers may hold this share of what they would if all were kept."""
+    fields = {**ALONE, **layout}
+    job = catalogued_job("llama-7b", cluster, gpus=8, batch=64, policy=policy, parallel=fields)
+    kept = rehearse(uniform_plan(job, "none"), analytic_profile(job)).memory(fields["pipeline"] - 1).peak_bytes
+    changes = {"budget": Budget(activation_mib=share * kept / MIB), "offload_ratio": ratio}
+    return job.model_copy(update=changes)
+
+
+def decided(job: Job) -> Decision:
+    return decide(job, analytic_profile(job))
+
+
+def offloaded_bytes(plan: Plan) -> list[int]:
+    return [0 if stage.offload is None else stage.offload.bytes for stage in plan.stages]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_what_copies_hide_need_not_be_replayed(share: float) -> None:
+    replaying, offloading = decided(job_of(share, 0.0)), decided(job_of(share))
+    (stage,) = offloading.plan.stages
+    assert stage.offload is not None
+    assert stage.offload.pace_bytes is not None
+    assert stage.predicted.host_bytes == stage.offload.bytes
+    assert offloading.simulation.step_s < replaying.simulation.step_s
+    assert offloading.simulation.exposed_replay_s(0) < replaying.simulation.exposed_replay_s(0)
+    assert offloading.simulation.exposed_copy_s(0) < 0.001 * offloading.simulation.step_s
+    assert offloading.simulation.copies(0)
+
+
+def test_nothing_leaves_where_all_fits_or_nobody_asks() -> None:
+    assert offloaded_bytes(decided(job_of(1.0)).plan) == [0]
+    assert offloaded_bytes(decided(job_of(0.5, 0.0)).plan) == [0]
+
+
+def test_a_stated_share_leaves_whatever_it_costs() -> None:
+    kept = decided(job_of(1.0, 0.0)).simulation.memory(0).peak_bytes
+    little, much = (decided(job_of(1.0, ratio, policy="none")) for ratio in (0.1, 0.6))
+    (few,), (many,) = offloaded_bytes(little.plan), offloaded_bytes(much.plan)
+    assert few == pytest.approx(0.1 * kept, rel=0.1)
+    assert 5 * few < many <= 0.6 * kept
+    assert little.simulation.exposed_copy_s(0) < much.simulation.exposed_copy_s(0)
+    assert little.simulation.memory(0).peak_bytes <= kept - few
+
+
+def test_the_last_of_several_stages_offloads_too_and_interleaved_ones_do_not() -> None:
+    plan = decided(job_of(0.5, **TIGHT)).plan
+    first, last = plan.stages
+    assert (first.offload, last.offload is not None) == (None, True), "of two in flight nothing is offloaded between passes"
+    assert not goes_within(job_of(0.5, **TIGHT, layers_per_chunk=4), 1)
+    assert not goes_within(job_of(0.5, **TIGHT), 0)
+
+
+def test_what_waits_hide_is_replayed_and_does_not_leave() -> None:
+    decision = decided(job_of(0.8, **EIGHT))
+    assert offloaded_bytes(decision.plan) == [0]
+    assert decision.simulation.hidden_replay_s(0) > 0
+
+
+def test_the_host_takes_longer_for_halves_that_leave_alone() -> None:
+    decision = decided(job_of(0.6))
+    (answer,) = decision.stages
+    assert answer.within is not None
+    assert 0 < answer.within.gone_bytes <= answer.within.bytes
+    assert answer.before_loss_bytes == decision.simulation.before_backward_bytes(0, 0)
+    kept, all_leave = (
+        host_of_stage(decision.job, analytic_profile(decision.job), 0, answer.chunks, offloads=offloads)
+        for offloads in (False, True)
+    )
+    assert kept.both_s < answer.host.both_s < all_leave.both_s
+    rehearsed_s = decision.simulation.host_s(0) / decision.job.microbatches
+    assert rehearsed_s == pytest.approx(answer.host.both_s, rel=0.05), "halves are whole, shares are not"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.floats(0.15, 1.0),
+    st.sampled_from(["auto", "auto", 0.2, 0.7]),
+    st.sampled_from([{}, {"tensor": 2}, EIGHT, {"tensor": 4, "pipeline": 2}]),
+    st.sampled_from(["planned", "planned", "none", "selective", "full"]),
+    st.sampled_from(["h800-80g", "a100-80g"]),
+)
+def test_any_answer_fits_in_the_rehearsal(share: float, ratio: Any, layout: dict[str, Any], policy: str, cluster: str) -> None:
+    job = job_of(share, ratio, policy, cluster, **layout)
+    try:
+        decision = decided(job)
+    except Infeasible:
+        return
+    assert job.budget.activation_mib is not None
+    for stage, memory in enumerate(decision.memory):
+        assert decision.simulation.memory(stage).peak_bytes <= job.budget.activation_mib * MIB
+        assert memory.total <= job.memory_budget_bytes
