@@ -33,8 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--layers", choices=[*LAYERS], help="only these (default: all that can be imported)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each setting")
-    parser.add_argument("--steps", type=int, default=3, help="steps in each turn")
+    parser.add_argument("--rounds", type=int, default=27, help="turns of each setting: many, as machines have slow phases")
+    parser.add_argument("--steps", type=int, default=1, help="steps in each turn")
     parser.add_argument("--note", help="what is to be known about the machine")
     options = parser.parse_args()
     here: list[Implementation] = ["local", *(["transformer_engine"] if find_spec(PACKAGE) else [])]  # type: ignore[list-item]

@@ -195,7 +195,7 @@ def host_time_here(words: list[str]) -> HostTime | Unmeasured:
     except ImportError as error:
         return Unmeasured(f"megatron-core cannot be imported ({error})")
     try:
-        return measured_here(Asked("transformer_engine" if has_compiled_extension() and not own_layers else "local", rounds=2))
+        return measured_here(Asked("transformer_engine" if has_compiled_extension() and not own_layers else "local", rounds=4))
     except (LynxError, RankError, TimeoutError) as error:
         return Unmeasured(str(error).strip().splitlines()[-1])
 

@@ -56,9 +56,9 @@ class Asked:
     gathered: bool = False
     offloaded: bool = False
     deferred: bool = False
-    rounds: int = 3
-    """Turns of each setting."""
-    steps: int = 2
+    rounds: int = 6
+    """Turns of each setting. Machines have slow phases of seconds: many turns of few steps find a fast one for each setting."""
+    steps: int = 1
     """Steps in each turn, beside one that does not count."""
 
 
@@ -196,7 +196,7 @@ def _layer(job: Job, candidates: Sequence[Candidate], asked: Asked) -> tuple[dic
     layers = job.model.layers
     ends = single - (found[NONE.name] - single) * (1 / (layers - 1))
     none = all_layers[NONE.name]
-    wall = least_of_steps({NONE.name: none}, 1, asked.steps, time.perf_counter)[NONE.name]
+    wall = least_of_steps({NONE.name: none}, asked.rounds, asked.steps, time.perf_counter)[NONE.name]
     walls = (wall.forward_s + wall.backward_s) / (found[NONE.name].forward_s + found[NONE.name].backward_s)
     return {name: (spent - ends) * (1 / (layers * job.microbatches)) for name, spent in found.items()}, none, walls
 

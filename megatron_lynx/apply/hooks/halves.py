@@ -27,7 +27,7 @@ def claims(engine: Engine, layer: Module, policies: Mapping[str, HalfPolicy], sh
     for policy in policies.values():
 
         def hooked(original: Any, policy: HalfPolicy = policy) -> Any:
-            code = _leaving_as_it_was(layer, original)
+            code = _leaving_as_it_was(layer, original) if policy.replay else original
 
             def run_half(*args: Any, **kwargs: Any) -> Any:
                 if policy.replay and torch.is_grad_enabled():
