@@ -199,7 +199,7 @@ def _forward(
     walk: Walk, treated: Sequence[Treated], served: Served, gathered: Gathered, halves: Parts, end_s: float
 ) -> TimedPass:
     """One forward. `served`, `gathered`: what its windows hide of replays, and what is gathered behind them."""
-    going = GoingOut()
+    going = GoingOut() if _leave(treated) else None
     for number, half in enumerate(treated, start=1):
         start_s = walk.clock_s
         parts = halves[half.kind]
@@ -211,7 +211,8 @@ def _forward(
                 walk.regenerate(gathered.get(place, 0))
         walk.hold(half.memory.resident)
         walk.half("forward", start_s, half)
-        going.half_ends(walk, number, half)  # [6]
+        if going is not None:
+            going.half_ends(walk, number, half)  # [6]
     walk.compute(end_s)
     return walk.over()
 
@@ -230,9 +231,10 @@ def _backward(
     """One backward. `spared`: of waits of halves whose input was gathered before. `last`: the chunk's last one in a step, behind
     which nothing stays deferred. `defers`: whether it defers anything itself."""
     late = {(part.half.layer, part.half.half): part for part in served.get(ON_DEMAND, ())}
-    coming = ComingBack(treated)
+    coming = ComingBack(treated) if _leave(treated) else None
     for number, half in reversed(list(enumerate(treated, start=1))):
-        coming.half_begins(walk, number, half)  # [6]
+        if coming is not None:
+            coming.half_begins(walk, number, half)  # [6]
         if (part := late.get((half.layer, half.half))) is not None:
             walk.on_demand(part)
         start_s = walk.clock_s
@@ -245,6 +247,11 @@ def _backward(
     return walk.over()
 
 
+def _leave(treated: Sequence[Treated]) -> bool:
+    """Whether any of them goes to the host within its micro-batch."""
+    return any(half.leaving is not None for half in treated)
+
+
 def _back_through(
     walk: Walk,
     half: Treated,
@@ -253,7 +260,7 @@ def _back_through(
     gathered: Gathered,
     spared: Spared,
     defers: bool,
-    coming: ComingBack,
+    coming: ComingBack | None,
 ) -> None:
     """One half's backward, from its first segment to its last."""
     last, left, regenerated = len(parts.windows_s) - 1, half.memory.whole, half.memory.regenerated
@@ -268,7 +275,8 @@ def _back_through(
         if ordinal <= last:
             place = WindowAddress("bwd", half.layer, half.half, ordinal)
             length_s = parts.windows_s[ordinal] - ran_s - spared.get(place, 0.0)
-            coming.ahead(walk, served.get(place, ()))
+            if coming is not None:
+                coming.ahead(walk, served.get(place, ()))
             walk.window(place, max(0.0, length_s), served.get(place, ()))
             walk.regenerate(gathered.get(place, 0))
     walk.hold(-left, regenerated_bytes=-regenerated)
