@@ -12,7 +12,7 @@ as it was, so no answer becomes slower or holds more there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD
@@ -27,37 +27,40 @@ def with_shared_receive(problem: StageProblem, answer: Solved) -> Solved:
     receive, budget_bytes = problem.receive, problem.budget_bytes
     if receive is None or receive.share == 0 or budget_bytes is None or answer.whole is not None:
         return answer
-    backward = [*answer.halves[::-1]]
-    in_need = range(len(backward))
-    by_gain = sorted(in_need, key=lambda number: _gain(backward[number], receive), reverse=True)
-    found = (_moved_in_turn(order, backward, receive, budget_bytes) for order in (in_need, by_gain))
-    backward = min(found, key=lambda halves: sum(option.longer_s for option in halves))
-    layers = layers_of(backward[::-1])
+    backward = answer.halves[::-1]
+    moved = {number: _moved(option, receive) for number, option in enumerate(backward) if _may_move(option)}
+    gain = {
+        number: (backward[number].exposed_s - each.exposed_s) / each.replay_s for number, each in moved.items() if each.replay_s
+    }
+    in_need = [number for number in gain if gain[number] > 0]
+    by_gain = sorted(in_need, key=lambda number: gain[number], reverse=True)
+    found = [_in_turn(in_need, moved, backward, receive, budget_bytes)]
+    if by_gain != in_need and any(found[0][number] is backward[number] for number in in_need):
+        found.append(_in_turn(by_gain, moved, backward, receive, budget_bytes))
+    best = min(found, key=lambda halves: sum(option.longer_s for option in halves))
+    layers = layers_of(best[::-1])
     if layers == answer.layers:
         return answer
-    return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(backward, receive))
+    return replace(answer, layers=layers, gap=None, cooldown_peak_bytes=_peak_bytes(best, receive))
 
 
-def _moved_in_turn(order: Iterable[int], backward: list[Option], receive: Receive, budget_bytes: int) -> list[Option]:
+def _in_turn(
+    order: Iterable[int], moved: Mapping[int, Option], backward: Sequence[Option], receive: Receive, budget_bytes: int
+) -> list[Option]:
     """The halves of a backward, of which those that come first in this order have moved, as many as fit."""
+    halves = [*backward]
     left_s = receive.seconds / receive.interference - sum(
         option.replay_s for option in backward if option.seat.cooldown.in_receive
     )
     for number in order:
-        option = backward[number]
-        if not _may_move(option) or option.replay_s > left_s:
+        if backward[number].replay_s > left_s:
             continue
-        moved = [*backward[:number], _moved(option, receive), *backward[number + 1 :]]
-        if moved[number].exposed_s < option.exposed_s and _peak_bytes(moved, receive) <= budget_bytes:
-            backward, left_s = moved, left_s - option.replay_s
-    return backward
-
-
-def _gain(option: Option, receive: Receive) -> float:
-    """What a replay no longer exposes in the receive, for each second that it takes."""
-    if not _may_move(option) or not option.replay_s:
-        return 0.0
-    return (option.exposed_s - _moved(option, receive).exposed_s) / option.replay_s
+        halves[number] = moved[number]
+        if _peak_bytes(halves, receive) <= budget_bytes:
+            left_s -= backward[number].replay_s
+        else:
+            halves[number] = backward[number]
+    return halves
 
 
 def _may_move(option: Option) -> bool:
