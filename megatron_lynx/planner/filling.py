@@ -149,9 +149,7 @@ class _Filling:
         """What found no memory, though it was to wait for a window of the same backward only."""
         seconds, most_bytes = 0.0, 0
         for layer in self.rooms.entry.layers:
-            longest_s = (
-                max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.interference
-            )
+            longest_s = max((wait.seconds for wait in self.rooms.waits(layer)), default=0.0) / self.rooms.interference
             chosen = self.chosen[layer].waits if layer in self.chosen else {}
             for cost in (self.rooms.cost(linear) for linear in self.ways.of(layer)[0].waits if linear not in chosen):
                 seconds, most_bytes = seconds + min(cost.seconds, longest_s), max(most_bytes, cost.bytes)

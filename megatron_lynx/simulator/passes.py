@@ -52,7 +52,7 @@ class TimedPass:
     def issued_in(self, host_s: float) -> TimedPass:
         """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part."""
         if host_s <= self.seconds:
-            return replace(self, host_s=host_s)
+            return self if host_s == self.host_s else replace(self, host_s=host_s)
         slower = host_s / self.seconds if self.seconds else 1.0
         return replace(
             self,
