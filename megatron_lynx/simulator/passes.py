@@ -55,7 +55,7 @@ class TimedPass:
         """The same pass, as long as the host needs for it at least. Then its kernels wait for Python, each for its part; copies
         are over meanwhile."""
         if host_s <= self.seconds:
-            return replace(self, host_s=host_s)
+            return self if host_s == self.host_s else replace(self, host_s=host_s)
         slower = host_s / self.seconds if self.seconds else 1.0
         return replace(
             self,

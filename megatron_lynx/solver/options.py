@@ -177,6 +177,18 @@ class StageProblems:
         return answer if layers == answer.layers else replace(answer, layers=layers, gap=None)
 
     def _taken(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
+        """An option as it is in one chunk. Layers that are alike have one and the same, for all shares that are offloaded."""
+        key = id(option), seats.stage, seats.chunks, last
+        if key not in self._known_taken:
+            self._known_taken[key] = option, self._taken_anew(option, seats, last=last)
+        return self._known_taken[key][1]
+
+    @cached_property
+    def _known_taken(self) -> dict[tuple[int, int, tuple[int, ...], bool], tuple[Option, Option]]:
+        """By identity of the option, which is kept: to compare options takes longer than to make one."""
+        return {}
+
+    def _taken_anew(self, option: Option, seats: StageSeats, *, last: bool) -> Option:
         seat = seats.taken(option.seat, last=last)
         if seat == option.seat:
             return option
