@@ -23,6 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from megatron_lynx.anatomy import HALVES, Half
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
+from megatron_lynx.solver.silence import nothing_printed
 
 Goal = Literal["time", "memory"]
 
@@ -67,20 +68,21 @@ class Programme:
         beside = np.append(self.problem.loss_bytes, np.zeros(len(rows) - 1))
         room = -beside if goal == "memory" else self._between_grains((self.problem.budget_bytes or 0) - beside)
         least = goal == "memory"  # one more column: the budget itself
-        result = milp(
-            np.append(costs / unit, float(least)),
-            constraints=[
-                LinearConstraint(
-                    np.column_stack([rows, np.full(len(rows), -float(least))]),
-                    -np.inf,
-                    np.minimum(room / self._byte_unit, 2 * LARGEST),
-                ),
-                LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
-            ],
-            integrality=np.append(np.ones(self._width), 0),
-            bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
-            options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
-        )
+        with nothing_printed():
+            result = milp(
+                np.append(costs / unit, float(least)),
+                constraints=[
+                    LinearConstraint(
+                        np.column_stack([rows, np.full(len(rows), -float(least))]),
+                        -np.inf,
+                        np.minimum(room / self._byte_unit, 2 * LARGEST),
+                    ),
+                    LinearConstraint(np.column_stack([one, np.zeros(len(one))]), self._sizes, self._sizes),
+                ],
+                integrality=np.append(np.ones(self._width), 0),
+                bounds=Bounds(0, np.append(np.repeat(self._sizes, self._widths), np.inf)),
+                options={"time_limit": max(time_limit_s, 0.0), "mip_rel_gap": enough},
+            )
         bound = -np.inf if result.mip_dual_bound is None else result.mip_dual_bound
         answer = None if result.x is None else self._arranged(np.round(result.x[:-1]).astype(int))
         return Found(result.status != IMPOSSIBLE, bound * unit, answer)
