@@ -9,6 +9,7 @@ from megatron_lynx.config.host_time import HostTime, LayerHostTime
 from megatron_lynx.testbed.host_clock import Spent
 from megatron_lynx.testbed.host_time import Asked, measured_here, slowest
 from tests.profiler.made_up import made_up_layer_host_time
+from tests.te_releases import folder_of
 
 LESS_AND_MORE = (
     ("none", "kept"),
@@ -43,6 +44,14 @@ def test_figures_say_what_they_were_taken_on(known: HostTime) -> None:
     assert known.cpu
     assert known.measured == ("local",)
     assert "local layers, least of 1 steps" in known.of("local").made_by
+
+
+@pytest.mark.long
+def test_transformer_engines_layers_say_that_their_kernels_are_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder_of("TRANSFORMER_ENGINE", "2.17", "transformer_engine")))
+    known = measured_here(Asked("transformer_engine", gathered=True, offloaded=True, deferred=True, rounds=1, steps=1))
+    assert known.measured == ("transformer_engine",)
+    assert "transformer_engine layers, a stand-in for Transformer Engine's kernels, " in known.of("transformer_engine").made_by
 
 
 def test_of_several_ranks_the_slowest_counts() -> None:
