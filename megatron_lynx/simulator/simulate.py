@@ -234,8 +234,10 @@ class Run:
 
     def _copied_s(self, stage: RunningStage, before: Action | None, action: Action) -> float:
         """When all copies asked for before an exchange are over; 0 where there is none, or it does not synchronise."""
+        if not self._schedule.blocking:
+            return 0.0
         exchanges = self._sent(stage, before) is not None or self._received(stage, action) is not None
-        return stage.copies.free_s if self._schedule.blocking and exchanges else 0.0
+        return stage.copies.free_s if exchanges else 0.0
 
     def _replayed(
         self, stage: RunningStage, action: Action, phase: Phase, replay: TimedPass, free: float, arrived: float
