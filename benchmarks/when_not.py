@@ -9,10 +9,11 @@ Nothing runs: seconds are the simulator's, from the figures of catalogued cluste
 given the memory of stock full recomputation and a tenth of what that saves:
 
     full ├───┼───────────────────────────────┤ none        what a device holds
-             └ the budget of the row: stock recomputes, or offloads, as its best setting does, ours keeps, hides and replays
+             └ the budget of the row: stock recomputes or offloads as its best setting does, ours keeps, hides, replays, offloads
 
 Stock's best is sought among all that releases 0.16 to 0.19 offer (`megatron_lynx.stock`): sets of recomputed modules, blocks of
-whole layers, fine-grained offloading of some layers or all. Its copies slow nothing else down here. Ours offloads nothing.
+whole layers, fine-grained offloading of some layers or all. Ours is planned with `offload_ratio: auto`, and once more without
+offloading. Copies slow nothing else down here.
 
 Userbuffers (--tp-comm-overlap) hide collectives behind the GEMMs they belong to, and leave no windows. What they can gain at most
 is priced by links between a node's GPUs that take no time.
@@ -96,6 +97,7 @@ SECONDS = (
     "block_s",
     "best_stock_s",
     "ours_s",
+    "in_place_s",
     "replay_s",
     "hidden_s",
     "hideable_s",
@@ -122,6 +124,8 @@ class Row:
     hidden_best_s: float
     """Stock's fastest within the budget, if every collective were hidden."""
     ours_s: float
+    in_place_s: float
+    """Ours if nothing goes to the host."""
     hidden: float
     """The share of replayed seconds that windows hide, in [0, 1]; 1 where nothing is replayed."""
     none_gib: float
@@ -200,9 +204,9 @@ def on_devices_of(job: Job, budget_gib: float) -> Job:
 
 def row(what: str, job: Job) -> Row:
     most, budget_gib = held_gib(job, "none"), budget_gib_of(job)
-    allowed = on_devices_of(job, budget_gib)
-    decision = decide(allowed, analytic_profile(job))
-    ours_s = decision.simulation.step_s
+    allowed, profile = on_devices_of(job, budget_gib), analytic_profile(job)
+    decision = decide(allowed.model_copy(update={"offload_ratio": "auto"}), profile)
+    ours_s, in_place_s = (each.simulation.step_s for each in (decision, decide(allowed, profile)))
     replays = [replayed_s(decision, stage) for stage in range(job.parallel.pipeline)]
     hidden_s, exposed_s = (sum(seconds) for seconds in zip(*replays, strict=True))
     waits = [waits_of(decision, stage) for stage in range(job.parallel.pipeline)]
@@ -216,7 +220,7 @@ def row(what: str, job: Job) -> Row:
     none_s, block, best = stock_within(job, budget_gib)
     hidden_none_s, _, hidden_best = stock_within(at_once(job), budget_gib)
     stock = (none_s, block.step_s, best.step_s, best.setting.name, hidden_none_s, hidden_best.step_s)
-    return Row(what, *stock, ours_s, share, *ends, filled_s)
+    return Row(what, *stock, ours_s, in_place_s, share, *ends, filled_s)
 
 
 def stock_within(job: Job, budget_gib: float) -> tuple[float, Priced, Priced]:
@@ -318,16 +322,19 @@ def filled_in_backwards_s(decision: Decision, stage: int, interference: float) -
 def table(rows: Iterable[Row]) -> str:
     """Markdown. Steps are ratios to stock none."""
     lines = [
-        "| layout | none holds | budget | block | best stock: which | ours | hidden | filled | gain | userbuffers: none, best |"
+        "| layout | none holds | budget | block | best stock: which | ours | in place | hidden | filled | gain "
+        "| userbuffers: none, best |"
     ]
-    lines.append("|---|--:|--:|--:|---|--:|--:|--:|--:|--:|")
+    lines.append("|---|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|")
     for each in rows:
-        steps = (each.block_s, each.best_stock_s, each.ours_s, each.hidden_none_s, each.hidden_best_s, each.filled_s)
-        block, best, ours, bare, hidden_best, filled = (f"{seconds / each.none_s:.2f}" for seconds in steps)
+        steps = (each.block_s, each.best_stock_s, each.ours_s, each.in_place_s, each.hidden_none_s, each.hidden_best_s)
+        block, best, ours, in_place, bare, hidden_best = (f"{seconds / each.none_s:.2f}" for seconds in steps)
+        filled = f"{each.filled_s / each.none_s:.2f}"
         which = f"{best}: {each.best_stock}"
         gain = f"{each.best_stock_s / each.ours_s - 1:.0%}"
         sizes = [f"{size:.0f} GiB" for size in (each.none_gib, each.budget_gib)]
-        figures = [each.what, *sizes, block, which, ours, f"{each.hidden:.0%}", filled, gain, f"{bare}, {hidden_best}"]
+        hidden = f"{each.hidden:.0%}"
+        figures = [each.what, *sizes, block, which, ours, in_place, hidden, filled, gain, f"{bare}, {hidden_best}"]
         lines.append(f"| {' | '.join(figures)} |")
     return "\n".join(lines)
 

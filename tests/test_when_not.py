@@ -30,7 +30,7 @@ def test_no_plan_is_below_its_bound(priced: tuple[Row, ...], what: str, least: f
     """What is out of reach at these budgets, whatever a planner does."""
     (row,) = (row for row in priced if row.what == what)
     job = within(job_of(dict(CASES)[what]))
-    assert least * row.none_s < bound_s(job, analytic_profile(job)) <= row.ours_s
+    assert least * row.none_s < bound_s(job, analytic_profile(job)) <= row.in_place_s
 
 
 def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
@@ -38,19 +38,19 @@ def test_its_statements_hold(priced: tuple[Row, ...]) -> None:
     by_name = {row.what: row for row in priced}
     bare = by_name["t=1, p=1: no collective, no message"]
     assert bare.hidden == 0
-    assert all(row.ours_s < row.best_stock_s <= row.block_s for row in by_name.values())
-    least = by_name["t=2, p=1"]
+    assert all(row.ours_s <= row.in_place_s < row.best_stock_s <= row.block_s for row in by_name.values())
+    least = by_name["t=1, p=2: messages between stages alone"]
     assert all(least.best_stock_s / least.ours_s <= row.best_stock_s / row.ours_s for row in by_name.values())
     assert bare.best_stock.startswith("block")
     assert all("mlp" in row.best_stock and "offload" in row.best_stock for row in by_name.values() if row != bare)
-    assert by_name["t=8, p=1"].hidden < 0.25 < 0.94 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
+    assert by_name["t=8, p=1"].hidden < 0.4 < 0.94 < by_name["H800, t=8, p=1"].hidden < by_name["A100 on PCIe"].hidden
     assert by_name["t=8, p=1"].hidden_s > 0.85 * by_name["t=8, p=1"].hideable_s
     assert all(row.hidden_s <= row.hideable_s * (1 + 1e-9) for row in by_name.values())
     assert by_name["H800, t=8, p=1"].hidden_best_s < by_name["H800, t=8, p=1"].ours_s
     shares = [row.hidden_s / row.hideable_s for row in by_name.values() if row.hideable_s]
     assert sum(shares) > 0.9 * len(shares), "what waits could hide is hidden, in the mean"
     reference = by_name["t=4, p=2, m=16, A100 (NVLink 300 GB/s)"]
-    assert reference.hidden_best_s < reference.ours_s < reference.best_stock_s
+    assert reference.ours_s < reference.hidden_best_s < reference.in_place_s < reference.best_stock_s
 
 
 def test_rows_of_experts_are_current() -> None:
