@@ -84,7 +84,7 @@ def decide(job: Job, profile: Profile) -> Decision:
     check_plannable(job)
     check_profile(job, profile)
     try:
-        decisions = [_fitting(job, parted, profile) for parted in partitioned(job, profile)]
+        decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     except Infeasible as error:
         raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
@@ -97,7 +97,7 @@ def decide(job: Job, profile: Profile) -> Decision:
 
 def without_early_exchanges(job: Job, parted: Job, profile: Profile) -> Decision:
     """The decision for a job whose partition is known in which nothing is replayed while tokens travel in forwards."""
-    decision, stages = _fitting(job, parted, profile, early_exchanges=False)
+    decision, stages = _fitting(job, Stages(parted, profile, early_exchanges=False))
     return _with_both_fillers(job, decision, stages, profile)
 
 
@@ -108,17 +108,18 @@ def _with_both_fillers(job: Job, decision: Decision, stages: Stages, profile: Pr
     offloads = any(answer.offload_ratio for answer in filled.stages)  # then shares are sought a second time, too
     if offloads or refused.seconds <= WORTH_SPARING * filled.simulation.step_s:
         return filled
-    sparing = _sparing(job, decision.job, profile, refused.bytes, known, stages.early_exchanges)
+    sparing = _sparing(job, stages, refused.bytes, known)
     return filled if sparing is None or not _faster(sparing.simulation, filled) else sparing
 
 
-def _sparing(job: Job, parted: Job, profile: Profile, spared_bytes: int, known: Known, early_exchanges: bool) -> Decision | None:
+def _sparing(job: Job, stages: Stages, spared_bytes: int, known: Known) -> Decision | None:
     """The decision whose layers leave so many bytes of their budget to weight gradients; None where they cannot."""
     try:
-        decision, stages = _fitting(job, parted, profile, spared_bytes, early_exchanges)
+        asked = replace(stages, excluded=frozenset(), spared_bytes=spared_bytes, before=stages.worked)
+        decision, sparing = _fitting(job, asked)
     except Infeasible:
         return None
-    return _best_filled(decision, stages, job, profile, known)[0]
+    return _best_filled(decision, sparing, job, stages.profile, known)[0]
 
 
 def _best_filled(decision: Decision, stages: Stages, job: Job, profile: Profile, known: Known) -> tuple[Decision, Refused]:
@@ -145,7 +146,7 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
 def _plannable(job: Job, profile: Profile) -> bool:
     try:
         check_plannable(job)
-        _fitting(job, partitioned(job, profile)[0], profile)
+        _fitting(job, Stages(partitioned(job, profile)[0], profile))
     except LynxError:
         return False
     return True
@@ -157,16 +158,13 @@ def least_memory(job: Job, profile: Profile) -> tuple[StageMemory, ...]:
     return tuple(device_memory(job, stages.least(stage)) for stage in range(job.parallel.pipeline))
 
 
-def _fitting(
-    job: Job, parted: Job, profile: Profile, spared_bytes: int = 0, early_exchanges: bool = True
-) -> tuple[Decision, Stages]:
-    """The decision for a job whose partition is known, and what has solved its stages. `spared_bytes`: of every stage's budget.
-    `early_exchanges`: whether replays may run while tokens travel in forwards.
+def _fitting(job: Job, stages: Stages) -> tuple[Decision, Stages]:
+    """The decision for a job whose partition is known, and what has solved its stages.
 
     Copies may lag behind what the solver counts on. Shares that then hold too much in the rehearsal are excluded,
     and all stages are solved again.
     """
-    stages = Stages(parted, profile, spared_bytes=spared_bytes, early_exchanges=early_exchanges)
+    parted, profile = stages.job, stages.profile
     while True:
         answers = _answers(stages)
         plan = written(parted, answers, job=job.digest, profile=profile.digest, note=profile.source.caution)
@@ -179,7 +177,7 @@ def _fitting(
         if not over:
             rehearsed, host = with_rehearsed(plan, parted, answers, simulation), HostReport.of(profile, simulation.host_bound)
             return Decision(parted, answers, rehearsed, simulation, host), stages
-        stages = replace(stages, excluded=stages.excluded | over)
+        stages = replace(stages, excluded=stages.excluded | over, before=stages.worked)
 
 
 def _refined(decision: Decision, stages: Stages, job: Job, profile: Profile) -> Decision:

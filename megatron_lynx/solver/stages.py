@@ -44,6 +44,14 @@ STEPS = 20
 
 
 @dataclass(frozen=True)
+class Worked:
+    """What is worked out once for all stages of a job, whatever they spare and exclude."""
+
+    chunks: Chunks
+    heuristic: Remembering
+
+
+@dataclass(frozen=True)
 class Stages:
     """The stages of a job. What several of them need is priced once."""
 
@@ -55,6 +63,8 @@ class Stages:
     """What every stage's layers leave of their budget to weight gradients that wait."""
     early_exchanges: bool = True
     """Whether replays may run while tokens travel in forwards."""
+    before: Worked | None = None
+    """What was worked out for the same stages when they spared or excluded something else."""
 
     def answer(self, stage: int) -> StageAnswer:
         """The fastest answer that fits. It is worked out once. Raises `Infeasible` where nothing fits."""
@@ -235,12 +245,16 @@ class Stages:
         return {}
 
     @cached_property
-    def _chunks(self) -> Chunks:
-        return Chunks(StageProblems(self.job, self.profile, self.early_exchanges))
+    def worked(self) -> Worked:
+        return self.before or Worked(Chunks(StageProblems(self.job, self.profile, self.early_exchanges)), Remembering(solve))
 
-    @cached_property
+    @property
+    def _chunks(self) -> Chunks:
+        return self.worked.chunks
+
+    @property
     def _heuristic(self) -> Remembering:
-        return Remembering(solve)
+        return self.worked.heuristic
 
     @cached_property
     def _shape(self) -> LayerShape:
