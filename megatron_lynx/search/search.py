@@ -22,6 +22,7 @@ from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.search.best_first import BestFirst, Watch
 from megatron_lynx.search.candidate import EXACT_SCHEDULES, SCHEDULES, Candidate, ScheduleName, in_words, schedule_of
+from megatron_lynx.search.collector import no_collections
 from megatron_lynx.search.floor import STOCK
 from megatron_lynx.search.losers import Lost
 from megatron_lynx.search.nearest import Asked, nothing_fits
@@ -94,10 +95,11 @@ def search(
     space = Space(job, gpus, across_nodes, known, None if contexts is None else tuple(sorted(set(contexts))))
     asked = Asked(space, _checked(space, top, policies, strange), offload)
     running = BestFirst(space, asked.policies, top, offload, watch)
-    candidates = running.run()
-    if not candidates:
-        raise nothing_fits(asked, running.excesses, POLICIES)
-    best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
+    with no_collections():
+        candidates = running.run()
+        if not candidates:
+            raise nothing_fits(asked, running.excesses, POLICIES)
+        best_of = tuple(_best_of_each(asked, candidates)) if "double-buffered" in known and len(known) > 1 else ()
     seconds = time.perf_counter() - began_s
     return Ranking(job, gpus, candidates, running.considered, running.losers.families(), seconds, best_of)
 
