@@ -130,11 +130,16 @@ def _beside(stage: Stage) -> Text | None:
     lines = []
     if (offload := stage.offload) is not None:
         coming_back = "the backward before" if offload.prefetch == 1 else f"{offload.prefetch} backwards before"
-        rest = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay, the copy comes back during {coming_back}"
-        lines.append(f"to the host: {format_bytes(offload.bytes)} of every micro-batch; {rest}")
-        if offload.pace_bytes is not None:
-            at_once = "where a micro-batch's own backward follows at once it goes half by half"
-            lines.append(f"{at_once}, {format_bytes(offload.pace_bytes)} beside one half's forward, and comes back as it went")
+        back = f"the copy comes back during {coming_back}"
+        goes = f"to the host: {format_bytes(offload.bytes)} of every micro-batch"
+        stays = f"tensors below {format_bytes(offload.smallest_tensor_bytes)} stay"
+        if offload.pace_bytes is None:
+            lines.append(f"{goes}; {stays}, {back}")
+        else:
+            at_once = (
+                f"it goes half by half, {format_bytes(offload.pace_bytes)} beside one half's forward, and comes back as it went"
+            )
+            lines += [f"{goes}; {stays}", f"where a micro-batch's own backward follows at once {at_once}; else {back}"]
         if offload.beside_messages == "avoid":
             lines.append("copies and messages between stages take turns: an exchange waits for what was asked for before it")
     if (deferred := stage.weight_gradients) is not None:
