@@ -22,6 +22,7 @@ FOUNDATION = {
     "units",
     "nest",
     "pace",
+    "silence",
     "validation",
     "whole_file",
     "yaml_file",

@@ -69,15 +69,19 @@ def half_host_s(
 
 def _deferring(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer for one linear whose weight gradient runs in a wait: measured of all linears of a dense half."""
-    added = _of(profile, section, "deferred") + _of(profile, section, "kept") * -1
-    return added * (1 / len(DENSE[section.half].linears))
+    return _beyond_kept(profile, section, "deferred") * (1 / len(DENSE[section.half].linears))
 
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
     if profile.host_time is None or section.has_experts:
         return NO_HOST_TIME
-    return _of(profile, section, "offloaded") + _of(profile, section, "kept") * -1
+    return _beyond_kept(profile, section, "offloaded")
+
+
+def _beyond_kept(profile: Profile, section: Section, setting: Setting) -> HostSeconds:
+    """What a half takes longer under a setting than if it is kept."""
+    return _of(profile, section, setting) + _of(profile, section, "kept") * -1
 
 
 def setting_of(section: Section, replay: Collection[str], *, gathered: bool) -> Setting:

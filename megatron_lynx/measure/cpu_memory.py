@@ -20,10 +20,8 @@ peak that begins and ends inside a thread that neither the metered thread nor au
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -32,6 +30,7 @@ from torch.autograd.profiler import profile, record_function
 
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.measure.memory import ActivationMeter, Mark, MemoryUse
+from megatron_lynx.silence import STANDARD_ERROR, nothing_printed
 
 _FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 _MARK = "megatron_lynx.mark:"
@@ -50,7 +49,8 @@ def remember_blocks() -> None:
         needed, todo = f"a C10 library with {_FLAG}", "use a release wheel of PyTorch"
         problem = Problem(f"torch {torch.__version__}", str(error), needed, todo)
         raise LynxError("Activation bytes cannot be counted on the CPU", [problem]) from error
-    with _quiet():  # the allocator warns about the first block whose size it does not know: let that be this one
+    # The allocator warns about the first block whose size it does not know: let that be this one.
+    with nothing_printed(STANDARD_ERROR):
         unknown = torch.empty(1, device="cpu")
         flag.value = True
         del unknown
@@ -69,7 +69,7 @@ class CpuMeter(ActivationMeter):
         remember_blocks()
         self._names: list[str] = []
         self._profiler = profile(profile_memory=True)
-        with _quiet():
+        with nothing_printed(STANDARD_ERROR):
             self._profiler.__enter__()
         self.mark(_ENTER)
         return self
@@ -82,7 +82,7 @@ class CpuMeter(ActivationMeter):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is None:
             self.mark(_EXIT)
-        with _quiet():
+        with nothing_printed(STANDARD_ERROR):
             self._profiler.__exit__(kind, error, traceback)
         if error is None:
             self.use = self._read(self._profiler.kineto_results)
@@ -118,17 +118,3 @@ def _reports(tree: Any) -> Iterator[tuple[int, int | None, Any]]:
         if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
             yield event.start_time_ns, mark, event.extra_fields
         pending += [(mark, child) for child in event.children]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Kineto writes a line to the process's standard error whenever a profiler starts or stops; it has no switch for it."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

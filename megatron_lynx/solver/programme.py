@@ -21,9 +21,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_lynx.anatomy import HALVES, Half
+from megatron_lynx.silence import nothing_printed
 from megatron_lynx.solver.answer import Solved, layers_of
 from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
-from megatron_lynx.solver.silence import nothing_printed
 
 Goal = Literal["time", "memory"]
 

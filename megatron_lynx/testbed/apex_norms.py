@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lynx.testbed.stand_in import StandIn
+from megatron_lynx.testbed.stand_in import StandIn, replace_entry
 from megatron_lynx.testbed.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
 
 Norm = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,8 +34,7 @@ def stand_in_for_apex_norms() -> StandIn:
         if importlib.util.find_spec("apex") is not None and name not in sys.modules and importlib.util.find_spec(name) is None:
             extension = ModuleType(name)
             vars(extension).update(functions)
-            sys.modules[name] = extension
-            undo.callback(sys.modules.pop, name)
+            replace_entry(undo, sys.modules, name, extension)
     return StandIn(undo)
 
 

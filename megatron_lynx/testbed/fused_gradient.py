@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.testbed.stand_in import StandIn, replace
+from megatron_lynx.testbed.stand_in import StandIn, replace, replace_entry
 
 NAME = "fused_weight_gradient_mlp_cuda"
 
@@ -41,20 +41,10 @@ def stand_in_for_fused_gradient() -> StandIn:
         extension = ModuleType(NAME, __doc__)
         extension.wgrad_gemm_accum_fp32 = accumulate  # type: ignore[attr-defined]
         extension.wgrad_gemm_accum_fp16 = accumulate  # type: ignore[attr-defined]
-        _offer(undo, extension)
+        replace_entry(undo, sys.modules, NAME, extension)
         replace(undo, layers, NAME, extension)
         replace(undo, layers, "_grad_accum_fusion_available", True)
     return StandIn(undo)
-
-
-def _offer(undo: ExitStack, extension: ModuleType) -> None:
-    """To whoever imports it. What was there comes back."""
-    installed = sys.modules.get(NAME)
-    sys.modules[NAME] = extension
-    if installed is None:
-        undo.callback(sys.modules.pop, NAME)
-    else:
-        undo.callback(sys.modules.__setitem__, NAME, installed)
 
 
 def adds_up_in_place(job: Job) -> bool:

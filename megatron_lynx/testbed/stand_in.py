@@ -7,6 +7,7 @@ return StandIn(undo)                                  .remove(): the identical o
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,16 @@ def replace(undo: ExitStack, owner: Any, name: str, new: Any) -> None:
         undo.callback(delattr, owner, name)
     else:
         undo.callback(setattr, owner, name, own)
+
+
+def replace_entry(undo: ExitStack, mapping: MutableMapping[str, Any], key: str, new: Any) -> None:
+    """The same for an entry of a mapping, such as `os.environ` or `sys.modules`."""
+    before = mapping.get(key, ABSENT)
+    mapping[key] = new
+    if before is ABSENT:
+        undo.callback(mapping.pop, key)
+    else:
+        undo.callback(mapping.__setitem__, key, before)
 
 
 def ignore(*args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lynx.profiler.measured.head_start import cycles_per_s
 from megatron_lynx.runtime.device import Device, Event
 from scripts.gpu_check.overlap import Interval
 
@@ -122,7 +121,7 @@ class _CudaLink:
     def __init__(self, delay_s: float) -> None:
         self._stream = torch.cuda.Stream()
         self._delay_s = delay_s
-        self._cycles = int(delay_s * cycles_per_s())
+        self._cycles = int(delay_s * _cycles_per_s())
 
     def send(self, run: Callable[..., Any], device: Device, tensors: list[Tensor]) -> Sent:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -177,6 +176,17 @@ class _HostLink:
             return device.current.record(timed=True)
 
         return begin, finish
+
+
+def _cycles_per_s(cycles: int = 100_000_000) -> float:
+    """How fast the delay kernel counts on this GPU."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(cycles)  # not timed: the clock speeds up
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return float(cycles / (start.elapsed_time(end) / 1e3))
 
 
 def _reduce(tensor: Tensor, *_: Any) -> None:

@@ -6,10 +6,11 @@ import gc
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -217,75 +218,63 @@ def bytes_at_marks(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
 
     Copies to the host are waited for before each mark, so that what is counted does not depend on how fast they are.
     """
-    from megatron_lynx.measure.cpu_memory import remember_blocks
-    from megatron_lynx.testbed.groups import initialise
-
-    initialise(job)
-    remember_blocks()
-    return [_bytes_at_marks(job, plan) for plan in plans]
-
-
-def _bytes_at_marks(job: Job, plan: Plan) -> list[int]:
-    from megatron_lynx.apply import install
-    from megatron_lynx.measure.memory import count_step
-    from megatron_lynx.testbed.batches import synthetic_batches
     from megatron_lynx.testbed.step import forward_step, run_schedule
-    from megatron_lynx.testbed.tiny_models import build_model
-    from megatron_lynx.testbed.training import Training
 
-    training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
-    with install(training.chunks, plan) as installation:
-        training.step(batches)
+    def step(training: Any, batches: Any, offloader: Any, meter: Any) -> None:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            result = forward_step(*args, **kwargs)
+            if offloader is not None:
+                offloader.out.drain()
+                offloader.settle()
+            meter.mark("forward")
+            return result
 
-        def step(meter: Any) -> None:
-            def marked(*args: Any, **kwargs: Any) -> Any:
-                result = forward_step(*args, **kwargs)
-                if installation.engine.offloader is not None:
-                    installation.engine.offloader.out.drain()
-                    installation.engine.offloader.settle()
-                meter.mark("forward")
-                return result
+        run_schedule(training.chunks, job, batches, forward_step_func=marked)
 
-            run_schedule(training.chunks, job, batches, forward_step_func=marked)
-
-        return [mark.bytes for mark in count_step(step, "cpu", training.parameters().values()).marks]
+    return _counted(job, plans, step)
 
 
 def bytes_at_halves(rank: int, job: Job, plans: list[Plan]) -> list[list[int]]:
     """Live activation bytes before every half's forward, and before its backward, of one counted step under each plan."""
+    from megatron_lynx.testbed.step import run_schedule
+
+    def step(training: Any, batches: Any, offloader: Any, meter: Any) -> None:
+        def marked(report: Any) -> Any:
+            def reporting(*where: Any) -> Any:
+                reported = report(*where)
+                offloader.out.drain()  # a copy holds what it reads until it is over
+                meter.mark("half")
+                return reported
+
+            return reporting
+
+        begins, reaches = offloader.shipment_of, offloader.backward_reaches
+        offloader.shipment_of, offloader.backward_reaches = marked(begins), marked(reaches)
+        run_schedule(training.chunks, job, batches)
+
+    return _counted(job, plans, step)
+
+
+def _counted(job: Job, plans: list[Plan], step: Callable[[Any, Any, Any, Any], None]) -> list[list[int]]:
+    """Live bytes at each mark of a step under each plan, after a warm-up. `step`: of (training, batches, offloader, meter)."""
     from megatron_lynx.measure.cpu_memory import remember_blocks
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
     remember_blocks()
-    return [_bytes_at_halves(job, plan) for plan in plans]
+    return [_counted_under(job, plan, step) for plan in plans]
 
 
-def _bytes_at_halves(job: Job, plan: Plan) -> list[int]:
+def _counted_under(job: Job, plan: Plan, step: Callable[[Any, Any, Any, Any], None]) -> list[int]:
     from megatron_lynx.apply import install
     from megatron_lynx.measure.memory import count_step
     from megatron_lynx.testbed.batches import synthetic_batches
-    from megatron_lynx.testbed.step import run_schedule
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
     training, batches = Training(job, build_model(job), optimizer=None), synthetic_batches(job)
     with install(training.chunks, plan) as installation:
         training.step(batches)
-        offloader: Any = installation.engine.offloader
-        begins, reaches = offloader.shipment_of, offloader.backward_reaches
-
-        def step(meter: Any) -> None:
-            def marked(report: Any) -> Any:
-                def reporting(*where: Any) -> Any:
-                    reported = report(*where)
-                    offloader.out.drain()  # a copy holds what it reads until it is over
-                    meter.mark("half")
-                    return reported
-
-                return reporting
-
-            offloader.shipment_of, offloader.backward_reaches = marked(begins), marked(reaches)
-            run_schedule(training.chunks, job, batches)
-
-        return [mark.bytes for mark in count_step(step, "cpu", training.parameters().values()).marks]
+        offloader = installation.engine.offloader
+        counted = count_step(partial(step, training, batches, offloader), "cpu", training.parameters().values())
+        return [mark.bytes for mark in counted.marks]

@@ -31,8 +31,6 @@ SHORTEST_S, LONGEST_S = 0.01, 0.25
 WARM_UP_S = 1.0
 WIDTH = 8192
 """Of the matrices: a product takes an A100 some 4 ms, an H100 1.5."""
-CYCLES = 100_000_000
-"""Of the delay that tells how fast the delay kernel counts: some fifty milliseconds."""
 
 
 class HeadStart:
@@ -83,14 +81,3 @@ class _Products:
 
     def _multiply(self) -> None:
         torch.mm(self._factor, self._factor, out=self._product)
-
-
-def cycles_per_s() -> float:
-    """How fast the delay kernel of `torch.cuda._sleep` counts on the current GPU."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(CYCLES)  # not timed: the clock speeds up
-    start.record()
-    torch.cuda._sleep(CYCLES)
-    end.record()
-    end.synchronize()
-    return float(CYCLES / (start.elapsed_time(end) / 1e3))

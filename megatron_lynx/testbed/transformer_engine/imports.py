@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lynx.testbed.stand_in import StandIn
+from megatron_lynx.testbed.stand_in import StandIn, replace_entry
 from megatron_lynx.testbed.transformer_engine.device import answer_transformer_engine
 from megatron_lynx.testbed.transformer_engine.unanswered import UnansweredModule
 
@@ -41,8 +41,8 @@ def stand_in_for_transformer_engine() -> StandIn:
     """
     undo = ExitStack()
     if PACKAGE not in sys.modules and importlib.util.find_spec(PACKAGE) is not None and not has_compiled_extension():
-        set_environment(undo, "NVTE_TORCH_COMPILE", "0")  # read when its modules are imported
-        set_environment(undo, "NVTE_UNFUSED_FP8_UPDATE", "1")  # in its Python; read at each update
+        replace_entry(undo, os.environ, "NVTE_TORCH_COMPILE", "0")  # read when its modules are imported
+        replace_entry(undo, os.environ, "NVTE_UNFUSED_FP8_UPDATE", "1")  # in its Python; read at each update
         answer_transformer_engine(undo)
         finder = Finder()
         sys.meta_path.insert(0, finder)
@@ -92,7 +92,7 @@ class Loader(importlib.abc.Loader):
 def without_libraries(loader: Any, module: ModuleType) -> None:
     """Execute `transformer_engine.common` as during a build, when its libraries are not there yet; our file is the extension."""
     with ExitStack() as undo:
-        set_environment(undo, BUILDING, "1")
+        replace_entry(undo, os.environ, BUILDING, "1")
         loader.exec_module(module)
     module._get_shared_object_file = lambda library: EXTENSION  # type: ignore[attr-defined]
 
@@ -102,12 +102,3 @@ def needs_what_is_missing(spec: importlib.machinery.ModuleSpec) -> bool:
         return False
     needed = set(IMPORTED.findall(Path(spec.origin).read_text(encoding="utf-8")))
     return any(importlib.util.find_spec(name) is None for name in needed)
-
-
-def set_environment(undo: ExitStack, name: str, value: str) -> None:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    if before is None:
-        undo.callback(os.environ.pop, name)
-    else:
-        undo.callback(os.environ.__setitem__, name, before)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from megatron_lynx.solver.silence import nothing_printed
+from megatron_lynx.silence import nothing_printed
 
 LIBC = ctypes.CDLL(None)
 
