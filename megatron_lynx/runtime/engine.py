@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
+from megatron_lynx.runtime.site_call import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
@@ -94,11 +96,6 @@ class Engine:
     def in_half(self) -> bool:
         """Whether a half runs, or its backward does."""
         return self._progress.in_half
-
-    @property
-    def scope(self) -> Recorder | Replayer | Passage | None:
-        """The call of a half that runs now, to which calls of sites are reported."""
-        return self._progress.scope
 
     @property
     def busy(self) -> bool:
@@ -156,6 +153,18 @@ class Engine:
 
     # --- what the hooks on layers report -------------------------------------------------------------------------------
 
+    def reported(self, site: Site) -> Callable[..., Any]:
+        """What stands for a site's own code while a plan is in force: its calls are reported to the half that runs."""
+        progress, own = self._progress, site.forward
+
+        def call_site(*args: Any, **kwargs: Any) -> Any:
+            scope = progress.scope
+            if scope is None or scope.passes(site):
+                return own(*args, **kwargs)
+            return scope.site(SiteCall(site, args, kwargs))
+
+        return call_site
+
     def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a layer half. In evaluation nothing is recorded, and nothing where nothing ever happens."""
         if not torch.is_grad_enabled():
@@ -176,7 +185,8 @@ class Engine:
             outputs = self._record(frame, shipment, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
-        self._progress.add_span("forward", frame, None, begin)
+        if begin is not None:
+            self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         self.offloader.half_ends(micro_batch, policy.key, outputs, policy.ahead)
@@ -202,18 +212,19 @@ class Engine:
         return outputs
 
     def _mark(self, frame: Frame, arguments: Any, outputs: Any) -> None:
-        """Backward reaches a half when the gradient of its output exists: a hook on that tensor, never a view of it. It has left
+        """Backward reaches a half when the gradient of its output exists: a hook on the node that made that tensor. It has left
         the half when the gradient of its input exists, which is where it reaches the half before, if anything happens there."""
         output = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
         if output is not None:
-            frame.mark = output.register_hook(lambda _: self._enter(frame))
+            reached = partial(self._enter, frame)
+            frame.mark = output.register_hook(reached) if output.grad_fn is None else output.grad_fn.register_prehook(reached)
         hidden = first_in(Tensor, arguments) if frame.policy.below_passed_over else None
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._left)
 
     # --- backward ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, frame: Frame) -> None:
+    def _enter(self, frame: Frame, _: Any) -> None:
         if frame.policy.replay and not torch.autograd._is_checkpoint_valid():
             raise partial_backward(frame.policy.name)
         self._close_backward_span()
@@ -228,8 +239,9 @@ class Engine:
     def _close_backward_span(self) -> None:
         frame = self._ledger.entered
         if frame is not None:
-            self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
+            if self._entered_at is not None:
+                self._progress.add_span("backward", frame, None, self._entered_at)
 
     # --- windows -------------------------------------------------------------------------------------------------------
 

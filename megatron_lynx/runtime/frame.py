@@ -24,7 +24,7 @@ from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recipe import Key, SiteRecipe, View
-from megatron_lynx.runtime.refusals import asked_twice
+from megatron_lynx.runtime.shortcut import Step
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,13 @@ class Frame:
     """What sites that a replay may run keep from call to call, by segment."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
+    """Of the tensors that share memory with an argument of their site, and are not the argument itself."""
     sites: dict[int, SiteRecipe] = field(default_factory=dict)
     """Where the sites' tensors were let go, by segment."""
     lets_go_in: Collection[int] = ()
     """The segments in which anything was let go."""
+    shortcut: tuple[Step, ...] = ()
+    """What a replay runs instead of the half's code, where that is enough."""
     stowed: bool = False
     """Whether what its replay needs may be on the host."""
     wanted: set[Key] = field(default_factory=set)
@@ -111,10 +114,10 @@ class Frame:
     """Whom to show the gathered input when this half's backward has waited for it; usually nobody (`watched`)."""
     mark: Any = None
     """The hook in the graph that tells when backward reaches this half. It owns the frame, until the half's backward is over."""
+    key: FrameKey = field(init=False)
 
-    @property
-    def key(self) -> FrameKey:
-        return self.policy.key
+    def __post_init__(self) -> None:
+        self.key = self.policy.key
 
     @property
     def lets_go(self) -> bool:
@@ -163,13 +166,3 @@ class Handle:
     def __init__(self, frame: Frame, key: Key) -> None:
         self.frame = frame
         self.key = key
-
-    def take(self) -> Tensor:
-        """The regenerated tensor, for the one backward that asks for it.
-
-        Raises `ReplayError` when it is asked for again: it was dropped on purpose.
-        """
-        found = self.frame.found.pop(self.key, None)
-        if found is None:
-            raise asked_twice(self.frame.policy.name)
-        return found

@@ -73,7 +73,7 @@ class Lesson:
 
     def _of_first_part(self, nodes: Sequence[Any]) -> dict[int, int]:
         """From the storages of what a replayed first part made to the place of each among its tensors."""
-        first = self.call.first
+        first = self.call.site.first
         if first is None or not self.first_replayed:
             return {}
         saved = enumerate(first.saved(nodes))

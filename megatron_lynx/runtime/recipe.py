@@ -11,8 +11,9 @@ each tensor from the slot where the record let it go. One that is out of date co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,8 +25,8 @@ Key = tuple[int, int]
 
 
 class View(NamedTuple):
-    """A saved tensor that shares memory with an argument of its site: how to find it in the replayed argument. Made in each
-    record, because arguments of experts have other numbers of rows in each."""
+    """A saved tensor that is a part of an argument of its site, or another shape of it: how to find it in the replayed argument.
+    Made in each record, because arguments of experts have other numbers of rows in each."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,8 +37,6 @@ class View(NamedTuple):
         return cls(saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def in_(self, argument: Tensor) -> Tensor:
-        if View.of(argument) == self:
-            return argument
         return argument.detach().as_strided(self.size, self.stride, self.offset)
 
 
@@ -53,6 +52,15 @@ class Pick(NamedTuple):
     """Of what is let go as a view of an argument of its site: of which one."""
 
 
+class Grasp(NamedTuple):
+    """Picks that one attribute of one node gives at once: asking for it again makes all its tensors' wrappers again."""
+
+    node: int
+    slot: Slot
+    """Of the first of them."""
+    picks: tuple[Pick, ...]
+
+
 @dataclass(frozen=True)
 class SiteRecipe:
     """One site's."""
@@ -64,6 +72,8 @@ class SiteRecipe:
     """Of these nodes."""
     views: tuple[Pick, ...] = ()
     """The picks that are views of an argument."""
+    grasps: tuple[Grasp, ...] = ()
+    """All picks, by where they are had."""
 
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Step]], picks: Iterable[Pick]) -> SiteRecipe:
@@ -79,11 +89,17 @@ class SiteRecipe:
         steps = (step if step.before is None else step._replace(before=places[step.before]) for _, step in taken)
         moved = tuple(pick._replace(node=places[pick.node]) for pick in found)
         views = tuple(pick for pick in moved if pick.argument is not None)
-        return cls(moved, tuple(steps), tuple(type(node) for node, _ in taken), views)
+        return cls(moved, tuple(steps), tuple(type(node) for node, _ in taken), views, tuple(_grasps(moved)))
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
         """Those of a call of the site that picks name; None where they are of other kinds."""
         return nodes_at(self.steps, self.kinds, outputs, arguments) if self.picks else []
+
+
+def _grasps(picks: Iterable[Pick]) -> Iterator[Grasp]:
+    for (node, _), together in groupby(picks, key=lambda pick: (pick.node, pick.slot.raws)):
+        of_node = tuple(together)
+        yield Grasp(node, of_node[0].slot, of_node)
 
 
 NOTHING = SiteRecipe()
@@ -101,6 +117,8 @@ class HalfRecipe:
     """Sites of which nothing is let go, sent out or remembered, and neither of the code behind them."""
     lets_go: frozenset[int] = frozenset()
     """Where anything is let go. A replay needs the memos before the last of these, so elsewhere nothing may be."""
+    steps: int = 0
+    """How many sites lead there without the half's code; 0 where that is needed."""
 
 
 Signature = tuple[Any, ...]

@@ -12,11 +12,12 @@
 [7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 [9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
+[10] a replay may need the half's first sites alone, without the code around them (`shortcut`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_lynx.runtime.offload import Hosted, Shipment
 from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
+from megatron_lynx.runtime.shortcut import Course
 from megatron_lynx.runtime.site_call import Site, SiteCall
 
 GATHERED = Item("gathered latents", "code")
@@ -68,6 +70,10 @@ class Recorder:
         self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
         self._normed: dict[int, Tensor] = {}
         """What a replayed norm returned, by storage, while the call teaches."""
+        self._arguments: Sequence[Tensor] = ()
+        """Those of the site whose tensors are let go now."""
+        self._course: Course | None = None
+        """There while the half runs, where a shortcut may lead through it."""
 
     @property
     def recipe(self) -> HalfRecipe | None:
@@ -78,14 +84,21 @@ class Recorder:
         self._packing = Packing(self._pack, self._unpack)
         try:
             self._packing.turn(self._shipment is not None)
+            if self._teaches or self._recipe.steps:
+                self._course = Course(args, kwargs, self._recipe.steps or None)
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
-            self._normed = {}  # its graph refers back to here, too
+            course, self._course = self._course, None  # its graph refers back to here, too
+            self._normed = {}  # likewise
         if self._teaches:
             self._settle_memos()
         self.frame.lets_go_in = self._recipe.lets_go
+        if course is not None:
+            self.frame.shortcut = course.steps(self._recipe.lets_go)
+            if self._teaches:
+                self._recipe.steps = len(self.frame.shortcut)
         if self._shipment is not None and self.frame.lets_go:
             self._stow_what_replay_needs(self._shipment)
         return outputs
@@ -100,17 +113,29 @@ class Recorder:
         """Whether what the present site gathers is kept, and so must lie in a buffer of its own."""
         return self._item in self._replay and self._item in self.frame.policy.keeps_gathered
 
+    def passes(self, site: Site) -> bool:
+        """Whether nothing is let go or remembered of a site that is about to be called, nor of the code behind it. Then it may be
+        called as without a plan."""
+        segment = self._segment + site.segments
+        if segment not in self._recipe.inert:
+            return False
+        self._packing.turn(False)
+        self._segment, self._item = segment + 1, None
+        return True
+
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        segment = self._segment + (1 if site.first is None else 2)
-        if segment in self._recipe.inert:
-            return self._pass_over(call, segment)
         if self._teaches and self._hands_on_what_stays and not self._of(site).exchanges:
             self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
+        segment = self._segment
+        if self._course is not None:
+            self._course.called(call, segment)  # [10]
         outputs = self._called(call)
+        if self._course is not None:
+            self._course.returned(outputs)
         if site.state is not None and self._replay:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
@@ -132,12 +157,6 @@ class Recorder:
         """The item that a site is. A gather between two is none of the plan's."""
         return self.frame.policy.section.of_name.get(site.name, GATHERED)
 
-    def _pass_over(self, call: SiteCall, segment: int) -> Any:
-        """A site of which nothing is let go or remembered, and neither of the code behind it."""
-        self._packing.turn(False)
-        self._segment, self._item = segment + 1, None
-        return call()
-
     def _called(self, call: SiteCall) -> Any:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
@@ -155,7 +174,7 @@ class Recorder:
 
     def _normed_by(self, call: SiteCall, outputs: Any) -> Any:
         """What a call that teaches returned, remembered where a replay makes it again and everything behind may read it."""
-        if self._teaches and call.name == self.frame.policy.section.norm:
+        if self._teaches and call.site.name == self.frame.policy.section.norm:
             self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
         return outputs
 
@@ -169,35 +188,42 @@ class Recorder:
             self._fits = False
             return
         self.frame.sites[self._segment] = site
-        for pick in site.picks:
-            pick.slot.raw(nodes[pick.node]).register_hooks(*self._hooks_for(pick, arguments))
+        self._arguments = arguments
+        for place, slot, picks in site.grasps:
+            raws = getattr(nodes[place], slot.raws)
+            for pick in picks:
+                pick.slot.among(raws).register_hooks(*self._hooks_for(pick))
+        self._arguments = ()  # hooks refer back to here
 
     def _lesson(self, call: SiteCall) -> Lesson:
         item = self._of(call.site)
         return Lesson(
             call,
             self._segment,
-            replayed=call.name in self._replay,
-            first_replayed=call.first is not None and call.first.item in self._replay,
+            replayed=call.site.name in self._replay,
+            first_replayed=call.site.first is not None and call.site.first.item in self._replay,
             resident=self._resident if self._replay and not item.exchanges else None,
             may_go=None if self._shipment is None else partial(self._shipment.may_go, any_size=item.any_rows),
-            views=len(self.frame.views),
+            views=sum(len(site.views) for site in self._recipe.sites.values()),
         )
 
-    def _hooks_for(self, pick: Pick, arguments: list[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if pick.key is None:
             assert self._shipment is not None, "a recipe for a half that is offloaded"
             return self._shipment.stow, _on_device  # [7]
         if pick.argument is not None:
-            return partial(self._pack_view, pick, storage_of(arguments[pick.argument])), self._unpack
+            return partial(self._pack_view, pick), self._unpack
         return partial(self.frame.want, pick.key), self._take
 
-    def _pack_view(self, pick: Pick, storage: int, tensor: Tensor) -> Any:
+    def _pack_view(self, pick: Pick, tensor: Tensor) -> Any:
         assert pick.key is not None
-        if storage_of(tensor) != storage:
-            self._fits = False
-            return tensor.detach()
-        self.frame.views[pick.key] = View.of(tensor)
+        assert pick.argument is not None
+        argument = self._arguments[pick.argument]
+        if not tensor.is_set_to(argument):
+            if storage_of(tensor) != storage_of(argument):
+                self._fits = False
+                return tensor.detach()
+            self.frame.views[pick.key] = View.of(tensor)
         return self.frame.want(pick.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -270,6 +296,10 @@ class Passage:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.frame.code(*args, **kwargs)
+
+    def passes(self, site: Site) -> bool:
+        """Nothing happens at any site."""
+        return True
 
     def site(self, call: SiteCall) -> Any:
         return call()

@@ -15,6 +15,7 @@
 [5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
 [6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
     The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
+[7] where the half's first sites make all that is wanted, they run without the code around them (`shortcut`)
 
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
@@ -28,14 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.nest import map_nest
+from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Memo
 from megatron_lynx.runtime.offload import on_device
 from megatron_lynx.runtime.recipe import NOTHING
 from megatron_lynx.runtime.refusals import other_nodes
 from megatron_lynx.runtime.rng import RandomSource, drawing_from
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter
-from megatron_lynx.runtime.site_call import FirstPart, SiteCall
+from megatron_lynx.runtime.shortcut import Step
+from megatron_lynx.runtime.site_call import FirstPart, Site, SiteCall
 
 
 class _Enough(Exception):
@@ -72,25 +74,38 @@ class Replayer:
         wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
         args, kwargs = on_device(self.frame.inputs) if self.frame.stowed else self.frame.inputs
+        shortcut = self.frame.shortcut
+        draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
         self._packing = Packing(self._collect, _never_unpacked)
-        random = nullcontext() if self.frame.random is None else drawing_from(self._random, self.frame.random)
         try:
-            with random, torch.enable_grad(), suppress(_Enough):  # [1]
-                self.frame.code(*args, **kwargs)
+            random = drawing_from(self._random, self.frame.random) if draws else nullcontext()
+            with random, torch.enable_grad(), suppress(_Enough):
+                if shortcut:
+                    self._take_steps(shortcut, [*args, *kwargs.values()])  # [7]
+                else:
+                    self.frame.code(*args, **kwargs)  # [1]
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here
         return self._argument
 
+    def _take_steps(self, steps: tuple[Step, ...], values: list[Any]) -> None:
+        for step in steps:
+            values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
+
+    def passes(self, site: Site) -> bool:
+        """A replay looks at each site: it may end there, and most are not to run."""
+        return False
+
     def site(self, call: SiteCall) -> Any:
         arguments = call.arguments
         self._packing.turn(False)
         self._enter()
-        if call.first is not None:
-            self._run_first(call.first, call, arguments)
+        if call.site.first is not None:
+            self._run_first(call.site.first, call, arguments)
             self._enter()
         self._collect_views(arguments)  # [3]
-        if call.name == self._until:  # [6]
+        if call.site.name == self._until:  # [6]
             self._argument = arguments[0].detach() if self._argument is None else self._argument
             raise _Enough
         self._stop_if_done()
@@ -98,7 +113,7 @@ class Replayer:
         outputs = self._recall(memo) if memo is not None else self._run(call.without_graph())
         self._enter()
         self._stop_if_done()
-        if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.name):
+        if self._until is not None and self._until == self.frame.policy.section.code_behind.get(call.site.name):
             raise _Enough  # [6]
         self._packing.turn(self._segment in self.frame.lets_go_in)  # [2]
         return outputs
@@ -106,7 +121,7 @@ class Replayer:
     def _run_first(self, first: FirstPart, call: SiteCall, arguments: list[Tensor]) -> None:
         own = {key for key in self.frame.wanted if key[0] == self._segment}
         passed = self._segment + 1 in self.frame.memos
-        ends_here = call.name == self._until
+        ends_here = call.site.name == self._until
         if not ends_here and (not own or not (passed or own == self.frame.wanted)):
             return  # not needed, or the whole site runs
         with torch.no_grad(), call.as_recorded(self.frame.site_states.get(self._segment + 1)):
@@ -122,9 +137,9 @@ class Replayer:
                 self.frame.keep((segment, index), tensor)
 
     def _run(self, call: SiteCall) -> Any:
-        item = self.frame.policy.section.of_name.get(call.name)
-        assert item is not None and not item.runs_once, f"a replay of {self.frame.policy.name} came to {call.name}"  # noqa: PT018
-        self._site = call.name
+        item = self.frame.policy.section.of_name.get(call.site.name)
+        assert item is not None and not item.runs_once, f"a replay of {self.frame.policy.name} came to {call.site.name}"  # noqa: PT018
+        self._site = call.site.name
         if not call.site.owns_parameters:
             self._packing.turn(self._segment in self.frame.lets_go_in)
             outputs = call()
@@ -146,22 +161,25 @@ class Replayer:
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
         for pick in self.frame.sites.get(self._segment, NOTHING).views:
-            view = self.frame.views.get(pick.key)  # type: ignore[arg-type]
-            if view is not None:
-                self.frame.keep(pick.key, view.in_(arguments[pick.argument]))  # type: ignore[arg-type, index]
+            assert pick.key is not None
+            assert pick.argument is not None
+            if pick.key in self.frame.wanted:
+                argument, view = arguments[pick.argument], self.frame.views.get(pick.key)
+                self.frame.keep(pick.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the record let go one by one, from the same slots."""
-        site = self.frame.sites.get(self._segment, NOTHING)
-        picks = [pick for pick in site.picks if pick.key in self.frame.wanted]
-        if not picks:
+        site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
+        if not any(pick.key in wanted for pick in site.picks):
             return
         nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
-            raise other_nodes(self.frame.policy.name, call.name)
-        for pick in picks:
-            assert pick.key is not None
-            self.frame.keep(pick.key, pick.slot.tensor(nodes[pick.node]))
+            raise other_nodes(self.frame.policy.name, call.site.name)
+        for place, slot, picks in site.grasps:
+            saved = getattr(nodes[place], slot.tensors)
+            for pick in picks:
+                if pick.key in wanted:
+                    self.frame.keep(pick.key, pick.slot.among(saved))
 
     def _collect(self, tensor: Tensor) -> None:
         """Stands in for autograd's saving: the replay's own graph holds nothing."""

@@ -8,7 +8,7 @@ behind one   ─── gather(frame): up to the site whose input is gathered; th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.runtime.context import Context
 from megatron_lynx.runtime.frame import Frame, Handle
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.refusals import second_order
+from megatron_lynx.runtime.refusals import asked_twice, second_order
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.rng import RandomSource
 
@@ -40,14 +40,20 @@ class Replays:
         self._surroundings = surroundings
 
     def take(self, handle: Handle) -> Tensor:
-        """The tensor that backward asks for, which is replayed now if no window did that."""
-        if torch.is_grad_enabled():
-            raise second_order(handle.frame.policy.name)
+        """The tensor that backward asks for, which is replayed now if no window did that. It is handed over for good.
+
+        Raises `ReplayError` when it is asked for again.
+        """
         frame = handle.frame
+        if torch.is_grad_enabled():
+            raise second_order(frame.policy.name)
         if not frame.replayed and frame.lets_go:
             self.replay(frame, ON_DEMAND)
             self._progress.counts.on_demand += 1
-        return handle.take()
+        found = frame.found.pop(handle.key, None)
+        if found is None:
+            raise asked_twice(frame.policy.name)
+        return found
 
     def replay(self, frame: Frame, window: str, until: str | None = None) -> None:
         """Make again what was let go, or the part of it that comes before the item `until`. `window`: where, for the trace."""
@@ -57,7 +63,8 @@ class Replays:
         if frame.wanted:
             self._run(frame, until)
         self._progress.clock.end(window, clocked)
-        self._progress.add_span("replay", frame, window, begin)
+        if begin is not None:
+            self._progress.add_span("replay", frame, window, begin)
         if not frame.wanted:
             frame.give_up_inputs()
         elif until is None:
@@ -80,5 +87,6 @@ class Replays:
     def _run(self, frame: Frame, until: str | None) -> Tensor | None:
         replayer = Replayer(frame, self._random, until)
         weights = self._as_recorded(frame.micro_batch.index)
-        with self._guard(), weights, self._surroundings.as_captured(frame.surroundings):
+        guard = nullcontext() if frame.shortcut else self._guard()
+        with guard, weights, self._surroundings.as_captured(frame.surroundings):
             return self._progress.run(replayer)  # type: ignore[no-any-return]

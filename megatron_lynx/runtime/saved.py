@@ -22,7 +22,7 @@ from megatron_lynx.nest import all_in
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nest of tuples, lists and dicts, in order."""
-    return all_in(Tensor, value)
+    return [value] if type(value) is Tensor else all_in(Tensor, value)
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -109,7 +109,7 @@ def steps_between(outputs: Any, arguments: Any) -> list[tuple[Any, Step]]:
 
 def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
     """The nodes to which these steps lead; None where one is of another kind, or lies before the call."""
-    returned, before_call = tensors_in(outputs), [tensor.grad_fn for tensor in arguments]
+    returned: Sequence[Tensor] = (outputs,) if type(outputs) is Tensor else tensors_in(outputs)
     nodes: list[Any] = []
     for (before, at), kind in zip(steps, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
         if before is None:
@@ -117,9 +117,12 @@ def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, argumen
         else:
             inputs = nodes[before].next_functions
             node = inputs[at][0] if at < len(inputs) else None
-        if type(node) is not kind or node in before_call:
+        if type(node) is not kind:
             return None
         nodes.append(node)
+    for argument in arguments:
+        if argument.grad_fn in nodes:
+            return None
     return nodes
 
 
@@ -137,13 +140,9 @@ class Slot(NamedTuple):
     at: int | None
     """Where it has several there."""
 
-    def raw(self, node: Any) -> Any:
-        raw = getattr(node, self.raws)
-        return raw if self.at is None else raw[self.at]
-
-    def tensor(self, node: Any) -> Tensor:
-        saved = getattr(node, self.tensors)
-        return saved if self.at is None else saved[self.at]  # type: ignore[no-any-return]
+    def among(self, had: Any) -> Any:
+        """What is meant, among what such an attribute gave."""
+        return had if self.at is None else had[self.at]
 
 
 def saved_in(node: Any) -> Iterator[tuple[Slot, Tensor]]:

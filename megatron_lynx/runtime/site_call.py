@@ -61,6 +61,11 @@ class Site:
     def owns_parameters(self) -> bool:
         return self.module is not None and next(self.module.parameters(), None) is not None
 
+    @cached_property
+    def segments(self) -> int:
+        """How many segments of a half it takes: one for its first part, where that is an item of its own."""
+        return 1 if self.first is None else 2
+
 
 class SiteCall:
     """One submodule call of a half, about to be made."""
@@ -82,18 +87,6 @@ class SiteCall:
         if self._arguments is None:
             self._arguments = tensors_in((self.args, self.kwargs) if self.kwargs else self.args)
         return self._arguments
-
-    @property
-    def name(self) -> str:
-        return self.site.name
-
-    @property
-    def first(self) -> FirstPart | None:
-        return self.site.first
-
-    @property
-    def state(self) -> SiteState | None:
-        return self.site.state
 
     @property
     def lasting(self) -> Iterator[Tensor]:

@@ -94,7 +94,8 @@ class Gather:
         if frame is not None and frame.gathering is None:
             begin = opening.progress.trace.now()
             opening.replays.gather(frame)
-            opening.progress.add_span("gather", frame, opening.window, begin)
+            if begin is not None:
+                opening.progress.add_span("gather", frame, opening.window, begin)
         return True
 
 

@@ -88,8 +88,8 @@ class WatchedRecorder(Recorder):
         if self._item == self.frame.policy.gather_site and self._item is not None:
             self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)  # [3] [4]
 
-    def _hooks_for(self, pick: Pick, arguments: list[Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        pack, _ = super()._hooks_for(pick, arguments)
+    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        pack, _ = super()._hooks_for(pick)
         return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
 
     def _pack(self, tensor: Tensor) -> Any:

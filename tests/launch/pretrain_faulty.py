@@ -39,7 +39,7 @@ def perturb_replays():
     site = Replayer.site
 
     def perturbed(self, call):
-        if (self.frame.policy.layer, call.name) == (3, "core_attention"):
+        if (self.frame.policy.layer, call.site.name) == (3, "core_attention"):
             call = SiteCall(call.site, tuple(map(other_numbers, call.args)), call.kwargs)
         return site(self, call)
 

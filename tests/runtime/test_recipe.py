@@ -50,7 +50,7 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     learn = Lesson.recipe
 
     def recipe(self: Lesson, outputs: Any) -> Any:
-        names.append(self.call.name)
+        names.append(self.call.site.name)
         return learn(self, outputs)
 
     monkeypatch.setattr(Lesson, "recipe", recipe)

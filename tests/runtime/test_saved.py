@@ -75,9 +75,9 @@ def test_slots(call: Any, count: int) -> None:
     argument = given()
     output = call(argument)
     found = [(node, *pair) for node in nodes_between(output, [argument]) for pair in saved_in(node)]
-    pairs = [(slot.raw(node), tensor) for node, slot, tensor in found]
+    pairs = [(slot.among(getattr(node, slot.raws)), tensor) for node, slot, tensor in found]
     assert len(pairs) == count
-    assert all(torch.equal(slot.tensor(node), tensor) for node, slot, tensor in found)
+    assert all(torch.equal(slot.among(getattr(node, slot.tensors)), tensor) for node, slot, tensor in found)
     unpacked: list[Tensor] = []
 
     def unpack(index: int) -> Tensor:

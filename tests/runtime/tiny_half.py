@@ -100,7 +100,7 @@ def reporting_to(engine: Engine) -> Callable[[SiteCall], Any]:
     """What the hooks on sites do."""
 
     def report(call: SiteCall) -> Any:
-        return call() if engine.scope is None else engine.scope.site(call)
+        return engine.reported(call.site)(*call.args, **call.kwargs)
 
     return report
 
@@ -117,7 +117,7 @@ def recorded(half: TinyHalf, hidden: Tensor, replay: Iterable[str]) -> tuple[Fra
     def take(handle: Any) -> Tensor:
         if frame.wanted:
             replayed(half, frame)
-        return handle.take()  # type: ignore[no-any-return]
+        return frame.found.pop(handle.key)  # type: ignore[no-any-return]
 
     recorder = Recorder(frame, TorchRandom(), take)
     half.report = recorder.site

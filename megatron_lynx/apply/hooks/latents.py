@@ -20,7 +20,7 @@ import torch
 
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site_call import Site
 
 GATHERS = ("gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region")
 
@@ -35,12 +35,6 @@ def claims(engine: Engine) -> Iterator[Claim]:
 def _remembered(engine: Engine) -> Any:
     def hooked(original: Any) -> Any:
         site = Site("gathered latents", torch.nn.Module(), original, may_draw=False)
-
-        @wraps(original)
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            scope = engine.scope
-            return original(*args, **kwargs) if scope is None else scope.site(SiteCall(site, args, kwargs))
-
-        return gather
+        return wraps(original)(engine.reported(site))
 
     return hooked

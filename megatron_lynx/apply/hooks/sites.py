@@ -25,7 +25,7 @@ from megatron_lynx.apply.transformer_engine import TeRelease
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Linear
 from megatron_lynx.apply.transformer_engine.norm import norm_inside
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site_call import Site
 
 
 def claims(
@@ -73,12 +73,6 @@ def norm_of(section: Section, item: Item, module: Module) -> str:
 
 def _as_site(engine: Engine, site_of: Callable[..., Site]) -> Callable[[Any], Any]:
     def hooked(original: Any) -> Any:
-        site = site_of(forward=original)
-
-        def call_site(*args: Any, **kwargs: Any) -> Any:
-            scope = engine.scope
-            return original(*args, **kwargs) if scope is None else scope.site(SiteCall(site, args, kwargs))
-
-        return call_site
+        return engine.reported(site_of(forward=original))
 
     return hooked
