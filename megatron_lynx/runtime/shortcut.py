@@ -4,8 +4,8 @@
                             └ step 0: handed what the half was                └ step 1: handed what step 0 returned
 
 The code between a half's sites is Python that runs again in every replay, up to the last site of which anything was let go. Where
-nothing in between was let go, and each of these sites is handed one of the half's own arguments or what one before it returned, as
-it is, they can be called without that code. A half's first call learns whether that is so; each later one looks again, by the
+nothing in between was let go, and each of these sites is handed one of the half's own arguments or what one before it returned,
+as it is, they can be called without that code. A half's first call learns whether that is so; each later one looks again, by the
 identity of tensors.
 """
 

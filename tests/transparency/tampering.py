@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 LONGEST_S = 0.003
@@ -32,17 +33,22 @@ def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
 
     def back(target: Tensor, source: Tensor) -> None:
         _late_copy("back", target, source, source.data_ptr(), delays, seen)
-        source.fill_(NAN)
+        source.view(torch.uint8).fill_(NAN)
 
     def letting_go(parcel: Any) -> None:
         if parcel._original is not None:
-            parcel._original.fill_(NAN)
+            parcel._original.untyped_storage().fill_(NAN)
             seen.overwritten += 1
         let_go(parcel)
 
+    def fresh_and_overwritten(parcel: Any, sent: int) -> Tensor:
+        made = fresh(parcel, sent)
+        made.untyped_storage().fill_(NAN)
+        return made
+
     let_go, fresh = Parcel._let_go, Parcel._fresh
     Parcel._let_go = letting_go  # type: ignore[method-assign]
-    Parcel._fresh = lambda parcel, sent: fresh(parcel, sent).fill_(NAN)  # type: ignore[method-assign]
+    Parcel._fresh = fresh_and_overwritten  # type: ignore[method-assign]
     offloader.out.move, offloader.back.move = out, back
     try:
         yield

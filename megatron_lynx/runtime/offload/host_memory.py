@@ -23,7 +23,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -77,6 +77,8 @@ class _Shelved(NamedTuple):
     tensor: Tensor
     slab: Slab
     reader: Copy | None
+    shaped: Tensor
+    """As the one that had it last saw it."""
 
 
 class Block:
@@ -88,10 +90,17 @@ class Block:
         self.last: Copy | None = reader if reader is None or reader.error is None else None
         """The last copy that has to do with it; the next one comes behind it. One that failed is over, and breaks no other."""
         self._slab = shelved.slab
+        self._shaped = shelved.shaped
         self._shelf = shelf
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """As many of its bytes as this contiguous tensor has, with its type and shape."""
+        if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
+            self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self._shaped
+
     def __del__(self) -> None:
-        self._shelf.append(_Shelved(self.tensor, self._slab, self.last))
+        self._shelf.append(_Shelved(self.tensor, self._slab, self.last, self._shaped))
 
 
 class HostPool:
@@ -113,7 +122,8 @@ class HostPool:
         self._made = 0
         """Sets whose slab is there."""
         self._sizes: list[int] = []
-        self._shelf: deque[_Shelved] = deque()
+        self._shelves: defaultdict[int, deque[_Shelved]] = defaultdict(deque)
+        """By size. A block goes back to where it was taken from."""
 
     def lend(self, sizes: Sequence[int]) -> list[Block]:
         """A block of at least each size. Raises `OffloadError` where the host has no room for as many."""
@@ -124,26 +134,34 @@ class HostPool:
             self._make_slab()
             chosen = self._fitting(sizes)
         assert chosen is not None, f"{self.where}: no room for {sizes} after it was made"
-        return [Block(shelved, self._shelf) for shelved in chosen]
+        return [Block(shelved, self._shelves[shelved.tensor.nbytes]) for shelved in chosen]
 
     def clear(self) -> None:
         """Give everything back that is not lent."""
         self._limit.held_bytes -= self.bytes
-        self._shelf, self._sizes, self.bytes, self._made = deque(), [], 0, 0
+        self._shelves, self._sizes, self.bytes, self._made = defaultdict(deque), [], 0, 0
 
     def _fitting(self, sizes: Sequence[int]) -> list[_Shelved] | None:
-        """Best fit, largest first; None, with nothing taken, where one size finds no block."""
-        free = [self._shelf.popleft() for _ in range(len(self._shelf))]
-        free.sort(key=lambda shelved: shelved.tensor.nbytes)
+        """Those of just these sizes, as for every micro-batch like the one before; else best fit, largest first. None, with
+        nothing taken, where one size finds no block."""
+        shelves = self._shelves
+        if all(len(shelves.get(size, ())) >= count for size, count in Counter(sizes).items()):
+            return [shelves[size].popleft() for size in sizes]
+        free = [shelf.popleft() for shelf in list(shelves.values()) for _ in range(len(shelf))]
+        free.sort(key=_size)
         left, chosen = list(free), {}
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            at = bisect_left(left, sizes[index], key=lambda shelved: shelved.tensor.nbytes)
+            at = bisect_left(left, sizes[index], key=_size)
             if at == len(left):
-                self._shelf.extend(free)
+                self._put_back(free)
                 return None
             chosen[index] = left.pop(at)
-        self._shelf.extend(left)
+        self._put_back(left)
         return [chosen[index] for index in range(len(sizes))]
+
+    def _put_back(self, shelved: Sequence[_Shelved]) -> None:
+        for each in shelved:
+            self._shelves[_size(each)].append(each)
 
     def _known(self, sizes: Sequence[int]) -> bool:
         """Whether a micro-batch with these fits into a slab."""
@@ -199,8 +217,13 @@ class HostPool:
         self._made += 1
         start = 0
         for size, room in zip(self._sizes, self._rooms, strict=True):
-            self._shelf.append(_Shelved(slab.tensor[start : start + size], slab, None))
+            room_for_it = slab.tensor[start : start + size]
+            self._put_back([_Shelved(room_for_it, slab, None, room_for_it)])
             start += room
+
+
+def _size(shelved: _Shelved) -> int:
+    return shelved.tensor.nbytes
 
 
 def _aligned(size_bytes: int) -> int:

@@ -12,8 +12,7 @@ that are filled in turns would hold two micro-batches' bytes all the time (`benc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +23,35 @@ from megatron_lynx.runtime.offload.host_memory import Block
 
 
 class Parcel:
-    """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device."""
+    """One storage of one micro-batch: on the device, or a part of it on the host, or back on the device.
 
-    def __init__(self, original: torch.UntypedStorage, owner: Owner, back: Copier, half: int) -> None:
-        self.size_bytes = original.nbytes()
+    Where it was made for a tensor that is all of it, as most are, that tensor is copied, and what comes back is one like it.
+    Otherwise its bytes are.
+    """
+
+    def __init__(self, saved: Tensor, storage: torch.UntypedStorage, owner: Owner, back: Copier, half: int) -> None:
+        """`saved`: a tensor in this storage, the first one that was to go."""
+        self.size_bytes = storage.nbytes()
+        self.whole = saved.nbytes == self.size_bytes and saved.is_contiguous()
+        """Whether that tensor is all of it."""
         self.half = half
         """The how-manieth half of its micro-batch's forward made it."""
-        self.device = original.device
-        self._original: torch.UntypedStorage | None = original
+        self.device = storage.device
+        self._original: Tensor | None = saved.detach() if self.whole else _bytes_of(storage)
+        self._dtype, self._shape = self._original.dtype, self._original.shape
         self._owner = owner
         self._rest: Tensor | None = None
         self._block: Block | None = None
+        self._hosted: Tensor | None = None
+        """What of the block it fills."""
         self._out: Copy | None = None
         self._back: Copy | None = None
         self._copier = back
-        self._returned: torch.UntypedStorage | None = None
+        self._returned: Tensor | None = None
+
+    def is_all_of(self, tensor: Tensor) -> bool:
+        """Whether this tensor in its storage is what it was made for."""
+        return self.whole and tensor.dtype is self._dtype and tensor.shape == self._shape and tensor.is_contiguous()
 
     @property
     def here(self) -> bool:
@@ -62,8 +75,8 @@ class Parcel:
             out.wait(self._out)
             self._let_go()
 
-    def storage(self) -> torch.UntypedStorage:
-        """It, on the device; what comes behind this comes behind its copy back."""
+    def tensor(self) -> Tensor:
+        """It, on the device: the tensor that it was made for, or its bytes. What comes behind this comes behind its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
@@ -86,37 +99,36 @@ class Parcel:
 
     def _going(self, block: Block, size_bytes: int) -> Pair:
         """The first `size_bytes` are to go to the host; the rest, if any, stays in a tensor of its own."""
-        original = _bytes_of(self._original)
+        original = self._original
+        assert original is not None
         self._block = block
-        if size_bytes < self.size_bytes:
-            self._rest = original[size_bytes:].clone()
-            return block.tensor[:size_bytes], original[:size_bytes]
-        return _first(block.tensor, size_bytes), original
+        if size_bytes == self.size_bytes:
+            self._hosted = block.like(original)
+        else:
+            all_bytes = _bytes_of(original.untyped_storage())
+            self._hosted, original, self._rest = block.tensor[:size_bytes], all_bytes[:size_bytes], all_bytes[size_bytes:].clone()
+        return self._hosted, original
 
     def _coming(self) -> Pair:
-        assert self._block is not None
-        sent = self.size_bytes - (self._rest.nbytes if self._rest is not None else 0)
-        fresh = self._fresh(sent)
-        self._returned = fresh.untyped_storage()
+        hosted, self._hosted = self._hosted, None
+        assert hosted is not None
+        target = self._returned = self._fresh(hosted.nbytes)
         if self._rest is not None:
-            fresh[sent:].copy_(self._rest)
+            all_bytes = _bytes_of(target.untyped_storage())
+            target = all_bytes[: hosted.nbytes]
+            all_bytes[hosted.nbytes :].copy_(self._rest)
             self._rest = None
-        return _first(fresh, sent), _first(self._block.tensor, sent)
+        return target, hosted
 
     def _fresh(self, sent: int) -> Tensor:
         try:
-            return torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(self._shape, dtype=self._dtype, device=self.device)
         except Exception as error:
             raise failed("reload", self._owner, sent, error) from error
 
 
-def _bytes_of(storage: torch.UntypedStorage | None) -> Tensor:
-    assert storage is not None
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _first(tensor: Tensor, size_bytes: int) -> Tensor:
-    return tensor if tensor.nbytes == size_bytes else tensor[:size_bytes]
 
 
 def send(departing: Sequence[tuple[Parcel, int, Block]], out: Copier) -> Copy:
@@ -138,27 +150,36 @@ def fetch(parcels: Sequence[Parcel]) -> None:
         parcel._block = None
 
 
-@dataclass(eq=False, slots=True)
 class Hosted:
-    """A tensor, as a view of its parcel: what autograd and frames hold instead of it."""
+    """A tensor that is a parcel, or a view of it: what autograd and frames hold instead of it."""
 
-    parcel: Parcel
+    __slots__ = ("parcel", "requires_grad", "view")
+
+    def __init__(self, tensor: Tensor, parcel: Parcel) -> None:
+        self.parcel = parcel
+        self.requires_grad = tensor.requires_grad
+        self.view = None if parcel.is_all_of(tensor) else _View.of(tensor)
+
+    def tensor(self) -> Tensor:
+        """Same size, stride, offset, type and bits as the one that was packed. Can be asked for again."""
+        parcel, view = self.parcel.tensor(), self.view
+        if view is None:
+            return parcel
+        empty = torch.empty(0, dtype=view.dtype, device=parcel.device)
+        return empty.set_(parcel.untyped_storage(), view.offset, view.size, view.stride)
+
+
+class _View(NamedTuple):
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, parcel: Parcel) -> Hosted:
-        return cls(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.requires_grad)
-
-    def tensor(self) -> Tensor:
-        """Same size, stride, offset, type and bits as the one that was packed. Can be asked for again."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.parcel.device)
-        return empty.set_(self.parcel.storage(), self.offset, self.size, self.stride)
+    def of(cls, tensor: Tensor) -> _View:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def on_device(value: Any) -> Any:
     """The same nest with tensors in place of handles."""
-    return map_nest(Hosted, lambda hosted: hosted.tensor().requires_grad_(hosted.requires_grad), value)
+    return map_nest(Hosted, lambda hosted: hosted.tensor().detach().requires_grad_(hosted.requires_grad), value)

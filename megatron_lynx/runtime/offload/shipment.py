@@ -79,11 +79,11 @@ class Shipment:
         known = self._at.get(address)
         parcel = known() if known is not None else None
         if parcel is None or not parcel.here:
-            parcel = Parcel(storage, self.owner, self.back, self.half)
+            parcel = Parcel(tensor, storage, self.owner, self.back, self.half)
             self._at[address] = weakref.ref(parcel)
             self._parcels.append((address, self._at[address]))
             self._made_bytes += parcel.size_bytes
-        return Hosted.of(tensor, parcel)
+        return Hosted(tensor, parcel)
 
     def stow_all(self, value: Any) -> Any:
         """The same nest with handles in place of tensors that may go."""
