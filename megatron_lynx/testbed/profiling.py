@@ -74,12 +74,15 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         embedding=slowest.embedding,
         head=slowest.head,
         interference=max(each.interference for each in figures),
-        host_time=_host_time(job, slowest.host_time, machine.cpu),
+        host_time=host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], machine.cpu),
     )
 
 
-def _host_time(job: Job, measured: LayerHostTime | None, cpu: str) -> HostTime | None:
-    return None if measured is None else HostTime(cpu=cpu, **{job.model.implementation: measured})
+def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:
+    """That of the ranks that takes longest; None where none was measured."""
+    from megatron_lynx.testbed.host_time import slowest
+
+    return HostTime(cpu=cpu, **{job.model.implementation: slowest(measured)}) if measured else None
 
 
 def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:

@@ -8,6 +8,8 @@ from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.host_time import HostTime, LayerHostTime
 from megatron_lynx.testbed.host_clock import Spent
 from megatron_lynx.testbed.host_time import Asked, measured_here, slowest
+from megatron_lynx.testbed.profiling import host_time_of_ranks
+from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_layer_host_time
 from tests.te_releases import folder_of
 
@@ -57,6 +59,14 @@ def test_transformer_engines_layers_say_that_their_kernels_are_stood_in_for(monk
 def test_of_several_ranks_the_slowest_counts() -> None:
     fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
     assert slowest([fast, slow, fast]) == slow
+
+
+def test_a_profile_of_several_ranks_has_the_slowest_ones() -> None:
+    fast, slow = made_up_layer_host_time(1.0), made_up_layer_host_time(2.0)
+    found = host_time_of_ranks(tiny_job(), [fast, slow], "a CPU")
+    assert found is not None
+    assert (found.cpu, found.of("local")) == ("a CPU", slow)
+    assert host_time_of_ranks(tiny_job(), [], "a CPU") is None
 
 
 def test_what_offloading_adds_is_of_the_stage_that_offloads() -> None:

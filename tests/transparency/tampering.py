@@ -33,7 +33,7 @@ def tampered_copies(offloader: Any, seen: Any) -> Iterator[None]:
 
     def back(target: Tensor, source: Tensor) -> None:
         _late_copy("back", target, source, source.data_ptr(), delays, seen)
-        source.view(torch.uint8).fill_(NAN)
+        source.view(-1).view(torch.uint8).fill_(NAN)
 
     def letting_go(parcel: Any) -> None:
         if parcel._original is not None:
