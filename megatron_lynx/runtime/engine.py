@@ -4,7 +4,7 @@
     ------------------------------  -----------------------------------------  ------------------------
     forward_step begins / ends      forward_pass()                             ledger
       a half is called              half(): record                             frame, owned by the graph
-        a submodule is called       scope: its site()                          recorder, replayer
+        a submodule is called       reported(): it passes, or site()           recorder, replayer
         a collective is issued      window(): fwd.*                            waits; windows say what runs in it
     messages between stages         exchange_begins()                          offloader
     receive of a gradient           receive(): a window, pipe.recv_backward    waits
@@ -159,7 +159,7 @@ class Engine:
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
             scope = progress.scope
-            if scope is None or scope.passes(site):
+            if scope is None or isinstance(scope, Passage) or scope.passes(site):
                 return own(*args, **kwargs)
             return scope.site(SiteCall(site, args, kwargs))
 

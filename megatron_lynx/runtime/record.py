@@ -288,7 +288,8 @@ class Recorder:
 
 
 class Passage:
-    """One call of a half that lets nothing go. Only its collectives are counted, where they are windows."""
+    """One call of a half that lets nothing go: nothing happens at its sites. Only its collectives are counted, where they are
+    windows."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -296,13 +297,6 @@ class Passage:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.frame.code(*args, **kwargs)
-
-    def passes(self, site: Site) -> bool:
-        """Nothing happens at any site."""
-        return True
-
-    def site(self, call: SiteCall) -> Any:
-        return call()
 
 
 def absent(tensor: Tensor) -> Any:

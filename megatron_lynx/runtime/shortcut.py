@@ -47,8 +47,11 @@ class Course:
             if value is given and given is not None:
                 self._steps.append(Step(call.site, segment, source))
                 self._left = None if self._left is None else self._left - 1
-                return
-        self._left = 0
+                break
+        else:
+            self._left = 0
+        if self._left == 0:
+            self._values.clear()  # nobody is kept longer for it
 
     def returned(self, outputs: Any) -> None:
         """What that site returned."""

@@ -38,6 +38,24 @@ def test_best_fit() -> None:
     assert [block.tensor.nbytes for block in lender.lend([900, 2000])] == [1024, 2048]
 
 
+def test_best_fit_where_a_size_is_asked_for_more_often_than_there_are_blocks_of_it() -> None:
+    lender = pool()
+    lender.lend([4096, 1024, 1024])
+    assert [block.tensor.nbytes for block in lender.lend([1024, 1024, 1000])] == [1024, 1024, 4096]
+
+
+def test_a_block_keeps_the_shape_in_which_it_was_used() -> None:
+    lender, like = pool(), torch.randn(4, 8)
+    (block,) = lender.lend([128])
+    shaped = block.like(like)
+    assert (shaped.dtype, shaped.shape, shaped.data_ptr()) == (like.dtype, like.shape, block.tensor.data_ptr())
+    del block
+    (again,) = lender.lend([128])
+    assert again.like(like) is shaped
+    other = again.like(torch.arange(10))
+    assert (other.dtype, other.shape, other.data_ptr()) == (torch.int64, (10,), again.tensor.data_ptr())
+
+
 def test_what_is_given_back_is_lent_again() -> None:
     lender = pool(sets=2)
     addresses = set()

@@ -92,6 +92,45 @@ def test_views_come_back_with_shape_stride_and_offset() -> None:
         assert len({one.untyped_storage().data_ptr() for one in returned}) == 1
 
 
+def test_a_tensor_that_is_all_of_its_storage_comes_back_without_a_view() -> None:
+    """Most are: what is copied and handed back is of their type and shape, and nothing is made of bytes first."""
+    with offloader(10**6) as made:
+        bits = torch.randint(0, 256, (6, 8), dtype=torch.uint8)
+        tensors = [
+            torch.randn(6, 8),
+            torch.randn(2, 3, 4, dtype=torch.bfloat16),
+            bits.view(torch.float8_e4m3fn).clone(),
+            torch.rand(5) < 0.5,
+            torch.tensor(2.5, dtype=torch.float64),
+            torch.arange(7),
+        ]
+        expected = [tensor.clone() for tensor in tensors]
+        for micro_batch in range(2):  # the second one has the first one's blocks
+            shipment = made.open(micro_batch, 0)
+            handles = stowed(shipment, *(tensor.clone() for tensor in tensors))
+            there_and_back(made, shipment)
+            for handle, tensor in zip(handles, expected, strict=True):
+                returned = handle.tensor()
+                assert handle.view is None
+                assert (returned.dtype, returned.shape) == (tensor.dtype, tensor.shape)
+                assert returned.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+            del shipment, handles, handle
+        size_bytes = sum(tensor.nbytes for tensor in expected)
+        assert made.take_bytes() == (2 * size_bytes,) * 2
+
+
+def test_the_edge_may_lie_in_a_tensor_that_is_all_of_its_storage() -> None:
+    with offloader(100) as made:
+        shipment = made.open(0, 0)
+        expected = torch.randn(8, 8)
+        (handle,) = stowed(shipment, expected.clone())
+        there_and_back(made, shipment)
+        assert made.take_bytes() == (100, 100)
+        returned = handle.tensor()
+        assert returned.shape == (8, 8)
+        assert torch.equal(returned, expected)
+
+
 def test_bytes_are_counted_not_tensors() -> None:
     """What was made first goes first; the tensor at the edge is split; the rest stays where it is."""
     with offloader(1000) as made:
