@@ -83,7 +83,6 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
     import torch
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
-    from megatron_lynx.testbed.groups import join_alone
     from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
     from megatron_lynx.testbed.subject import subjects_of
 
@@ -91,6 +90,8 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
     torch.set_num_threads(1)
     stand_in_for_cuda()
     stand_in_for_missing_modules()
+    from megatron_lynx.testbed.groups import join_alone  # it imports Megatron, and that Transformer Engine
+
     join_alone(2)
     job, candidates = settings(kind, offloading=offloading)
     with fused_gradient.stand_in_for_fused_gradient():

@@ -13,6 +13,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import MOMENTS
 from megatron_lynx.measure.memory import ActivationMeter, MemoryUse
 from megatron_lynx.plan.plan import Plan
+from tests.cost.on_ranks import forget_auxiliary_losses
 
 Counted = dict[str, int]
 """The most that was held, by moment."""
@@ -39,7 +40,7 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
     parallel_state.destroy_global_memory_buffer()  # a job before this one may have made it larger
     parallel_state._set_global_memory_buffer()
     if job.model.experts is not None:  # Megatron's table of losses has as many rows as the layers of whoever asked first
-        _forget_auxiliary_losses()
+        forget_auxiliary_losses()
     batches = synthetic_batches(job)
     gc.collect()
     with activation_meter("cpu") as meter:
@@ -52,7 +53,7 @@ def count(rank: int, job: Job, fields: dict[str, Any], plan: Plan | None = None)
         if installation is not None:
             installation.remove()
     if job.model.experts is not None:
-        _forget_auxiliary_losses()
+        forget_auxiliary_losses()
     return _by_moment(meter.use)
 
 
@@ -71,12 +72,6 @@ def count_with_rows(rank: int, job: Job, fields: dict[str, Any]) -> tuple[Counte
         counted = count(rank, job, fields)
     layers = job.model.layers
     return counted, max(sum(rows[first : first + layers]) for first in range(0, len(rows), layers))
-
-
-def _forget_auxiliary_losses() -> None:
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    get_moe_layer_wise_logging_tracker().clear()
 
 
 def _step(training: Any, meter: ActivationMeter, batches: list[Any], name: str) -> None:

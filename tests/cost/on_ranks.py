@@ -27,7 +27,15 @@ def count(rank: int, job: Job, plans: list[Plan | None]) -> list[Counted]:
     from megatron_lynx.testbed.groups import initialise
 
     initialise(job)
+    forget_auxiliary_losses()
     return [_count(job, plan) for plan in plans]
+
+
+def forget_auxiliary_losses() -> None:
+    """Those of routers, which Megatron keeps in a tensor of as many layers as the first model in this process had."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    get_moe_layer_wise_logging_tracker().clear()
 
 
 def _count(job: Job, plan: Plan | None) -> Counted:
