@@ -119,7 +119,7 @@ def counted(folder: Path, kind: str, environment: Mapping[str, str], *, offloadi
     if done.returncode != 0:
         sys.exit(f"the step under Valgrind failed:\n{done.stderr}")
     found = {}
-    for file in folder.glob(f"{out.name}.*"):
+    for file in sorted(folder.glob(f"{out.name}.*")):
         text = file.read_text()
         name, total = re.search(r"Client Request: (\w+)", text), re.search(r"^summary: (\d+)", text, re.MULTILINE)
         if name is not None and total is not None:
