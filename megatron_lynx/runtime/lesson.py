@@ -2,6 +2,7 @@
 
 saved tensor                                             becomes
 a parameter, or what else outlives the call              nothing: it stays
+in the memory of what the half was handed                nothing, unless that may go to the host: the frame holds it anyway
 made by a replayed first part of the site                a handle, of that item                         [6]
 in the memory of an argument that a replay makes again   a handle, as a view of that argument           [3]
 any other, of a replayed site                            a handle
@@ -30,6 +31,8 @@ class Lesson:
     replayed: bool
     first_replayed: bool
     """Whether its first part is let go."""
+    held: set[int]
+    """Storages that the frame holds until its replay, on the device."""
     resident: set[int] | None
     """Storages that are held until backward anyway; None where nothing of the half is replayed, and all are."""
     may_go: Callable[[Tensor], bool] | None
@@ -44,7 +47,7 @@ class Lesson:
 
     def _picks(self, nodes: Sequence[Any]) -> Iterator[Pick]:
         arguments = self.call.arguments
-        lasting = {storage_of(tensor) for tensor in self.call.lasting}
+        stays = {storage_of(tensor) for tensor in self.call.lasting} | self.held
         argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
         regenerated = self._regenerated(argument_at)
         first = self._of_first_part(nodes)
@@ -52,7 +55,7 @@ class Lesson:
         for place, node in enumerate(nodes):
             for slot, tensor in saved_in(node):
                 storage = storage_of(tensor)
-                if storage in lasting:
+                if storage in stays:
                     continue
                 if storage in first:
                     yield Pick(place, slot, (self.segment - 1, first[storage]))

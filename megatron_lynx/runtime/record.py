@@ -67,7 +67,8 @@ class Recorder:
         self._teaches = recipe is None
         self._recipe = HalfRecipe() if recipe is None else recipe
         self._fits = True
-        self._resident = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
+        self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
+        self._resident = set(self._held)
         self._normed: dict[int, Tensor] = {}
         """What a replayed norm returned, by storage, while the call teaches."""
         self._arguments: Sequence[Tensor] = ()
@@ -202,6 +203,7 @@ class Recorder:
             self._segment,
             replayed=call.site.name in self._replay,
             first_replayed=call.site.first is not None and call.site.first.item in self._replay,
+            held=self._held if self._shipment is None else set(),
             resident=self._resident if self._replay and not item.exchanges else None,
             may_go=None if self._shipment is None else partial(self._shipment.may_go, any_size=item.any_rows),
             views=sum(len(site.views) for site in self._recipe.sites.values()),
