@@ -29,8 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.dense import ACTIVATION
+from benchmarks.host_time import NORMS_AND_ACTIVATION
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import Links, this_machine
 from megatron_lynx.planner import uniform_plan
@@ -41,7 +40,6 @@ from megatron_lynx.testbed.ranks import MEGATRON_ENVIRONMENT
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
 LAYERS, MICROBATCHES, WARMUP = 6, 2, 3
-NORMS_AND_ACTIVATION = (*(section.norm for section in DENSE.values()), ACTIVATION)
 
 MARKS = """
 #include <valgrind/callgrind.h>
@@ -86,7 +84,7 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
     from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
     from megatron_lynx.testbed.subject import subjects_of
 
-    counted = ctypes.CDLL(str(marks))
+    valgrind = ctypes.CDLL(str(marks))
     torch.set_num_threads(1)
     stand_in_for_cuda()
     stand_in_for_missing_modules()
@@ -101,9 +99,9 @@ def step_under_valgrind(marks: Path, kind: str, *, offloading: bool) -> None:
                 for _ in range(WARMUP):
                     subjects[candidate.name].uncleared_step()
                 gc.collect()
-                counted.begin()
+                valgrind.begin()
                 subjects[candidate.name].uncleared_step()
-                counted.end(name.encode())
+                valgrind.end(name.encode())
 
 
 def counted(folder: Path, kind: str, environment: Mapping[str, str], *, offloading: bool) -> dict[str, int]:

@@ -20,10 +20,7 @@ def all_in(kind: type[T], value: Any) -> list[T]:
 
 def first_in(kind: type[T], value: Any) -> T | None:
     """The first object of a `kind` in a nest, if there is one."""
-    if isinstance(value, kind):
-        return value
-    found = all_in(kind, value)
-    return found[0] if found else None
+    return value if isinstance(value, kind) else next(iter(all_in(kind, value)), None)
 
 
 def _add_from(nest: Any, kind: type[T], found: list[T]) -> None:

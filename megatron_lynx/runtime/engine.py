@@ -185,8 +185,7 @@ class Engine:
             outputs = self._record(frame, shipment, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
-        if begin is not None:
-            self._progress.add_span("forward", frame, None, begin)
+        self._progress.add_span("forward", frame, None, begin)
         if not frame.lets_go:
             frame.give_up_inputs()
         self.offloader.half_ends(micro_batch, policy.key, outputs, policy.ahead)
@@ -239,9 +238,8 @@ class Engine:
     def _close_backward_span(self) -> None:
         frame = self._ledger.entered
         if frame is not None:
+            self._progress.add_span("backward", frame, None, self._entered_at)
             frame.gathering = None
-            if self._entered_at is not None:
-                self._progress.add_span("backward", frame, None, self._entered_at)
 
     # --- windows -------------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class Progress:
         finally:
             self.scope = outer
 
-    def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event) -> None:
+    def add_span(self, kind: SpanKind, frame: Frame, window: str | None, begin: Event | None) -> None:
         """Something was done for a frame since `begin`, which was asked of the trace."""
-        self.trace.add(kind, *frame.key, frame.micro_batch.number, window, begin)
+        if begin is not None:
+            self.trace.add(kind, *frame.key, frame.micro_batch.number, window, begin)

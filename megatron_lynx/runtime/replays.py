@@ -63,8 +63,7 @@ class Replays:
         if frame.wanted:
             self._run(frame, until)
         self._progress.clock.end(window, clocked)
-        if begin is not None:
-            self._progress.add_span("replay", frame, window, begin)
+        self._progress.add_span("replay", frame, window, begin)
         if not frame.wanted:
             frame.give_up_inputs()
         elif until is None:

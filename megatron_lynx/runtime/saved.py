@@ -109,7 +109,7 @@ def steps_between(outputs: Any, arguments: Any) -> list[tuple[Any, Step]]:
 
 def nodes_at(steps: Sequence[Step], kinds: Sequence[type], outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
     """The nodes to which these steps lead; None where one is of another kind, or lies before the call."""
-    returned: Sequence[Tensor] = (outputs,) if type(outputs) is Tensor else tensors_in(outputs)
+    returned = tensors_in(outputs)
     nodes: list[Any] = []
     for (before, at), kind in zip(steps, kinds):  # noqa: B905 (as many of both; this runs for every site of every call)
         if before is None:

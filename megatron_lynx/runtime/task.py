@@ -94,8 +94,7 @@ class Gather:
         if frame is not None and frame.gathering is None:
             begin = opening.progress.trace.now()
             opening.replays.gather(frame)
-            if begin is not None:
-                opening.progress.add_span("gather", frame, opening.window, begin)
+            opening.progress.add_span("gather", frame, opening.window, begin)
         return True
 
 
