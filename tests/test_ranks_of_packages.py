@@ -23,6 +23,7 @@ FOUNDATION = {
     "nest",
     "pace",
     "silence",
+    "torch_release",
     "validation",
     "whole_file",
     "yaml_file",

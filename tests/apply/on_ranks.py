@@ -162,6 +162,13 @@ def set_config(training: Any, undo: ExitStack, **fields: Any) -> None:
         undo.enter_context(patch.object(config, name, value))
 
 
+def older_torch_on_gpus(training: Any, undo: ExitStack, version: str, **variables: str) -> None:
+    """Groups that say they are NCCL's, and a torch that says it is this one."""
+    undo.enter_context(patch.object(torch, "__version__", version))
+    undo.enter_context(patch.object(torch.distributed, "get_backend", lambda group: "nccl"))
+    undo.enter_context(patch.dict(os.environ, variables))
+
+
 def rewrite_function(training: Any, undo: ExitStack) -> None:
     """One function that hooks rely on reads differently, another one is gone."""
     from megatron.core.pipeline_parallel import p2p_communication

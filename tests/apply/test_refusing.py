@@ -132,6 +132,34 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     assert refusal.places == places
 
 
+TWO_RANKS = tiny_job(tensor=2)
+RECORDS, KEEPS = "TORCH_NCCL_AVOID_RECORD_STREAMS", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+
+
+def test_windows_held_their_operands_under_a_torch_before_2_8(pool_of):
+    """NCCL's `record_stream` kept what an asynchronous collective reads and writes until the host saw it over: gigabytes more
+    than the plan said, at 70B. gloo's ranks are not concerned, nor a plan without windows, nor whoever sets the variable."""
+    windows = plan_of(TWO_RANKS)
+    for refusal in refused(pool_of, TWO_RANKS, partial(on_ranks.older_torch_on_gpus, version="2.7.1+cu126"), windows):
+        assert (type(refusal.error), refusal.places) == (HookRefused, [RECORDS])
+        assert "found not set, with torch 2.7.1, needed 1" in str(refusal.error)
+        assert f"export {RECORDS}=1" in str(refusal.error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "spoil"),
+    [
+        (plan_of(TWO_RANKS), None),
+        (plan_of(TWO_RANKS), partial(on_ranks.older_torch_on_gpus, version="2.8.0+cu128")),
+        (plan_of(TWO_RANKS), partial(on_ranks.older_torch_on_gpus, version="2.6.0", **KEEPS)),
+        (plan_for(TWO_RANKS, lambda _: ()), partial(on_ranks.older_torch_on_gpus, version="2.6.0")),
+    ],
+    ids=["gloo", "a later torch", "the variable is set", "no windows"],
+)
+def test_windows_are_carried_where_nothing_holds_their_operands(pool_of, plan, spoil):
+    assert [refusal.error for refusal in pool_of(2).run(on_ranks.refused, TWO_RANKS, plan, spoil)] == [None, None]
+
+
 def test_an_unknown_release(pool_of):
     """It is said what moved since the nearest one that is known."""
     [refusal] = refused(pool_of, tiny_job(), partial(on_ranks.rename_release, version="0.99.1"))
