@@ -18,6 +18,7 @@ FOUNDATION = {
     "anatomy",
     "errors",
     "fp8_recipes",
+    "free_memory",
     "latent_sizes",
     "units",
     "nest",

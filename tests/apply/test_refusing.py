@@ -11,7 +11,7 @@ import pytest
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
 from megatron_lynx.apply.features import OFF
-from megatron_lynx.errors import HookRefused, PlanMismatch
+from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -130,6 +130,26 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     [refusal] = refused(pool_of, tiny_job(), spoil)
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
     assert refusal.places == places
+
+
+def test_a_host_without_memory(pool_of):
+    """Both numbers, and nothing is installed."""
+    job = tiny_job()
+    plan = offloading(plan_for(job, lambda _: ()), 1000, pace=500)
+    [refusal] = refused(pool_of, job, on_ranks.without_host_memory, plan)
+    assert type(refusal.error) is OffloadError
+    assert refusal.places == ["stage 0: host memory for offloaded activations"]
+    assert "0 B free of the machine" in str(refusal.error)
+
+
+@pytest.mark.parametrize(("machines", "ranks_of_one"), [("aa", 2), ("ab", 1)], ids=["one node", "two nodes"])
+def test_ranks_that_srun_had_started_each_took_all_of_their_hosts_memory(pool_of, machines, ranks_of_one):
+    """Nothing tells a rank how many are beside it, but the ranks themselves. The testbed sets no `LOCAL_WORLD_SIZE` either."""
+    job = tiny_job(pipeline=2, microbatches=4)
+    plan = offloading(plan_for(job, lambda _: ()), 1000, pace=500)
+    for most_bytes, state_bytes in pool_of(2).run(on_ranks.shares_of_hosts, job, plan, machines):
+        assert most_bytes == 10**9 * 9 // 10 // ranks_of_one
+        assert state_bytes < 10**8, "less than a tenth of the host"
 
 
 TWO_RANKS = tiny_job(tensor=2)

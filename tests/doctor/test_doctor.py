@@ -117,6 +117,7 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1073741824 kB\n")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{2**33}\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text("0\n")
     found = {finding.topic: finding for finding in machine(["torchrun", "--numa-binding=node"], tmp_path)}
     assert (found["NUMA"].level, found["host memory"].level) == ("good", "note")
     assert found["host memory"].found.startswith("8.00 GiB")
