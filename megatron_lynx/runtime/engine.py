@@ -202,7 +202,8 @@ class Engine:
         half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
         recipe = self._recipes.find(half, signature)
         recorder = recorder_for(self.observer, frame, self._random, self._replays.take, shipment, recipe)
-        outputs = self._progress.run(recorder, args, kwargs)
+        with policy.hooks.watched(policy.name):
+            outputs = self._progress.run(recorder, args, kwargs)
         if recorder.recipe is not recipe:
             self._recipes.put(half, signature, recorder.recipe)
         if frame.wanted:

@@ -1,6 +1,6 @@
 """A CUDA stream that is nobody else's.
 
-    a stream of torch's   one of 32 of a pool, in turns: the 33rd that anybody asks for is the first again
+    a stream of torch's    one of 32 of a pool, in turns: the 33rd that anybody asks for is the first again
     NCCL's groups          take theirs from the same pool, one for each communicator
     a copy on an alias     stands behind a receive that nobody has answered yet, and with it what waits for the copy
 
