@@ -73,6 +73,13 @@ def test_the_page_has_their_figures() -> None:
     assert table() in (ROOT / "docs/five_minutes.md").read_text(), "run `python -m benchmarks.ready_launches`"
 
 
+def test_segments_do_not_grow_beside_nccl_ub() -> None:
+    """Megatron raises for both together, before torch 2.11."""
+    growing = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert growing in run("gpt_13b.sh", "--print").stdout.splitlines()
+    assert growing not in run("gpt_13b.sh", "--print", "--use-nccl-ub").stdout.splitlines()
+
+
 def test_more_nodes_leave_a_pipelines_micro_batches() -> None:
     few, many = (run("gpt_175b.sh", "--print", NODES=nodes).stdout.splitlines() for nodes in ("8", "16"))
     batches = [int(words[words.index("--global-batch-size") + 1]) for words in (few, many)]

@@ -15,6 +15,7 @@ from megatron_lynx.apply.dropout import may_draw_in
 from megatron_lynx.apply.site import sections_in
 from megatron_lynx.plan.order import frames_of, gather_of, halves_ahead, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.policy import DeferralPolicy, HalfPolicy
 from megatron_lynx.runtime.stage_order import OrderOfStep, ScheduledPass, StageOrder
@@ -37,6 +38,7 @@ def policies(
 
 def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Callable[[Any], Any], module: Module) -> HalfPolicy:
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
+    hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and section.gathered in replayed
     offloads = stage.offload is not None and (not section.has_experts or stage.offload.experts)
     return HalfPolicy(
@@ -50,7 +52,13 @@ def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Call
         may_draw=may_draw_in(section, module, replayed),
         stays=not offloads,
         ahead=halves_ahead(stage, (layer, section.half)),
+        hooks=hooks,
     )
+
+
+def _waits_for_weights(hook: Callable[..., Any]) -> bool:
+    """Megatron's own hook on every module, with --overlap-param-gather. In a replay its weights are there."""
+    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 def passing_over(

@@ -35,6 +35,7 @@ from megatron_lynx.apply.hooks import (
 )
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.apply.host_share import host_limit_of
 from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches
@@ -124,6 +125,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         OffloadError: the host has too little memory for what the plan offloads.
     """
     run = live_run(model)
+    limit = host_limit_of(plan, run)
     if not isinstance(run, LiveRun):
         raise HookRefused("this model cannot carry a plan", run)
     release = present_release()
@@ -155,13 +157,14 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         random=MegatronRandom(device),
         guard=left_as_they_were,
         device=device,
-        offloader=offloader_of(plan, run, order, device),
+        offloader=offloader_of(plan, run, order, device, limit),
         reduced_in_backward=run.reduces_in_backward,
         **extra,
     )
     claims = list(_claims(engine, plan, run, of_chunks))
     if conflicts := holding.verify(claims):
         raise HookRefused("the plan cannot be installed", conflicts)
+    engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
     return Installation(engine, _changed(claims), without_flushes)
 
 

@@ -41,6 +41,8 @@ class LiveRun:
     expert: int
     """Ranks over which experts are shared out."""
     expert_group: Any
+    replicas: int
+    """Ranks that have the same weights, over which a distributed optimizer shares its state."""
 
     @property
     def layers(self) -> dict[int, Module]:
@@ -114,6 +116,7 @@ def live_run(model: Any) -> LiveRun | list[Problem]:
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_world_size(),
         expert_group=parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        replicas=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     )
 
 

@@ -1,21 +1,19 @@
-"""From a plan's stage to what goes to the host: a policy for every chunk that offloads, and this rank's share of host memory."""
+"""From a plan's stage to what goes to the host: a policy for every chunk that offloads."""
 
 from __future__ import annotations
-
-import os
 
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload import Offloader, OffloadPolicy, available_bytes
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.stage_order import OrderOfStep
 from megatron_lynx.schedule.action import Action
 from megatron_lynx.schedule.host_pool import most_on_host
 
 
-def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -> Offloader | None:
+def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:
     """None where nothing of this stage goes to the host: no plan for it, or every backward follows its forward at once, and no
-    pace is given for that.
+    pace is given for that. `limit`: of this rank, where the plan offloads at all.
 
     Raises `OffloadError` with both numbers where the host has too little memory.
     """
@@ -40,12 +38,12 @@ def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device) -
             pace_bytes=pace_bytes,
             layers=(entry.layers.first, len(entry.layers)),
         )
-    if not policies:
+    if not policies or limit is None:
         return None
     return Offloader(
         policies,
         device=device,
-        limit_bytes=available_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        limit=limit,
         where=f"stage {run.stage}",
         lasting=lambda chunk: (*run.chunks[chunk].parameters(), *run.chunks[chunk].buffers()),
     )

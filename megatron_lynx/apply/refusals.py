@@ -1,6 +1,7 @@
 """Refuses runs that the hooks cannot work with, naming every reason at once (rules R6, R14).
 
 its settings       a feature that they cannot hold on to, or that works against the plan (`features`)
+its torch          windows whose collectives would hold memory (`recorded_operands`)
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
@@ -19,6 +20,7 @@ from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun, module_at
+from megatron_lynx.apply.recorded_operands import refused_windows
 from megatron_lynx.apply.weight_gradient_refusals import refused_deferrals
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.order import receives_in
@@ -31,6 +33,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_stock_recomputation(run),
         *refused_features(run.config, te=run.uses_te),
         *refused_in_fp8(run),
+        *refused_windows(plan, run),
         *_early_gradients(plan, run),
         *_messages_beside_copies(plan, run),
         *_wrappers(run),

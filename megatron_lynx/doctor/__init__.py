@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.host_time import HostTime
-from megatron_lynx.doctor.environment import environment
+from megatron_lynx.doctor.environment import Software, environment
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import gpus, machine
-from megatron_lynx.doctor.software import software
+from megatron_lynx.doctor.software import software, version_of
 from megatron_lynx.launch_arguments import read_launch
 
 __all__ = ["Finding", "Unmeasured", "findings"]
@@ -41,7 +41,9 @@ def findings(
     yield from software()
     yield from machine(reading.command.launcher if reading else ())
     tensor = (reading.given["tensor_model_parallel_size"] or 1) if reading else None
-    yield from environment(variables, tensor=tensor, gpus=gpus())
+    installed = Software(version_of("torch") or "", version_of("megatron-core", "megatron_core") or "")
+    nccl_ub = reading is not None and bool(reading.given["nccl_ub"])
+    yield from environment(variables, tensor=tensor, gpus=gpus(), installed=installed, nccl_ub=nccl_ub)
     if reading is not None:
         yield from launch(reading, variables)
     if measured is not None:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.torch_release import ALLOCATOR, AVOIDS_RECORDING, GROWING, nccl_ub_stands_alone, records_operands
 
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 
 
-def environment(variables: Mapping[str, str], *, tensor: int | None, gpus: list[str]) -> Iterator[Finding]:
-    """`tensor`: the launch's tensor-parallel size, if a launch was given."""
+@dataclass(frozen=True)
+class Software:
+    """Versions by which variables mean one thing or another; empty where something is not installed."""
+
+    torch: str = ""
+    megatron_core: str = ""
+
+
+def environment(
+    variables: Mapping[str, str],
+    *,
+    tensor: int | None,
+    gpus: list[str],
+    installed: Software = Software(),
+    nccl_ub: bool = False,
+) -> Iterator[Finding]:
+    """`tensor`: the launch's tensor-parallel size, if a launch was given. `nccl_ub`: whether it has --use-nccl-ub."""
     yield _connections(variables.get("CUDA_DEVICE_MAX_CONNECTIONS"), tensor, gpus)
-    yield _allocator(variables)
+    yield _allocator(variables, alone=nccl_ub and nccl_ub_stands_alone(installed.torch, installed.megatron_core))
+    if installed.torch and records_operands(installed.torch, variables):
+        yield _recorded(variables, installed.torch, gpus)
     if variables.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         costs = "every kernel is waited for: nothing overlaps"
         yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", costs, "unset it")
@@ -53,11 +72,24 @@ def _connections(value: str | None, tensor: int | None, gpus: list[str]) -> Find
     return Finding(topic, "good", value or "not set")
 
 
-def _allocator(variables: Mapping[str, str]) -> Finding:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    name = next((name for name in names if name in variables), names[1])
+def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
+    """`alone`: the launch has --use-nccl-ub, which does not go with segments that grow."""
+    name = next((name for name in ALLOCATOR if name in variables), ALLOCATOR[-1])
     setting = variables.get(name, "")
-    if "expandable_segments:True" in setting:
-        return Finding(name, "good", setting)
+    if GROWING in setting:
+        if not alone:
+            return Finding(name, "good", setting)
+        costs = "Megatron raises: below torch 2.11, or megatron-core 0.18, the two do not go together"
+        return Finding(name, "defeats", f"{setting}, with --use-nccl-ub", costs, "unset it, or drop --use-nccl-ub")
     costs = "replays and copies allocate in another order than forward did: fragments count against the memory budget"
-    return Finding(name, "note", setting or "not set", costs, "set expandable_segments:True")
+    if alone:
+        todo = f"leave it so: {GROWING} and --use-nccl-ub need torch 2.11 and megatron-core 0.18"
+        return Finding(name, "note", setting or "not set", costs, todo)
+    return Finding(name, "note", setting or "not set", costs, f"set {GROWING}")
+
+
+def _recorded(variables: Mapping[str, str], torch: str, gpus: list[str]) -> Finding:
+    """Windows are asynchronous collectives, whose operands torch below 2.8 keeps until the host sees them over."""
+    found = f"{variables.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.partition('+')[0]}"
+    costs = "plans with windows are refused on GPUs: their collectives would hold memory that a plan does not count"
+    return Finding(AVOIDS_RECORDING, "defeats" if gpus else "note", found, costs, "set 1, or install torch 2.8 or later")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.free_memory import free_memory
 from megatron_lynx.units import GIB, format_bytes
 
 BINDERS = ("numactl", "--numa-binding", "--cpu-bind", "--cpu-bind=", "bindpcie")
@@ -41,22 +42,12 @@ def gpus() -> list[str]:
 
 
 def _host_memory(root: Path) -> Finding:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return Finding("host memory", "note", "unknown", "whether offloaded activations fit is not known")
-    facts = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if value.split()}
-    available = facts.get("MemAvailable", 0)
-    limit = _cgroup_limit(root)
-    usable = available if limit is None else min(available, limit)
-    found = f"{format_bytes(usable)} for offloaded activations" + (", the container's limit" if usable == limit else "")
-    little = usable < 64 * GIB
-    return Finding("host memory", "note" if little else "good", found, "little can be offloaded" if little else "")
-
-
-def _cgroup_limit(root: Path) -> int | None:
-    try:
-        text = (root / "sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    found = free_memory(root)
+    least = found.least
+    limited = "" if least is found.pots[0] else f", the limit of {least.words}"
+    little = least.free_bytes < 64 * GIB
+    words = f"{format_bytes(least.free_bytes)} for offloaded activations, less a reserve of a tenth at least{limited}"
+    if found.unread:
+        costs = f"limits in {', '.join(found.unread)} cannot be read: whether offloaded activations fit is not known"
+        return Finding("host memory", "note", words, costs)
+    return Finding("host memory", "note" if little else "good", words, "little can be offloaded" if little else "")

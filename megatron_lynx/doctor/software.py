@@ -11,15 +11,15 @@ from megatron_lynx.errors import HookRefused
 
 def software() -> Iterator[Finding]:
     """The versions of torch, Transformer Engine, Apex and megatron-core, and whether megatron-core reads as recorded."""
-    torch = _version("torch")
+    torch = version_of("torch")
     yield Finding("torch", "good", torch) if torch else Finding("torch", "defeats", "not installed", "no training", "install it")
-    te = _version("transformer-engine", "transformer_engine")
+    te = version_of("transformer-engine", "transformer_engine")
     if te is None:
         costs, todo = "Megatron's default layers need it", "install it, or launch with --transformer-impl local"
         yield Finding("Transformer Engine", "note", "not installed", costs, todo)
     else:
         yield _te(te)
-    apex = _version("apex")
+    apex = version_of("apex")
     costs = "local layers have no fused norm, and refuse --sequence-parallel" if te is None else ""
     yield Finding("Apex", "good" if apex or te else "note", apex or "not installed", costs if apex is None else "")
     yield from _megatron()
@@ -39,7 +39,8 @@ def _te(found: str) -> Finding:
     return Finding("Transformer Engine", "defeats", found, costs, todo)
 
 
-def _version(*names: str) -> str | None:
+def version_of(*names: str) -> str | None:
+    """The version of a package by the first of its names that is installed; nothing is imported for it."""
     for name in names:
         try:
             return version(name)

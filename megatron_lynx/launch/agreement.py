@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.message import say
 
@@ -54,15 +55,6 @@ def agree(error: LynxError | None, *, same: str | None = None, what: str = "") -
         other = next(rank for rank, value in enumerate(values) if value != values[0])
         problem = Problem(what, f"other contents on rank {other} than on rank 0", "the same file on all ranks")
         _end([Report("the ranks disagree", (problem,), 2)] * len(values))
-
-
-def of_all_ranks(mine: Value) -> list[Value]:
-    """What each rank gave, in the order of ranks. Every rank must call this."""
-    if not dist.is_initialized():
-        return [mine]
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def gathered_on_rank_0(mine: Value) -> list[Value]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_lynx.apply import install
+from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.live_run import live_run
 from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError, LynxError, Problem
@@ -187,11 +188,21 @@ class Launch:
 
     def _say_begun(self) -> None:
         assert self._plan is not None
-        held = f"{len(self._installation.hooks)} hooks on rank 0"
+        held, locked = f"{len(self._installation.hooks)} hooks on rank 0", self._locked()  # every rank is asked
         on_rank_0(
             f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
-            f"megatron-core {installed_version()}, {held}"
+            f"megatron-core {installed_version()}, {held}{locked}"
         )
+
+    def _locked(self) -> str:
+        """What was page-locked before the first step. That lasts longest where all ranks of a host do it at once."""
+        locked = of_all_ranks(self._installation.engine.offloader.locked)
+        slowest = max(range(len(locked)), key=lambda rank: locked[rank].seconds)
+        held = sum(each.bytes for each in locked)
+        words = (
+            f"; {format_bytes(held)} of host memory page-locked in {locked[slowest].seconds:.1f} s (the slowest: rank {slowest})"
+        )
+        return words if held else ""
 
     def _say_done(self, counts: Counts) -> None:
         done = f"replayed {counts.replayed} layer halves: {counts.hidden} inside windows, {counts.on_demand} on demand"

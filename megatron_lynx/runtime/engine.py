@@ -33,7 +33,7 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.offload import Offloader, Shipment
+from megatron_lynx.runtime.offload import HostLimit, Offloader, Shipment
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self._windows = tuple(windows)
         device = device or device_for(torch.device("cpu"))
-        self.offloader = offloader or Offloader({}, device=device, limit_bytes=0)
+        self.offloader = offloader or Offloader({}, device=device, limit=HostLimit(0))
         self.trace = self.offloader.trace
         self._ledger = Ledger(order)
         self._random = random or TorchRandom(device)
@@ -202,7 +202,8 @@ class Engine:
         half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
         recipe = self._recipes.find(half, signature)
         recorder = recorder_for(self.observer, frame, self._random, self._replays.take, shipment, recipe)
-        outputs = self._progress.run(recorder, args, kwargs)
+        with policy.hooks.watched(policy.name):
+            outputs = self._progress.run(recorder, args, kwargs)
         if recorder.recipe is not recipe:
             self._recipes.put(half, signature, recorder.recipe)
         if frame.wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import FrameKey
+from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 
 Gather = Callable[[Tensor], tuple[Tensor, Any]]
 """Starts an all-gather of a tensor into a buffer of its own: (buffer, Work)."""
@@ -51,6 +52,8 @@ class HalfPolicy:
     """Whether nothing ever happens in it: it is kept whole, on the device, and none of its collectives has a task."""
     below_passed_over: bool = False
     """Whether that holds of the half before it, whose backward comes next."""
+    hooks: ForwardHooks = field(default=NO_HOOKS, compare=False)
+    """Of the modules that the half calls; given where anything is replayed."""
 
     @cached_property
     def keeping(self) -> HalfPolicy:

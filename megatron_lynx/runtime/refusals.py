@@ -52,6 +52,16 @@ def collective_in_replay(half: str) -> ReplayError:
     )
 
 
+def hook_changes(half: str, module: str, hook: str) -> ReplayError:
+    return _refusal(
+        "a forward hook changes what a replay would make again without it",
+        where=f"forward of {half}: {hook}, a hook of {module}",
+        found="other tensors, or other values in them, behind the hook",
+        needed="a hook that only looks: it is called in forward, and not in replays, which run on memos",
+        todo="remove the hook, put the change into the module's forward, or keep every item of this half in the plan",
+    )
+
+
 def other_nodes(half: str, site: str) -> ReplayError:
     return _refusal(
         "a replay went another way than its forward",

@@ -87,5 +87,6 @@ class Replays:
         replayer = Replayer(frame, self._random, until)
         weights = self._as_recorded(frame.micro_batch.index)
         guard = nullcontext() if frame.shortcut else self._guard()
-        with guard, weights, self._surroundings.as_captured(frame.surroundings):
+        silent = nullcontext() if frame.shortcut else frame.policy.hooks.silent()
+        with guard, silent, weights, self._surroundings.as_captured(frame.surroundings):
             return self._progress.run(replayer)  # type: ignore[no-any-return]

@@ -69,6 +69,11 @@ class Windows:
         at_the_same_place = layer - running.first_layer + self.first_layer
         return ("bwd", layer, name) in self._busy or ("fwd", at_the_same_place, name) in self._busy
 
+    @property
+    def in_collectives(self) -> bool:
+        """Whether any task runs in, or behind, a collective or an exchange."""
+        return bool(self._busy)
+
     @cached_property
     def in_forwards(self) -> bool:
         """Whether any task runs in a collective of a forward."""

@@ -27,7 +27,9 @@ REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # Collectives have to be queued before the replays that they hide, and replays allocate in another order than forwards:
 # `megatron-lynx doctor` says more.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+if [[ " $* " != *" --use-nccl-ub "* ]]; then # beside which Megatron raises below torch 2.11
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
 
 # What runs it: a launch for machines without GPUs has its own.
 if [[ -z ${ENGINE+set} ]]; then
@@ -123,7 +125,7 @@ launch() {
     if [[ -n $print ]]; then
         local variable
         for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF; do
-            printf '%s=%s\n' "$variable" "${!variable}"
+            [[ -z ${!variable+set} ]] || printf '%s=%s\n' "$variable" "${!variable}"
         done
         printf '%s\n' "${command[@]}"
     else

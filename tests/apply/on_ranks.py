@@ -16,6 +16,7 @@ import torch
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
+from megatron_lynx.free_memory import FreeMemory, Pot
 from megatron_lynx.plan.plan import Plan
 
 from ..transparency.trials import Trial, compare_with_stock
@@ -162,6 +163,13 @@ def set_config(training: Any, undo: ExitStack, **fields: Any) -> None:
         undo.enter_context(patch.object(config, name, value))
 
 
+def older_torch_on_gpus(training: Any, undo: ExitStack, version: str, **variables: str) -> None:
+    """Groups that say they are NCCL's, and a torch that says it is this one."""
+    undo.enter_context(patch.object(torch, "__version__", version))
+    undo.enter_context(patch.object(torch.distributed, "get_backend", lambda group: "nccl"))
+    undo.enter_context(patch.dict(os.environ, variables))
+
+
 def rewrite_function(training: Any, undo: ExitStack) -> None:
     """One function that hooks rely on reads differently, another one is gone."""
     from megatron.core.pipeline_parallel import p2p_communication
@@ -265,6 +273,24 @@ def other_halves(training: Any, undo: ExitStack) -> None:
     """Layers of Megatron's class whose halves are something else: experts, latent attention."""
     first, second = training.chunks[0].decoder.layers[:2]
     first.self_attention, second.mlp = torch.nn.Identity(), torch.nn.Identity()
+
+
+def shares_of_hosts(rank: int, job: Job, plan: Plan, machines: list[str]) -> tuple[int, int]:
+    """(what this rank may hold of its host, what its part of the training state takes), where each rank is on such a machine."""
+    from megatron_lynx.apply import host_share, install
+
+    training = trained(job)
+    free = FreeMemory((Pot("the machine", machines[rank], 10**9),))
+    with patch.object(host_share, "free_memory", lambda: free), install(training.chunks, plan) as installation:
+        parameters = sum(each.numel() for chunk in training.chunks for each in chunk.parameters())
+        return installation.engine.offloader._limit.most_bytes, host_share.STATE_BYTES * parameters
+
+
+def without_host_memory(training: Any, undo: ExitStack, unread: tuple[str, ...] = ()) -> None:
+    from megatron_lynx.apply import host_share
+
+    free = FreeMemory((Pot("the machine", "a", 0),), unread)
+    undo.enter_context(patch.object(host_share, "free_memory", lambda: free))
 
 
 # --- refusals while a plan is in force -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
 from megatron_lynx.apply.features import OFF
-from megatron_lynx.errors import HookRefused, PlanMismatch
+from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -130,6 +130,54 @@ def test_a_run_that_hooks_cannot_hold(pool_of, spoil, places):
     [refusal] = refused(pool_of, tiny_job(), spoil)
     assert (type(refusal.error), refusal.error.exit_status) == (HookRefused, 1)
     assert refusal.places == places
+
+
+def test_a_host_without_memory(pool_of):
+    """Both numbers, and nothing is installed."""
+    job = tiny_job()
+    plan = offloading(plan_for(job, lambda _: ()), 1000, pace=500)
+    [refusal] = refused(pool_of, job, on_ranks.without_host_memory, plan)
+    assert type(refusal.error) is OffloadError
+    assert refusal.places == ["stage 0: host memory for offloaded activations"]
+    assert "0 B free of the machine" in str(refusal.error)
+
+
+@pytest.mark.parametrize(("machines", "ranks_of_one"), [("aa", 2), ("ab", 1)], ids=["one node", "two nodes"])
+def test_ranks_that_srun_had_started_each_took_all_of_their_hosts_memory(pool_of, machines, ranks_of_one):
+    """Nothing tells a rank how many are beside it, but the ranks themselves. The testbed sets no `LOCAL_WORLD_SIZE` either."""
+    job = tiny_job(pipeline=2, microbatches=4)
+    plan = offloading(plan_for(job, lambda _: ()), 1000, pace=500)
+    for most_bytes, state_bytes in pool_of(2).run(on_ranks.shares_of_hosts, job, plan, machines):
+        assert most_bytes == 10**9 * 9 // 10 // ranks_of_one
+        assert state_bytes < 10**8, "less than a tenth of the host"
+
+
+TWO_RANKS = tiny_job(tensor=2)
+RECORDS, KEEPS = "TORCH_NCCL_AVOID_RECORD_STREAMS", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+
+
+def test_windows_held_their_operands_under_a_torch_before_2_8(pool_of):
+    """NCCL's `record_stream` kept what an asynchronous collective reads and writes until the host saw it over: gigabytes more
+    than the plan said, at 70B. gloo's ranks are not concerned, nor a plan without windows, nor whoever sets the variable."""
+    windows = plan_of(TWO_RANKS)
+    for refusal in refused(pool_of, TWO_RANKS, partial(on_ranks.older_torch_on_gpus, version="2.7.1+cu126"), windows):
+        assert (type(refusal.error), refusal.places) == (HookRefused, [RECORDS])
+        assert "found not set, with torch 2.7.1, needed 1" in str(refusal.error)
+        assert f"export {RECORDS}=1" in str(refusal.error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "spoil"),
+    [
+        (plan_of(TWO_RANKS), None),
+        (plan_of(TWO_RANKS), partial(on_ranks.older_torch_on_gpus, version="2.8.0+cu128")),
+        (plan_of(TWO_RANKS), partial(on_ranks.older_torch_on_gpus, version="2.6.0", **KEEPS)),
+        (plan_for(TWO_RANKS, lambda _: ()), partial(on_ranks.older_torch_on_gpus, version="2.6.0")),
+    ],
+    ids=["gloo", "a later torch", "the variable is set", "no windows"],
+)
+def test_windows_are_carried_where_nothing_holds_their_operands(pool_of, plan, spoil):
+    assert [refusal.error for refusal in pool_of(2).run(on_ranks.refused, TWO_RANKS, plan, spoil)] == [None, None]
 
 
 def test_an_unknown_release(pool_of):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_lynx.config.host_time import HostTime
-from megatron_lynx.doctor.environment import environment
+from megatron_lynx.doctor.environment import Software, environment
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
@@ -80,6 +81,35 @@ def environment_of(allocator: str) -> str:
     return levels(list(environment({"PYTORCH_CUDA_ALLOC_CONF": allocator}, tensor=2, gpus=[])))["PYTORCH_CUDA_ALLOC_CONF"]
 
 
+def test_a_torch_whose_windows_hold_their_operands() -> None:
+    found = partial(environment, {}, tensor=2, gpus=["NVIDIA H100"])
+    level = {torch: levels(list(found(installed=Software(torch)))).get(RECORDING) for torch in ("2.7.1+cu126", "2.8.0", "2.14.0")}
+    assert level == {"2.7.1+cu126": "defeats", "2.8.0": None, "2.14.0": None}
+    assert RECORDING not in levels(list(environment({RECORDING: "1"}, tensor=2, gpus=[], installed=Software("2.6.0"))))
+
+
+RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+
+
+@pytest.mark.parametrize(
+    ("torch", "megatron", "setting", "level", "todo"),
+    [
+        ("2.10.0", "0.19.2", "expandable_segments:True", "defeats", "unset it, or drop --use-nccl-ub"),
+        ("2.12.0", "0.16.1", "expandable_segments:True", "defeats", "unset it, or drop --use-nccl-ub"),
+        ("2.11.0", "0.18.2", "expandable_segments:True", "good", ""),
+        ("2.10.0", "0.19.2", "", "note", "leave it so: expandable_segments:True and --use-nccl-ub need torch 2.11"),
+        ("2.11.0", "0.19.2", "", "note", "set expandable_segments:True"),
+    ],
+)
+def test_growing_segments_were_advised_beside_nccl_ub(torch: str, megatron: str, setting: str, level: str, todo: str) -> None:
+    """Megatron raises for the two together, before torch 2.11."""
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": setting} if setting else {}
+    found = environment(variables, tensor=2, gpus=[], installed=Software(torch, megatron), nccl_ub=True)
+    (finding,) = (finding for finding in found if finding.topic == "PYTORCH_CUDA_ALLOC_CONF")
+    assert finding.level == level
+    assert finding.todo.startswith(todo)
+
+
 def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     for node in ("node0", "node1"):
         (tmp_path / "sys/devices/system/node" / node).mkdir(parents=True)
@@ -87,6 +117,7 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1073741824 kB\n")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{2**33}\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text("0\n")
     found = {finding.topic: finding for finding in machine(["torchrun", "--numa-binding=node"], tmp_path)}
     assert (found["NUMA"].level, found["host memory"].level) == ("good", "note")
     assert found["host memory"].found.startswith("8.00 GiB")

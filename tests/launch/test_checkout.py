@@ -151,6 +151,7 @@ def check_every_digit(script, flags, layout, folder, *, path=(), **model):
         assert planned.ours[1].startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, ")
         assert planned.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
         assert ("copied to the host" in planned.ours[-1]) == (plan.stages[0].offload is not None)
+        assert ("of host memory page-locked in" in planned.ours[0]) == (plan.stages[0].offload is not None)
 
 
 @pytest.mark.timeout(900)

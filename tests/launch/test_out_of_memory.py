@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lynx.launch.out_of_memory import watch
 from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rounded_down
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
@@ -99,6 +100,17 @@ def test_the_stand_in_says_what_the_allocator_says():
     assert read == Allocator(3 * KIB, 18 * MIB, MIB, MIB)
 
 
+@pytest.mark.parametrize(
+    ("registers", "torch_version", "grows"), [(True, "2.10.0", False), (True, "2.11.0", True), (False, "2.6.0", True)]
+)
+def test_segments_are_not_told_to_grow_beside_nccl_ub(monkeypatch, registers, torch_version, grows):
+    """Megatron raises for the two together, before torch 2.11."""
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(watch, "installed_version", lambda: "0.19.2")
+    wrapped = SimpleNamespace(wrappers=(SimpleNamespace(ddp_config=SimpleNamespace(nccl_ub=registers)),))
+    assert watch._may_grow(wrapped) == grows
+
+
 def test_a_command_that_would_fit():
     fragmented, short = Allocator(2 * GIB, 70 * GIB, 2 * GIB, GIB), Allocator(4 * GIB, 70 * GIB, 0, GIB)
     plan = ("plan.yaml", "jobs/gpt-22b")
@@ -106,6 +118,7 @@ def test_a_command_that_would_fit():
     others = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     found = command(fragmented, 71 * GIB, *plan, others)
     assert found == "export PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"
+    assert command(fragmented, 71 * GIB, *plan, {}, may_grow=False).startswith("megatron-lynx plan --memory-gib 70 -o plan.yaml ")
     growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert command(fragmented, None, *plan, growing).startswith("megatron-lynx plan --memory-gib 71 -o plan.yaml ")
     assert budget_bytes(short, 72 * GIB) == 69 * GIB, "71 GiB are there, and this moment takes 2 GiB more than planned"

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.device import Device, cuda
+from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, CpuEvent
+from megatron_lynx.runtime.device.cuda import CudaDevice
+from megatron_lynx.runtime.offload import copier as copier_file
 from megatron_lynx.runtime.offload.copier import MOST_WAITS, Copier, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.testbed.ranks import RankPool
@@ -180,6 +183,60 @@ def test_cancelling_waits_for_what_runs_and_drops_what_has_not_begun(copiers: Bo
     assert second.error is not None
     assert torch.equal(hosts[0], filled(3))
     assert torch.equal(hosts[1], filled(0))
+
+
+def test_a_step_that_fails_behind_a_dead_peer_does_not_wait_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy comes behind compute, compute behind a receive, and the peer was dead: the error came out when NCCL gave up, ten
+    minutes later. Whoever cancels waits for a moment, once, and what the copy reads and writes is held."""
+    monkeypatch.setattr(copier_file, "GRACE_S", 0.05)
+    receive = CpuEvent()  # which nobody answers
+    waits: list[float] = []
+
+    class Behind(CallingThread):
+        def record(self, *, timed: bool = False) -> CpuEvent:
+            return receive
+
+    monkeypatch.setattr(CpuDevice, "current", Behind())
+    monkeypatch.setattr(CpuEvent, "within", lambda event, seconds: waits.append(seconds) or event._reached.wait(seconds))
+    out = Copier("offload", CpuDevice(torch.device("cpu")), Trace())
+    host, source = filled(0), filled(3)
+    held = weakref.ref(source)
+    out.start([(host, source)], OWNER)
+    del source
+    failing = threading.Thread(target=lambda: [out.cancel(), out.cancel(), out.close()], daemon=True)
+    failing.start()
+    failing.join(30)
+    assert not failing.is_alive(), "it waits for the receive"
+    assert waits == [0.05]
+    assert held() is not None
+    receive.reach()
+    deadline = time.monotonic() + 10
+    while not out._holding[0].done and time.monotonic() < deadline:
+        time.sleep(0.001)
+    out.settle()
+    assert held() is None
+    assert set(host.tolist()) == {0}, "it was cancelled"
+
+
+def test_what_copies_behind_a_dead_peer_use_is_held_without_their_copier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator would give their memory to others, and the copy would still be made one day."""
+    reached = [False]
+
+    class Event:
+        def __init__(self, stream: object = None, timed: bool = False) -> None: ...
+
+        done = property(lambda self: reached[0])
+
+    monkeypatch.setattr(cuda, "CudaEvent", Event)
+    device, source = CudaDevice(torch.device("cuda", 0)), filled(3)
+    held = weakref.ref(source)
+    device.hold([source], Event())
+    del source
+    device._look_back()
+    assert held() is not None
+    reached[0] = True
+    device._look_back()
+    assert held() is None
 
 
 def test_no_thread_outlives_its_copier() -> None:

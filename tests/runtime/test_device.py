@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_lynx import runtime
-from megatron_lynx.runtime.device import Device, device_for, present_device
+from megatron_lynx.runtime.device import Device, cuda, device_for, present_device
 from megatron_lynx.runtime.device.cuda import CudaDevice
+from megatron_lynx.runtime.device.own_stream import new_stream
 from tests.runtime.devices import CPU, delay, launches_block, on_every_device, under_way
 from tests.runtime.devices import device as device
 
@@ -171,6 +174,72 @@ def test_unlocking_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reached[0] = True
     device.unlock(memory[1])
     assert unlocked == [one.data_ptr() for one in memory]
+
+
+class Driver:
+    """Answers as the CUDA driver does, and notes what it was asked. `fails`: the call that does not succeed."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.asked: list[str] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> int:
+            self.asked.append(name)
+            if name == "cuStreamCreate":
+                assert given[1] == 1, "a stream that waits for the default stream"
+                given[0]._obj.value = 4096 + len(self.asked)
+            return 201 if name == self._fails else 0
+
+        return call
+
+
+def test_a_stream_of_our_own_comes_from_the_driver() -> None:
+    driver = Driver()
+    assert new_stream(3, driver) == 4096 + 4
+    assert driver.asked == ["cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuStreamCreate", "cuCtxPopCurrent_v2"]
+    failing = Driver("cuStreamCreate")
+    with pytest.raises(RuntimeError, match="cuStreamCreate returned 201"):
+        new_stream(0, failing)
+    assert failing.asked[-1] == "cuCtxPopCurrent_v2", "the context is left as it was"
+
+
+def test_copies_stood_behind_a_receive_on_a_stream_that_nccl_had_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out its 32 streams in turns, to NCCL's groups as well. Ours come from elsewhere, and one name has one."""
+    pool = itertools.cycle(range(32))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda where: next(pool))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(cuda, "new_stream", lambda device: new_stream(device, driver))
+    driver, device = Driver(), CudaDevice(torch.device("cuda", 0))
+    ours = [device.stream(name)._stream for name in ("offload", "reload", "offload")]
+    assert ours[0] == ours[2] != ours[1]
+    assert not {*ours} & {*(torch.cuda.Stream(None) for _ in range(32))}
+
+
+def test_without_the_driver_a_stream_is_one_of_torchs_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(device: int) -> int:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda where: "one of 32")
+    monkeypatch.setattr(cuda, "new_stream", none)
+    assert CudaDevice(torch.device("cuda", 0)).stream("offload")._stream == "one of 32"
+    assert caplog.messages == [
+        "offload: no stream of its own (libcuda.so.1: cannot open shared object file), so one of torch's 32, which a group of "
+        "NCCL's may have, too"
+    ]
+
+
+@on_every_device
+def test_waiting_for_a_time_only(device: Device) -> None:
+    stream = device.stream("test")
+    stream.wait(device.current.record())
+    stream.run(partial(delay, device))
+    over = stream.record()
+    assert launches_block(device) or not over.within(0.0)
+    assert over.within(60.0)
+    stream.close()
 
 
 def test_a_device_is_one_object() -> None:

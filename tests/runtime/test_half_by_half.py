@@ -14,7 +14,7 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
@@ -36,7 +36,7 @@ def code(hidden: Tensor) -> Tensor:
 
 def engine_of(size_bytes: int, pace_bytes: int | None, device: Device = CPU) -> Engine:
     policy = OffloadPolicy(size_bytes, 1, sets=0, pace_bytes=pace_bytes, layers=(1, LAYERS))
-    offloader = Offloader({0: policy}, device=device, limit_bytes=10**9)
+    offloader = Offloader({0: policy}, device=device, limit=HostLimit(10**9))
     return Engine(order=lambda microbatches: ORDER, offloader=offloader, device=device)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
-from megatron_lynx.runtime.offload import Hosted, Offloader, OffloadPolicy, Shipment, on_device
+from megatron_lynx.runtime.offload import Hosted, HostLimit, Offloader, OffloadPolicy, Shipment, on_device
 from megatron_lynx.runtime.offload.parcel import Parcel
 from tests.runtime.devices import CPU, delay, on_every_device
 from tests.runtime.devices import device as device
@@ -22,7 +22,7 @@ from tests.runtime.devices import device as device
 @contextmanager
 def offloader(size_bytes: int, *, smallest: int = 1, lasting: tuple[Tensor, ...] = (), sets: int = 1) -> Iterator[Offloader]:
     made = Offloader(
-        {0: OffloadPolicy(size_bytes, smallest, 1, sets)}, device=CPU, limit_bytes=10**7, lasting=lambda chunk: lasting
+        {0: OffloadPolicy(size_bytes, smallest, 1, sets)}, device=CPU, limit=HostLimit(10**7), lasting=lambda chunk: lasting
     )
     try:
         yield made
@@ -54,7 +54,7 @@ def test_memory_is_used_again_only_behind_the_copies(device: Device) -> None:
     """Kernels are late, copies are many, and what is let go is allocated and overwritten at once."""
     where, on_cuda = device.where, device.where.type == "cuda"
     count = 1 << 22 if on_cuda else 1 << 12
-    made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 1, 3)}, device=device, limit_bytes=10**9)
+    made = Offloader({0: OffloadPolicy(3 * 4 * count, 1, 1, 3)}, device=device, limit=HostLimit(10**9))
     for step in range(3):
         in_flight = []
         for number in range(3):
@@ -225,7 +225,7 @@ def test_looking_whether_copies_are_over_never_ends_a_step() -> None:
 
 def test_copies_that_avoid_messages_leave_behind_them_and_come_before_them() -> None:
     policy = OffloadPolicy(10**6, 1, 1, 1, avoids_messages=True)
-    made = Offloader({0: policy}, device=CPU, limit_bytes=10**7)
+    made = Offloader({0: policy}, device=CPU, limit=HostLimit(10**7))
     timeline: list[str] = []
 
     def slowly(target: Tensor, source: Tensor) -> None:
@@ -304,6 +304,6 @@ def test_when_the_graph_goes_everything_goes() -> None:
 
 def test_a_host_that_is_too_small_is_refused_before_anything_runs() -> None:
     with pytest.raises(OffloadError, match="too little memory") as refused:
-        Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit_bytes=1200)
+        Offloader({0: OffloadPolicy(600, 1, 1, 2), 1: OffloadPolicy(100, 1, 1, 1)}, device=CPU, limit=HostLimit(1200))
     assert "1200 bytes" in refused.value.problems[0].found
     assert "1300 bytes" in refused.value.problems[0].needed

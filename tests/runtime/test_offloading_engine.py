@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lynx.anatomy import MLP
 from megatron_lynx.errors import OffloadError, ReplayError
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.offload import Offloader, OffloadPolicy
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadPolicy
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.windows import Windows
@@ -31,7 +31,7 @@ TWO_IN_FLIGHT = StageOrder(
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit_bytes=10**7)
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     made = Engine(order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     yield made
     made.close()
@@ -141,7 +141,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
     """A copy's error names stage, chunk, micro-batch and bytes. Nothing is held afterwards, and the next step is right: once it
     was not, because host memory that a failed copy had to do with was lent again, and failed with it."""
     policies = {chunk: OffloadPolicy(10**6, 1, 1, 2, avoids_messages) for chunk in range(2)}
-    offloader = Offloader(policies, device=CPU, limit_bytes=10**7)
+    offloader = Offloader(policies, device=CPU, limit=HostLimit(10**7))
     engine = Engine([Windows(), Windows()], order=lambda microbatches: INTERLEAVED, offloader=offloader)
     expected = passes_of_a_step(engine)
     assert engine.take_counts().offloaded_bytes > 0
@@ -172,7 +172,7 @@ def test_a_step_of_two_chunks_that_fails_in_the_middle(where: Any, avoids_messag
 
 
 def test_micro_batches_that_keep_everything_keep_it_on_the_device() -> None:
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit_bytes=10**7)
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 2)}, device=CPU, limit=HostLimit(10**7))
     engine = Engine([Windows(whole=(0,))], order=lambda microbatches: TWO_IN_FLIGHT, offloader=offloader)
     for _, output in [forward(engine, number) for number in range(2)]:
         backward(engine, output)
@@ -192,7 +192,7 @@ def test_hooks_of_somebody_else_are_refused(engine: Engine) -> None:
 
 def test_what_comes_back_at_once_does_not_leave() -> None:
     """As on the last stage, or with one micro-batch."""
-    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=CPU, limit_bytes=10**7)
+    offloader = Offloader({0: OffloadPolicy(10**6, 1, 1, 1)}, device=CPU, limit=HostLimit(10**7))
     at_once = StageOrder([ScheduledPass("F", 0, 0, "steady"), ScheduledPass("B", 0, 0, "steady")])
     engine = Engine(order=lambda microbatches: at_once, offloader=offloader)
     _, output = forward(engine, 0)

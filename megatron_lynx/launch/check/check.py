@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lynx.apply import Installation
-from megatron_lynx.launch.agreement import agree, of_all_ranks, on_rank_0
+from megatron_lynx.apply.all_ranks import of_all_ranks
+from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.alarm import ending_together
 from megatron_lynx.launch.check.outcome import Difference, Outcome
 from megatron_lynx.launch.check.reference import IN_WORDS, Need, ReferenceSetting, room_bytes

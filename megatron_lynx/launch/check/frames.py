@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, FrameKey
 from megatron_lynx.apply import Installation
+from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.errors import LynxError
-from megatron_lynx.launch.agreement import agree, of_all_ranks
+from megatron_lynx.launch.agreement import agree
 from megatron_lynx.launch.alarm import ending_together
 from megatron_lynx.launch.check.draw import Draw
 from megatron_lynx.launch.check.original import Original

@@ -1,6 +1,7 @@
 """The nearest change after which it fits, as a command.
 
-fragmentation alone   segments that grow where they are        export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+fragmentation alone   segments that grow where they are, but   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+                      for --use-nccl-ub with an older torch
 something lacks       a plan for less memory: what PyTorch     megatron-lynx plan --memory-gib X -o PLAN JOB
                       can have, less what this moment took
                       beyond its prediction
@@ -13,21 +14,27 @@ import os
 from collections.abc import Mapping
 
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
+from megatron_lynx.torch_release import ALLOCATOR, GROWING
 from megatron_lynx.units import GIB
 
-CONFIGURATION = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-GROWING = "expandable_segments:True"
 DIGITS = 4
 """Of a budget, rounded down."""
 
 
 def command(
-    allocator: Allocator, planned_bytes: int | None, plan: str, asked: str | None, environment: Mapping[str, str] = os.environ
+    allocator: Allocator,
+    planned_bytes: int | None,
+    plan: str,
+    asked: str | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    may_grow: bool = True,
 ) -> str:
-    """What to paste. `planned_bytes`: of this moment; `asked`: the words with which the plan was asked for."""
-    name = next((name for name in CONFIGURATION if name in environment), CONFIGURATION[-1])
+    """What to paste. `planned_bytes`: of this moment; `asked`: the words with which the plan was asked for; `may_grow`: whether
+    segments may be told to."""
+    name = next((name for name in ALLOCATOR if name in environment), ALLOCATOR[-1])
     present = environment.get(name, "")
-    if not allocator.lacking_bytes and GROWING not in present:
+    if not allocator.lacking_bytes and GROWING not in present and may_grow:
         return f"export {name}={','.join(filter(None, [present, GROWING]))}"
     memory_gib = rounded_down(budget_bytes(allocator, planned_bytes) / GIB)
     job = "JOB (JOB: what this plan was made of)" if asked is None else asked

@@ -58,7 +58,7 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
     if allocator is not None:
         yield Problem("held", _held(states_held(rank.chunks, rank.optimizer), allocator), "")
         yield Problem("fragmentation", _fragmented(allocator), "")
-        to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked)
+        to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked, may_grow=rank.may_grow)
         yield Problem("nearest change that fits", to_do, "")
 
 

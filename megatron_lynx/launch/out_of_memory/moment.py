@@ -60,6 +60,8 @@ class Rank:
     optimizer: Any = None
     stepped: bool = False
     """Whether the optimizer has made its state."""
+    may_grow: bool = True
+    """Whether the allocator's segments may be told to grow. Beside --use-nccl-ub Megatron raises, with an older torch."""
 
     def is_last(self, chunk: int) -> bool:
         return (self.stage, chunk) == (self.plan.parallel.pipeline - 1, self.plan.parallel.chunks - 1)

@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from megatron_lynx.apply.live_run import LiveRun, live_run
+from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import LynxError
 from megatron_lynx.launch.alarm import LastWord
 from megatron_lynx.launch.out_of_memory.explanation import OutOfDeviceMemory, explained
 from megatron_lynx.launch.out_of_memory.held import has_state
 from megatron_lynx.launch.out_of_memory.moment import Rank
 from megatron_lynx.plan import Plan
+from megatron_lynx.torch_release import nccl_ub_stands_alone
 
 
 class MemoryWatch:
@@ -73,7 +77,7 @@ class MemoryWatch:
     def _rank(self, plan: Plan) -> Rank:
         if self._run is None:
             return Rank(plan, _stage_of_rank())
-        return Rank(plan, self._run.stage, self._run.chunks, self._optimizer, self._stepped)
+        return Rank(plan, self._run.stage, self._run.chunks, self._optimizer, self._stepped, _may_grow(self._run))
 
 
 def _stage_of_rank() -> int:
@@ -81,3 +85,9 @@ def _stage_of_rank() -> int:
     from megatron.core import parallel_state
 
     return int(parallel_state.get_pipeline_model_parallel_rank()) if parallel_state.model_parallel_is_initialized() else 0
+
+
+def _may_grow(run: LiveRun) -> bool:
+    """Whether segments of the allocator may be told to grow."""
+    registers = any(getattr(getattr(wrapper, "ddp_config", None), "nccl_ub", False) for wrapper in run.wrappers)
+    return not (registers and nccl_ub_stands_alone(torch.__version__, installed_version()))

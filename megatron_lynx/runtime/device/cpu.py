@@ -36,6 +36,9 @@ class CpuEvent(Event):
     def synchronize(self) -> None:
         self._reached.wait()
 
+    def within(self, seconds: float) -> bool:
+        return self._reached.wait(seconds)
+
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, CpuEvent)
         return self._at_s - begin._at_s
@@ -123,6 +126,9 @@ class CpuDevice(Device):
     def synchronize(self) -> None:
         for stream in list(self._streams):
             stream.synchronize()
+
+    def hold(self, held: object, until: Event) -> None:
+        """Nothing to do: the thread that is to do the work holds it."""
 
     def random_states(self) -> tuple[Tensor, ...]:
         return (torch.get_rng_state(),)

@@ -1,14 +1,18 @@
-"""A CUDA device: torch's streams and events. No other file of the runtime names `torch.cuda`.
+"""A CUDA device: torch's events, and streams that are nobody else's. No other file of the runtime names `torch.cuda`.
 
-The host waits in `synchronize` and nowhere else. Memory that is no longer to be page-locked may still be read by a copy: it is
-unlocked when the device has passed what it was given before, which is looked at whenever more memory is locked or unlocked.
+The host waits in `synchronize` and `within`, and nowhere else. Memory that is no longer to be page-locked may still be read by a
+copy: it is unlocked when the device has passed what it was given before, which is looked at whenever more memory is locked or
+unlocked.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +20,12 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.device.device import Device, Event, Stream
+from megatron_lynx.runtime.device.own_stream import new_stream
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.001
+"""How often the host looks where it waits for a time only."""
 
 
 @final
@@ -32,6 +42,12 @@ class CudaEvent(Event):
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+    def within(self, seconds: float) -> bool:
+        deadline_s = time.monotonic() + seconds
+        while not self.done and time.monotonic() < deadline_s:
+            time.sleep(LOOK_EVERY_S)
+        return self.done
 
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, CudaEvent)
@@ -68,23 +84,35 @@ class CudaDevice(Device):
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
-        self._streams: set[torch.cuda.Stream] = set()
-        """All that were ever made, of torch's few."""
-        self._unlocking: list[tuple[Tensor, list[CudaEvent]]] = []
-        """Memory that goes when these events are reached."""
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        """By name, all that were ever made."""
+        self._behind: list[tuple[Callable[[], object], list[CudaEvent]]] = []
+        """What is to be done when these events are reached."""
 
     @property
     def current(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.where))
 
     def stream(self, name: str) -> Stream:
-        stream = torch.cuda.Stream(self.where)
-        self._streams.add(stream)
-        return CudaStream(stream)
+        if name not in self._streams:
+            self._streams[name] = self._new_stream(name)
+        return CudaStream(self._streams[name])
+
+    def _new_stream(self, name: str) -> torch.cuda.Stream:
+        try:
+            handle = new_stream(self.where.index or 0)
+        except (OSError, RuntimeError, AttributeError) as error:
+            log.warning("%s: no stream of its own (%s), so one of torch's 32, which a group of NCCL's may have, too", name, error)
+            return torch.cuda.Stream(self.where)
+        return torch.cuda.ExternalStream(handle, device=self.where)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.where)
-        self._unlock_passed()
+        self._look_back()
+
+    def hold(self, held: object, until: Event) -> None:
+        assert isinstance(until, CudaEvent)
+        self._behind.append((partial(_let_go, held), [until]))
 
     def random_states(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.where)
@@ -94,25 +122,34 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(states[1], self.where)
 
     def lock(self, memory: Tensor) -> None:
-        self._unlock_passed()
+        self._look_back()
         with _on_node_of(self.where):
             status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status != 0:
             raise RuntimeError(f"cudaHostRegister returned {status}")
 
     def unlock(self, memory: Tensor) -> None:
-        streams = {*self._streams, torch.cuda.current_stream(self.where)}
-        self._unlocking.append((memory, [CudaEvent(stream, timed=False) for stream in streams]))
-        self._unlock_passed()
+        streams = {*self._streams.values(), torch.cuda.current_stream(self.where)}
+        events = [CudaEvent(stream, timed=False) for stream in streams]
+        self._behind.append((partial(_unregister, memory), events))
+        self._look_back()
 
-    def _unlock_passed(self) -> None:
-        """Whatever nothing that is under way can use any more."""
-        waiting, self._unlocking = self._unlocking, []
-        for memory, events in waiting:
+    def _look_back(self) -> None:
+        """Do what was to be done behind events that are reached by now."""
+        behind, self._behind = self._behind, []
+        for do, events in behind:
             if all(event.done for event in events):
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+                do()
             else:
-                self._unlocking.append((memory, events))
+                self._behind.append((do, events))
+
+
+def _let_go(held: object) -> None:
+    """It was held until now."""
+
+
+def _unregister(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @contextmanager

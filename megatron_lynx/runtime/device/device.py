@@ -5,7 +5,7 @@
    a stream          └ wait(current.record()) ── run(copy) ── record() = over
 
 [1] the stream comes behind what compute was given before: it reads what exists
-[2] the host goes on: it waits in `synchronize` only, and on a CPU, where the host is what computes, in `current.wait`
+[2] the host goes on: it waits in `synchronize` and `within` only, and on a CPU, where the host computes, in `current.wait`
 [3] what compute is given from now on comes behind the copy
 
                 CUDA (`cuda`)                              CPU (`cpu`)
@@ -33,6 +33,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait for it on the host."""
+
+    def within(self, seconds: float) -> bool:
+        """Wait for it on the host, no longer than that; whether it is reached."""
 
     def seconds_since(self, begin: Event) -> float:
         """Seconds on the device's clock; both events are reached, and were recorded as timed."""
@@ -67,10 +70,13 @@ class Device(Protocol):
         """What the calling thread computes on. Inside `Stream.run` it is that stream."""
 
     def stream(self, name: str) -> Stream:
-        """One more stream."""
+        """The stream of that name: nobody's but that of whoever asks for this name."""
 
     def synchronize(self) -> None:
         """Wait on the host until every stream has done what it was given so far."""
+
+    def hold(self, held: object, until: Event) -> None:
+        """Keep this until the event is reached, whoever else lets it go."""
 
     def random_states(self) -> tuple[Tensor, ...]:
         """States of the default generators that code on this device may draw from. Later draws do not change them."""

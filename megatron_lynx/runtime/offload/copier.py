@@ -12,6 +12,9 @@
  [4] a backward waits for the copies that it needs, on the compute stream
  [5] where the plan keeps copies and messages apart: a message begins behind the copies asked for so far, and the next ones are
      asked for when the exchange is over
+ [6] a step that fails waits for copies that have begun, for two seconds at most: [1] may be behind a receive whose peer is dead,
+     and then the rank's error must still come out. What such a copy reads and writes is held until it is over, also without its
+     copier
 
 A copier has a stream of its own (`runtime.device`), and a copy is an event on it. Copies only follow copies that were started
 before them, and never a message, so nothing can wait in a ring.
@@ -37,6 +40,9 @@ Pair = tuple[Tensor, Tensor]
 """Target and source, of the same size."""
 Move = Callable[[Tensor, Tensor], object]
 """Copies the second tensor's bytes into the first."""
+
+GRACE_S = 2.0
+"""How long a step that failed waits for copies that have begun: as long as gigabytes take."""
 
 MOST_WAITS = 256
 """Waits of one direction that are timed and not added up yet."""
@@ -132,6 +138,8 @@ class Copier:
         self._newest: Copy | None = None
         self._holding: deque[Copy] = deque()
         """Copies that may hold tensors, first one first."""
+        self._stands = False
+        """Whether the stream was found not to go on."""
         self._waits: list[tuple[Event, Event]] = []
         self._waited_s = 0.0
 
@@ -173,6 +181,7 @@ class Copier:
         """Let go of the tensors of copies that are over."""
         while self._holding and self._holding[0].done:
             self._holding.popleft()
+            self._stands = False
 
     def drain(self) -> None:
         """Wait, on the host, until nothing is under way."""
@@ -180,16 +189,22 @@ class Copier:
         self.settle()
 
     def cancel(self) -> None:
-        """Drop what has not begun, wait for what has."""
+        """Drop what has not begun, and wait for what has, but not for long: it may stand behind a message that nobody sends any
+        more. [6]"""
         self._newest = None
         for copy in self._holding:
             copy.cancelled = True
-        self.drain()
+        if self._holding and not self._stands:
+            self._stands = not self._stream.record().within(GRACE_S)
+        self.settle()
 
     def close(self) -> None:
         """Nothing is copied any more."""
         self.cancel()
-        self._stream.close()
+        if not self._holding:
+            self._stream.close()
+        for copy in self._holding:
+            self._device.hold(copy, copy.event)
 
     def take_bytes(self) -> int:
         """Bytes of the copies that were started since this was last asked."""

@@ -1,16 +1,15 @@
-"""Host memory for offloaded activations: how much a rank may hold, and blocks of exact sizes, made once, lent again and again.
+"""Host memory for offloaded activations: blocks of exact sizes, made once, lent again and again.
 
-    the machine           MemAvailable                                       the least of these, shared by the ranks of the host,
-    control groups        limit - in use + page cache, of every one          is what one rank may hold in all its pools
-
-    first micro-batch     sizes known ──> room for `sets` micro-batches is set aside         ┌────┬──┬───┐┌────┬──┬───┐
-    every micro-batch     lend: for each size the smallest free block that holds it;         └────┴──┴───┘└────┴──┴───┘
-                          where none is, and room is left, one more slab, page-locked on CUDA: one micro-batch's
+    before step 1         bytes known, sizes not ──> a slab is locked ahead for each micro-batch   ┌───────────┐┌───────────┐
+    first micro-batch     sizes known ──> room for `sets` micro-batches is set aside, in these     ┌────┬──┬───┐┌────┬──┬───┐
+    every micro-batch     lend: for each size the smallest free block that holds it;               └────┴──┴───┘└────┴──┴───┘
+                          where none is, and room is left, one more slab: one micro-batch's
     a block's end         it is free again, but for the copy that still reads it: the next copy into it comes behind that one
-    other sizes           a new slab; the old one goes with the last of its blocks, and the log says so. Of experts they only grow
+    other sizes           a new slab; the old one goes, and counts, with the last of its blocks, and the log says so. Of experts
+                          they only grow
 
-Page-locking takes the host seconds for tens of GB. So a slab holds one micro-batch: warm-up's forwards lock what they need, one
-behind the other, and not the first of them all of it.
+Page-locking takes the host seconds for tens of GB, and longer where all ranks of a host do it at once: so before the first step,
+as far as a plan says how much it will be (`Slab.cut`). What is not known then is locked for one micro-batch at a time.
 
 PyTorch's own page-locked allocator rounds up to powers of two; a slab is as large as what was asked for, up to pages. Slabs do
 not come from PyTorch's allocators, so no counter takes them for activations.
@@ -20,22 +19,19 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lynx.errors import OffloadError, Problem
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload.copier import Copy
+from megatron_lynx.runtime.offload.host_limit import HostLimit, too_little
 from megatron_lynx.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -43,34 +39,38 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 256
 """Bytes; where blocks begin."""
 
-
-@dataclass
-class HostLimit:
-    """What one rank may hold of its host's memory, all its pools together."""
-
-    most_bytes: int
-    held_bytes: int = 0
-
-
-def too_little(where: str, needed_bytes: int, found_bytes: int) -> OffloadError:
-    """The host has too little memory for what a plan offloads."""
-    problem = Problem(
-        f"{where}: host memory for offloaded activations",
-        f"{found_bytes} bytes ({format_bytes(found_bytes)}) available to this rank",
-        f"{needed_bytes} bytes ({format_bytes(needed_bytes)})",
-        "lower offload.bytes in the plan, or start fewer ranks on a host",
-    )
-    return OffloadError("the host has too little memory", [problem])
+MANY = 256
+"""Blocks are taken to have so many units at least, where a plan lets smaller ones go: what lies ahead is a guess then."""
 
 
 class Slab:
-    """One stretch of host memory, page-locked for the device. It goes when nobody holds it or a block of it."""
+    """One stretch of host memory, page-locked for the device. It goes, and counts no more, when nobody holds it or its blocks.
 
-    def __init__(self, size_bytes: int, device: Device) -> None:
-        self.tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-        device.lock(self.tensor)
+    Raises `OffloadError` where the host has none. `where`: whose it is, for that.
+    """
+
+    def __init__(self, where: str, size_bytes: int, device: Device, limit: HostLimit) -> None:
+        try:
+            self.tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+            device.lock(self.tensor)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise too_little(where, limit.held_bytes + size_bytes, limit) from error
         # Only what was locked may be unlocked: CUDA would remember the error, and a later kernel would get it.
         weakref.finalize(self, device.unlock, self.tensor).atexit = False
+        limit.held_bytes += size_bytes
+        weakref.finalize(self, limit.gives_back, size_bytes).atexit = False
+        self._used_bytes = 0
+
+    @property
+    def left_bytes(self) -> int:
+        return self.tensor.nbytes - self._used_bytes
+
+    def cut(self, size_bytes: int) -> Tensor | None:
+        """The next so many bytes; None where not as many are left."""
+        if size_bytes > self.left_bytes:
+            return None
+        start, self._used_bytes = self._used_bytes, self._used_bytes + size_bytes
+        return self.tensor[start : self._used_bytes]
 
 
 class _Shelved(NamedTuple):
@@ -107,20 +107,27 @@ class HostPool:
     """The blocks of one chunk. `sets`: how many micro-batches are on the host at once, at most, as far as is known before.
 
     `ragged`: their sizes differ from one micro-batch to the next, as what experts keep does. Then blocks are a little larger than
-    asked for, and never become smaller, so that soon no micro-batch asks for others.
+    asked for, and never become smaller, so that soon no micro-batch asks for others. `ahead`: slabs that were locked before sizes
+    were known, for this pool and others; each takes what it needs of them.
     """
 
-    def __init__(self, where: str, device: Device, limit: HostLimit, sets: int, *, ragged: bool = False) -> None:
+    def __init__(
+        self, where: str, device: Device, limit: HostLimit, sets: int, *, ragged: bool = False, ahead: list[Slab] | None = None
+    ) -> None:
         self.where = where
         self.bytes = 0
-        """Set aside: of all slabs in use, and of those still to be made. Not of one that was replaced and whose last block is
-        still lent."""
+        """Set aside: of all blocks in use, and of those still to be made. Not of those that were replaced and are still lent."""
+        self._ahead = [] if ahead is None else ahead
         self._device = device
         self._limit = limit
         self._sets = max(1, sets)
         self._ragged = ragged
         self._made = 0
-        """Sets whose slab is there."""
+        """Sets whose blocks are there."""
+        self._promised_bytes = 0
+        """Of the slabs that are still to be made."""
+        self._pieces: list[tuple[Slab, Tensor]] = []
+        """Of slabs that were locked ahead: a micro-batch's blocks each."""
         self._sizes: list[int] = []
         self._shelves: defaultdict[int, deque[_Shelved]] = defaultdict(deque)
         """By size. A block goes back to where it was taken from."""
@@ -131,15 +138,16 @@ class HostPool:
         if chosen is None:
             if self._made == self._sets or not self._known(sizes):
                 self._make_room(sizes)
-            self._make_slab()
+            self._make_blocks()
             chosen = self._fitting(sizes)
         assert chosen is not None, f"{self.where}: no room for {sizes} after it was made"
         return [Block(shelved, self._shelves[shelved.tensor.nbytes]) for shelved in chosen]
 
     def clear(self) -> None:
-        """Give everything back that is not lent."""
-        self._limit.held_bytes -= self.bytes
+        """Give everything back that is not lent. A slab of which a block is lent counts until that one comes back."""
+        self._limit.held_bytes -= self._promised_bytes
         self._shelves, self._sizes, self.bytes, self._made = defaultdict(deque), [], 0, 0
+        self._promised_bytes, self._pieces = 0, []
 
     def _fitting(self, sizes: Sequence[int]) -> list[_Shelved] | None:
         """Those of just these sizes, as for every micro-batch like the one before; else best fit, largest first. None, with
@@ -176,20 +184,20 @@ class HostPool:
             self._sets += 1
             log.warning("%s: one more micro-batch on the host than before; %s", self.where, self._change(before))
             return
-        wanted = self._roomier(sizes) if self._ragged else sorted(sizes, reverse=True)
+        known = self._sizes
         self.clear()
-        self._sizes = wanted
+        self._sizes = self._roomier(known, sizes) if self._ragged else sorted(sizes, reverse=True)
         self._set_aside(self._sets)
         if before and not self._ragged:
             log.warning("%s: activations have other sizes than before; %s", self.where, self._change(before))
         else:
             log.info("%s: %s", self.where, self._change(before))
 
-    def _roomier(self, sizes: Sequence[int]) -> list[int]:
+    def _roomier(self, known: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """By place in the order of sizes the most that was asked for, and an eighth more; as asked where that is too much."""
         ordered = sorted(sizes, reverse=True)
-        most = [max(one, other) for one, other in zip_longest(self._sizes, (size + size // 8 for size in ordered), fillvalue=0)]
-        free_bytes = self._limit.most_bytes - self._limit.held_bytes + self.bytes
+        most = [max(one, other) for one, other in zip_longest(known, (size + size // 8 for size in ordered), fillvalue=0)]
+        free_bytes = self._limit.most_bytes - self._limit.held_bytes + sum(slab.left_bytes for slab in self._ahead)
         return most if self._sets * sum(map(_aligned, most)) <= free_bytes else ordered
 
     def _change(self, before: int) -> str:
@@ -201,25 +209,41 @@ class HostPool:
         return [_aligned(size) for size in self._sizes]
 
     def _set_aside(self, sets: int) -> None:
-        size_bytes = sets * sum(self._rooms)
-        needed_bytes, most_bytes = self._limit.held_bytes + size_bytes, self._limit.most_bytes
-        if needed_bytes > most_bytes:
-            raise too_little(self.where, needed_bytes, most_bytes)
-        self.bytes += size_bytes
-        self._limit.held_bytes += size_bytes
+        """Count what so many micro-batches need beyond what was locked ahead. Raises `OffloadError` where that is too much."""
+        room_bytes = sum(self._rooms)
+        pieces = [piece for _ in range(sets) if (piece := self._cut_ahead(room_bytes)) is not None]
+        promised_bytes = (sets - len(pieces)) * room_bytes
+        if self._limit.held_bytes + promised_bytes > self._limit.most_bytes:
+            raise too_little(self.where, self._limit.held_bytes + promised_bytes, self._limit)
+        self.bytes += sets * room_bytes
+        self._limit.held_bytes += promised_bytes
+        self._promised_bytes += promised_bytes
+        self._pieces += pieces
 
-    def _make_slab(self) -> None:
+    def _cut_ahead(self, size_bytes: int) -> tuple[Slab, Tensor] | None:
+        """So many bytes of a slab that was locked ahead. One that has no room for them is left to whom it has served."""
+        while self._ahead:
+            if (piece := self._ahead[0].cut(size_bytes)) is not None:
+                return self._ahead[0], piece
+            self._ahead.pop(0)
+        return None
+
+    def _make_blocks(self) -> None:
         """For one micro-batch, of what was set aside."""
-        try:
-            slab = Slab(sum(self._rooms), self._device)
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise too_little(self.where, self._limit.held_bytes, self._limit.most_bytes) from error
+        slab, piece = self._pieces.pop(0) if self._pieces else self._new_slab()
         self._made += 1
         start = 0
         for size, room in zip(self._sizes, self._rooms, strict=True):
-            room_for_it = slab.tensor[start : start + size]
+            room_for_it = piece[start : start + size]
             self._put_back([_Shelved(room_for_it, slab, None, room_for_it)])
             start += room
+
+    def _new_slab(self) -> tuple[Slab, Tensor]:
+        room_bytes = sum(self._rooms)
+        self._limit.held_bytes -= room_bytes  # promised until now; a slab counts itself
+        self._promised_bytes -= room_bytes
+        slab = Slab(self.where, room_bytes, self._device, self._limit)
+        return slab, slab.tensor
 
 
 def _size(shelved: _Shelved) -> int:
@@ -230,33 +254,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def available_bytes(ranks_on_host: int = 1, root: Path = Path("/")) -> int:
-    """This rank's equal share of the memory that the operating system can still give, within the limits of its control groups.
-    `root`: where the system's files are."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = root / "proc/meminfo"
-    if meminfo.exists():
-        found = _numbers_in(meminfo)["MemAvailable:"] * 1024
-    for group in _control_groups(root):
-        limit, used = group / "memory.max", group / "memory.current"
-        if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
-            given_back = _numbers_in(group / "memory.stat").get("inactive_file", 0)  # page cache: what was read from files
-            found = min(found, int(most) - int(used.read_text()) + given_back)
-    return max(0, found) // ranks_on_host
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """This process's group, and all around it: the limit of each holds."""
-    top, own = root / "sys/fs/cgroup", root / "proc/self/cgroup"
-    yield top
-    lines = own.read_text().splitlines() if own.exists() else []
-    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    for part in Path(path).parts:
-        top /= part
-        yield top
-
-
-def _numbers_in(file: Path) -> dict[str, int]:
-    """The second word of each line, by its first one."""
-    lines = (line.split() for line in file.read_text().splitlines()) if file.exists() else ()
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+def bytes_ahead(policy_bytes: int, smallest_tensor_bytes: int) -> int:
+    """What the blocks for so many bytes need at most, in tensors of at least that size: each may leave a part of its last one."""
+    tensors = policy_bytes // max(smallest_tensor_bytes, MANY * ALIGNMENT) + 2
+    return _aligned(policy_bytes) + tensors * ALIGNMENT

@@ -16,6 +16,7 @@ hold: when the graph goes they go, and their host blocks with them (rule R8).
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -31,7 +32,8 @@ from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload.copier import Copy, Owner, copiers_for, failed
 from megatron_lynx.runtime.offload.half_by_half import HalfByHalf
-from megatron_lynx.runtime.offload.host_memory import HostLimit, HostPool, too_little
+from megatron_lynx.runtime.offload.host_limit import HostLimit, too_little
+from megatron_lynx.runtime.offload.host_memory import HostPool, Slab, bytes_ahead
 from megatron_lynx.runtime.offload.parcel import Parcel, fetch, send
 from megatron_lynx.runtime.offload.shipment import OffloadPolicy, Shipment
 from megatron_lynx.runtime.saved import storage_of, tensors_in
@@ -46,10 +48,17 @@ class _Departure(NamedTuple):
     """Which parcels, and how much of each."""
 
 
+class Locked(NamedTuple):
+    """Host memory that was page-locked before the first step, and how long that took."""
+
+    bytes: int
+    seconds: float
+
+
 class Offloader:
     """The shipments of one stage. `policies` by chunk: a chunk without one keeps all on the device.
 
-    Raises `OffloadError` with both numbers where the host has less than `limit_bytes` for them.
+    Raises `OffloadError` with both numbers where the host has less than `limit` for them.
     """
 
     def __init__(
@@ -57,20 +66,23 @@ class Offloader:
         policies: Mapping[int, OffloadPolicy],
         *,
         device: Device,
-        limit_bytes: int,
+        limit: HostLimit,
         where: str = "stage 0",
         lasting: Callable[[int], Iterable[Tensor]] = lambda chunk: (),
     ) -> None:
         needed_bytes = sum(policy.bytes * (policy.sets + (policy.pace_bytes is not None)) for policy in policies.values())
-        if needed_bytes > limit_bytes:
-            raise too_little(where, needed_bytes, limit_bytes)
+        if needed_bytes > limit.most_bytes:
+            raise too_little(where, needed_bytes, limit)
         self.trace = Trace(device)
         self.out, self.back = copiers_for(device, self.trace)
         self._policies = dict(policies)
         self._furthest = max((policy.prefetch for policy in policies.values()), default=0)
         self._avoids_messages = any(policy.avoids_messages for policy in policies.values())
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
-        self._limit = HostLimit(limit_bytes)
+        self._limit = limit
+        self._ahead: dict[tuple[int, bool], list[Slab]] = {}
+        """What was locked before the first step, by chunk; apart for what goes half by half."""
+        self.locked = Locked(0, 0.0)
         self._pools: dict[tuple[int, int], HostPool] = {}
         """By chunk and half; 0: of micro-batches that go whole."""
         self._device = device
@@ -87,6 +99,25 @@ class Offloader:
     def chunks(self) -> Container[int]:
         """Those of which anything goes to the host."""
         return self._policies
+
+    def lock_ahead(self) -> None:
+        """Page-lock what the plan says will be needed, before the first step. What experts keep is not known before, and nothing
+        is locked where the host has no room for a little more than the plan's bytes.
+
+        Raises `OffloadError` where the host does not give it.
+        """
+        wanted = {
+            (chunk, paced): (sets, bytes_ahead(policy.bytes, policy.smallest_tensor_bytes))
+            for chunk, policy in self._policies.items()
+            for paced, sets in ((False, policy.sets), (True, int(policy.pace_bytes is not None)))
+            if sets and not policy.ragged
+        }
+        if sum(sets * size for sets, size in wanted.values()) > self._limit.most_bytes:
+            return
+        begin_s = time.perf_counter()
+        for (chunk, paced), (sets, size) in wanted.items():
+            self._ahead[chunk, paced] = [Slab(self._where[chunk], size, self._device, self._limit) for _ in range(sets)]
+        self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
     # --- what the engine reports ---------------------------------------------------------------------------------------
 
@@ -186,8 +217,8 @@ class Offloader:
     def _pool(self, chunk: int, half: int = 0) -> HostPool:
         if (chunk, half) not in self._pools:
             policy, where = self._policies[chunk], self._where[chunk]
-            sets = 1 if half else policy.sets
-            self._pools[chunk, half] = HostPool(where, self._device, self._limit, sets, ragged=policy.ragged)
+            sets, ahead = 1 if half else policy.sets, self._ahead.get((chunk, half > 0))
+            self._pools[chunk, half] = HostPool(where, self._device, self._limit, sets, ragged=policy.ragged, ahead=ahead)
         return self._pools[chunk, half]
 
     def settle(self) -> None:
@@ -245,8 +276,8 @@ class Offloader:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held for this stage."""
-        return sum(pool.bytes for pool in self._pools.values())
+        """Host memory that is held for this stage, or set aside."""
+        return self._limit.held_bytes
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes that went out, and back, since this was last asked."""
@@ -269,3 +300,5 @@ class Offloader:
         self.back.close()
         for pool in self._pools.values():
             pool.clear()
+        for slabs in self._ahead.values():
+            slabs.clear()  # pools have the same lists

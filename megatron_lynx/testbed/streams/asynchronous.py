@@ -51,6 +51,13 @@ class AsynchronousEvent(Event):
         self.reached.synchronize()
         self._device.listener.host_waits(self.point)
 
+    def within(self, seconds: float) -> bool:
+        self._device.hurry()
+        if not self.reached.within(seconds):
+            return False
+        self._device.listener.host_waits(self.point)
+        return True
+
     def seconds_since(self, begin: Event) -> float:
         assert isinstance(begin, AsynchronousEvent)
         return self.reached.seconds_since(begin.reached)
@@ -158,6 +165,9 @@ class AsynchronousDevice(Device):
         for stream in self._streams:
             stream.synchronize()
         self.listener.host_waits_for_all()
+
+    def hold(self, held: object, until: Event) -> None:
+        """Nothing to do: the moves hold what they move."""
 
     def random_states(self) -> tuple[Tensor, ...]:
         return self._cpu.random_states()
