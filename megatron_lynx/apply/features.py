@@ -62,11 +62,16 @@ ONE = {
 }
 """Config fields that must be 1 where a release has them, and what to drop."""
 
+ONE_WITH_EXPERTS = {
+    "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards: weights are gathered by their own collectives",
+}
+"""Config fields that must also be 1 with experts, and what to drop."""
+
 
 def refused_features(config: Any, *, te: bool) -> Iterator[Problem]:
     """Every setting that a plan cannot work with. `te`: the layers are Transformer Engine's."""
     yield from _set(config, OFF, "off under a plan")
-    for name, drop in ONE.items():
+    for name, drop in {**ONE, **(ONE_WITH_EXPERTS if config.num_moe_experts else {})}.items():
         value = getattr(config, name, 1)
         if value != 1:
             yield Problem(f"config.{name}", str(value), "1 under a plan", f"drop {drop}")

@@ -1,7 +1,8 @@
 """Finds what on this machine, or in a launch, keeps replays from overlapping with communication, and says what to set.
 
-software   versions, fingerprints          machine   GPUs, NUMA, host memory
-environment   CUDA's queues, allocator     launch    flags that take windows away (where a launch was given)
+software   versions, fingerprints                             machine   GPUs, NUMA, host memory
+hardware_queues   how many, and how many Megatron wants    launch    flags that take windows away (where a launch was given)
+environment   variables: who waits, the allocator
 host_time   whether Python stays ahead of the GPU, measured here by whoever calls
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.doctor.environment import Software, environment
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.hardware_queues import hardware_queues
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import gpus, machine
@@ -40,10 +42,10 @@ def findings(
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
     yield from machine(reading.command.launcher if reading else ())
-    tensor = (reading.given["tensor_model_parallel_size"] or 1) if reading else None
+    yield from hardware_queues(variables, reading.given if reading else None, gpus())
     installed = Software(version_of("torch") or "", version_of("megatron-core", "megatron_core") or "")
     nccl_ub = reading is not None and bool(reading.given["nccl_ub"])
-    yield from environment(variables, tensor=tensor, gpus=gpus(), installed=installed, nccl_ub=nccl_ub)
+    yield from environment(variables, gpus(), installed=installed, nccl_ub=nccl_ub)
     if reading is not None:
         yield from launch(reading, variables)
     if measured is not None:

@@ -1,14 +1,12 @@
-"""Environment variables that decide how kernels, collectives and allocations queue up, and so whether replays overlap."""
+"""Environment variables that make the host or the device wait, and how the allocator hands out memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.torch_release import ALLOCATOR, AVOIDS_RECORDING, GROWING, nccl_ub_stands_alone, records_operands
-
-BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 
 
 @dataclass(frozen=True)
@@ -20,15 +18,9 @@ class Software:
 
 
 def environment(
-    variables: Mapping[str, str],
-    *,
-    tensor: int | None,
-    gpus: list[str],
-    installed: Software = Software(),
-    nccl_ub: bool = False,
+    variables: Mapping[str, str], gpus: Sequence[str] = (), *, installed: Software = Software(), nccl_ub: bool = False
 ) -> Iterator[Finding]:
-    """`tensor`: the launch's tensor-parallel size, if a launch was given. `nccl_ub`: whether it has --use-nccl-ub."""
-    yield _connections(variables.get("CUDA_DEVICE_MAX_CONNECTIONS"), tensor, gpus)
+    """`gpus`: names of those that are here. `nccl_ub`: whether a launch was given that has --use-nccl-ub."""
     yield _allocator(variables, alone=nccl_ub and nccl_ub_stands_alone(installed.torch, installed.megatron_core))
     if installed.torch and records_operands(installed.torch, variables):
         yield _recorded(variables, installed.torch, gpus)
@@ -39,37 +31,9 @@ def environment(
         if variables.get(name, "0") not in ("", "0"):
             costs = "the host waits in every collective: a window ends before it begins"
             yield Finding(name, "defeats", "set", costs, "unset it")
-    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        yield from _timed_collectives(variables)
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         costs = "every collective is checked by another one first"
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")
-
-
-def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """An event that takes the time stands at the head of the one hardware queue until what is before it in its stream is over,
-    and holds up every stream (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
-    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
-        if variables.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
-            costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
-            yield Finding(name, "defeats", "set, with CUDA_DEVICE_MAX_CONNECTIONS=1", costs, "unset it")
-
-
-def _connections(value: str | None, tensor: int | None, gpus: list[str]) -> Finding:
-    """One hardware queue keeps collectives in front of the GEMMs they hide behind, and replays behind collectives."""
-    topic, blackwell = "CUDA_DEVICE_MAX_CONNECTIONS", any(chip in name for name in gpus for chip in BLACKWELL)
-    needs_one = not blackwell and (tensor is None or tensor > 1)
-    if value == "1" and not needs_one:
-        why = "on Blackwell" if blackwell else "without tensor parallelism"
-        costs = "all streams share one queue: replays may wait behind collectives; Megatron does not need it here"
-        return Finding(topic, "slows", f"1, {why}", costs, "unset it, or set 32")
-    if value == "1":
-        costs = "one queue for all streams: the gain of overlap differs by up to 2x with the order of launches"
-        return Finding(topic, "note", "1, as Megatron wants it before Blackwell", costs, "measure: megatron-lynx compare")
-    if needs_one and tensor is not None:
-        costs = "Megatron stops (sequence or context parallelism), or its own overlap of collectives and GEMMs is lost"
-        return Finding(topic, "slows", value or "not set", costs, "set 1 on GPUs before Blackwell")
-    return Finding(topic, "good", value or "not set")
 
 
 def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
@@ -88,7 +52,7 @@ def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:
     return Finding(name, "note", setting or "not set", costs, f"set {GROWING}")
 
 
-def _recorded(variables: Mapping[str, str], torch: str, gpus: list[str]) -> Finding:
+def _recorded(variables: Mapping[str, str], torch: str, gpus: Sequence[str]) -> Finding:
     """Windows are asynchronous collectives, whose operands torch below 2.8 keeps until the host sees them over."""
     found = f"{variables.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.partition('+')[0]}"
     costs = "plans with windows are refused on GPUs: their collectives would hold memory that a plan does not count"

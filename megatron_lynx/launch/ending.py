@@ -1,5 +1,7 @@
-"""How a run ended, where it ended badly: which rank, how far it was, and why, in one line.
+"""How a run ended: whether as it should have, and where it ended badly which rank, how far it was, and why, in one line.
 
+    the training loop returns    it ended as it should have: what is told at the end is told
+      or exits by 0              likewise: Megatron's does, between steps, when its time is over or a signal came
     the script raises            its line, then Python's own traceback; exit status 1
     the script exits, not by 0   its line: `sys.exit` says nothing
     all ranks end together       nothing: why was said already (`agreement`)
@@ -40,6 +42,18 @@ def named_ending(how_far: Callable[[], str]) -> Iterator[None]:
         first = str(error).partition("\n")[0]
         _say(how_far, f"{type(error).__name__}: {first}" if first else type(error).__name__)
         raise
+
+
+@contextmanager
+def concluded(conclude: Callable[[], None], between_steps: Callable[[], bool]) -> Iterator[None]:
+    """Runs `conclude` where the training loop inside ended as it should have, on all ranks alike."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code in (None, 0) and between_steps():
+            conclude()
+        raise
+    conclude()
 
 
 def _say(how_far: Callable[[], str], cause: str) -> None:

@@ -3,9 +3,9 @@
 megatron.training                        Launch
 -----------------------------------------------------------------------------------------
 all ranks can talk, arguments are read   prepare(args): plan read, everything checked, agreed
-the training loop begins                 begin(model): install
+the training loop begins                 training(model, optimizer): install
   a step begins / ends                   step(): the one that is traced, the ones that are checked; what it did, into logs
-the training loop ends, however          end()
+the training loop ends as it should      the last table, what is left for logs; then, however it ends, the plan is removed
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_lynx.errors import ConfigError, LynxError, Problem
 from megatron_lynx.launch.agreement import agree, on_rank_0
 from megatron_lynx.launch.check.check import Check
 from megatron_lynx.launch.check.frames import FrameCheck
+from megatron_lynx.launch.ending import concluded
 from megatron_lynx.launch.fit import arguments_against
 from megatron_lynx.launch.flags import Flags
 from megatron_lynx.launch.metrics import Metrics, writers
@@ -52,6 +53,7 @@ class Launch:
         self._peak: DevicePeak | None = None
         self._reporter: Reporter | None = None
         self._steps = 0
+        self._in_step = False
         self.memory = MemoryWatch(lambda: self.how_far)
         self.how_far = "before its training loop began"
         """Where this run is, in words."""
@@ -119,19 +121,27 @@ class Launch:
             self._check = self._new_check()
             self._metrics = Metrics(self._args, *writers())
             self._reporter = self._new_reporter(model)
-            yield
-            self._say_checked()
-            self._reporter.ends()
-            self._metrics.close()
-            self._say_done(self._metrics.total)
+            with self._metrics.written_before_wandb_ends(), concluded(self._conclude, lambda: not self._in_step):
+                yield
+
+    def _conclude(self) -> None:
+        """The training loop has ended as it should have, on all ranks."""
+        assert self._reporter is not None
+        assert self._metrics is not None
+        self._say_checked()
+        self._reporter.ends()
+        self._metrics.close()
+        self._say_done(self._metrics.total)
 
     @contextmanager
     def step(self, arguments: dict[str, Any]) -> Iterator[None]:
         """One step of training. `arguments` of Megatron's `train_step`, by name: a checked step is given another schedule."""
         self._steps += 1
         self.how_far = f"in step {self._steps} of this run"
+        self._in_step = True
         with self.memory.step():
             yield from self._step(arguments)
+        self._in_step = False
         self.how_far = f"between steps, behind step {self._steps} of this run"
 
     def _step(self, arguments: dict[str, Any]) -> Iterator[None]:

@@ -174,6 +174,16 @@ REFUSED = {
 }
 """Flags that are refused where they differ from Megatron's default, and why."""
 
+_LARGEST_SCORE = "the attention's largest score is read after each call"
+
+NOT_UNDER_PLANS = {
+    "inference_fuse_tp_communication": "its collectives are no windows",
+    "symmetric_ar_type": "its reduction is no window",
+    "qk_clip": _LARGEST_SCORE,
+    "log_max_attention_logit": _LARGEST_SCORE,
+}
+"""Flags that matter neither to activations nor to their seconds, but beside which no plan can be installed, and why."""
+
 ALLOWED = {"optimizer": ("adam",), "cuda_graph_impl": ("none",), "mlp_chunks_for_training": (1,)}
 """Values of refused flags that are as good as none."""
 

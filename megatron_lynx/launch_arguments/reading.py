@@ -22,6 +22,7 @@ from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.flag_kinds import (
     ALLOWED,
     EXPERTS_OWN,
+    NOT_UNDER_PLANS,
     PRICED_AS,
     SOME_USERBUFFERS,
     USERBUFFERS_OWN,
@@ -86,7 +87,7 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts = [fact for fact in facts if fact.value is not None]
     effective = [value for value in given.values.values() if value.value != given.table.default(value.flag.sets, given.release)]
     kinds = [(value, _judged(given, value)) for value in effective]
-    problems += _refused(kinds)
+    problems += [*_refused(kinds), *(_not_under_plans(effective) if planning else ())]
     if any(fact.place == "schedule" and fact.value == "double_buffered" for fact in facts):
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
@@ -126,6 +127,14 @@ def _refused(kinds: Sequence[tuple[Value, FlagKind | None]]) -> Iterator[Problem
         elif kind.name == "refused" and value.value and value.value not in ALLOWED.get(value.flag.sets, ()):
             found = "given" if value.value is True else str(value.value)
             yield Problem(value.said, found, f"a launch without it: {kind.why}")
+
+
+def _not_under_plans(values: Sequence[Value]) -> Iterator[Problem]:
+    """What can be estimated, and cannot be trained under a plan."""
+    for value in values:
+        if value.value and (why := NOT_UNDER_PLANS.get(value.flag.sets)) is not None:
+            found = "given" if value.value is True else str(value.value)
+            yield Problem(value.said, found, f"a launch without it under a plan: {why}")
 
 
 def _without_matter(given: Given) -> dict[str, tuple[str, ...]]:

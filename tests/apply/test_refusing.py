@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_lynx.anatomy import DENSE
 from megatron_lynx.anatomy import EXPERTS as MIXTURE
-from megatron_lynx.apply.features import OFF
+from megatron_lynx.apply.features import OFF, refused_features
 from megatron_lynx.errors import HookRefused, OffloadError, PlanMismatch
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
@@ -308,6 +309,15 @@ def test_weight_gradients_of_experts_that_cannot_be_deferred(pool_of):
         assert "config.moe_shared_expert_overlap" in refusal.places
         assert "needed off where a plan replays, offloads or defers inside experts" in str(refusal.error)
         assert "what one micro-batch of experts_fc" in str(refusal.error)
+
+
+def test_experts_whose_weights_are_gathered_by_collectives_of_their_own():
+    """Those of other layers were refused, and theirs were not."""
+    config = SimpleNamespace(num_moe_experts=8, fp8=None, expert_gtp_weight_remat_size=2)
+    [problem] = refused_features(config, te=True)
+    assert (problem.where, problem.found) == ("config.expert_gtp_weight_remat_size", "2")
+    config.expert_gtp_weight_remat_size = 1
+    assert list(refused_features(config, te=True)) == []
 
 
 def test_every_way_in_which_stock_offloads_activations_is_known():

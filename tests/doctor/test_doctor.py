@@ -11,6 +11,7 @@ import pytest
 from megatron_lynx.config.host_time import HostTime
 from megatron_lynx.doctor.environment import Software, environment
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.doctor.hardware_queues import hardware_queues
 from megatron_lynx.doctor.host_time import Asked, Unmeasured, host_time
 from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import machine
@@ -46,24 +47,52 @@ def test_a_function_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forward_step" in found.found
 
 
+TENSOR, CONTEXT = "--tensor-model-parallel-size 8", "--context-parallel-size 2"
+H800, B200 = ["NVIDIA H800"], ["NVIDIA B200"]
+
+
 @pytest.mark.parametrize(
-    ("value", "tensor", "gpu", "level"),
+    ("value", "flags", "gpus", "level"),
     [
-        ("1", 8, "NVIDIA H800", "note"),
-        (None, 8, "NVIDIA H800", "slows"),
-        ("1", 1, "NVIDIA H800", "slows"),
-        (None, 1, "NVIDIA H800", "good"),
-        ("1", 8, "NVIDIA B200", "slows"),
-        ("32", 8, "NVIDIA GB200", "good"),
+        ("1", TENSOR, H800, "note"),
+        (None, TENSOR, H800, "defeats"),
+        ("8", TENSOR, [], "slows"),
+        ("1", "", H800, "slows"),
+        (None, "", H800, "good"),
+        ("1", TENSOR, B200, "slows"),
+        ("32", TENSOR, ["NVIDIA GB200"], "good"),
+        ("1", f"{TENSOR} --use-megatron-fsdp", H800, "defeats"),
+        ("1", "--use-torch-fsdp2", B200, "defeats"),
+        (None, f"{TENSOR} --use-megatron-fsdp", H800, "good"),
+        ("32", f"{TENSOR} --overlap-moe-expert-parallel-comm", H800, "good"),
+        ("1", f"{TENSOR} --overlap-moe-expert-parallel-comm", H800, "note"),
     ],
 )
-def test_hardware_queues(value: str | None, tensor: int, gpu: str, level: str) -> None:
+def test_hardware_queues(value: str | None, flags: str, gpus: list[str], level: str) -> None:
+    assert queues_of(value, flags, gpus).level == level
+
+
+def test_one_queue_is_not_called_needless_where_megatron_stops_without_it() -> None:
+    """With context parallelism alone it asserts that there is one; the advice was to unset it."""
+    assert queues_of("1", CONTEXT, H800).level == "note"
+    refused = queues_of(None, CONTEXT, H800)
+    assert (refused.level, refused.todo) == ("defeats", "set 1")
+
+
+def test_hardware_queues_without_a_launch() -> None:
+    found = [queues_of(value, None, gpus).level for value, gpus in (("1", H800), ("1", B200), (None, H800))]
+    assert found == ["note", "slows", "good"]
+
+
+def queues_of(value: str | None, flags: str | None, gpus: list[str]) -> Finding:
     variables = {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value}
-    assert levels(list(environment(variables, tensor=tensor, gpus=[gpu])))["CUDA_DEVICE_MAX_CONNECTIONS"] == level
+    given = None if flags is None else read_launch(shlex.split(f"--num-layers 8 {flags}")).given
+    [found] = hardware_queues(variables, given, gpus)
+    return found
 
 
 def test_variables_that_make_the_host_wait() -> None:
-    found = levels(list(environment({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}, tensor=2, gpus=[])))
+    found = levels(list(environment({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"})))
     assert found["CUDA_LAUNCH_BLOCKING"] == found["TORCH_NCCL_BLOCKING_WAIT"] == "defeats"
     assert environment_of("expandable_segments:True") == "good"
     assert environment_of("max_split_size_mb:512") == "note"
@@ -72,20 +101,20 @@ def test_variables_that_make_the_host_wait() -> None:
 @pytest.mark.parametrize("connections", ["1", "8"])
 def test_times_behind_collectives_hold_up_one_queue(connections: str) -> None:
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_DESYNC_DEBUG": "0"}
-    found = levels(list(environment(variables, tensor=2, gpus=[])))
+    found = levels(list(hardware_queues(variables, None, [])))
     assert found.get("TORCH_NCCL_ENABLE_TIMING") == ("defeats" if connections == "1" else None)
     assert "TORCH_NCCL_DESYNC_DEBUG" not in found
 
 
 def environment_of(allocator: str) -> str:
-    return levels(list(environment({"PYTORCH_CUDA_ALLOC_CONF": allocator}, tensor=2, gpus=[])))["PYTORCH_CUDA_ALLOC_CONF"]
+    return levels(list(environment({"PYTORCH_CUDA_ALLOC_CONF": allocator})))["PYTORCH_CUDA_ALLOC_CONF"]
 
 
 def test_a_torch_whose_windows_hold_their_operands() -> None:
-    found = partial(environment, {}, tensor=2, gpus=["NVIDIA H100"])
+    found = partial(environment, {}, gpus=["NVIDIA H100"])
     level = {torch: levels(list(found(installed=Software(torch)))).get(RECORDING) for torch in ("2.7.1+cu126", "2.8.0", "2.14.0")}
     assert level == {"2.7.1+cu126": "defeats", "2.8.0": None, "2.14.0": None}
-    assert RECORDING not in levels(list(environment({RECORDING: "1"}, tensor=2, gpus=[], installed=Software("2.6.0"))))
+    assert RECORDING not in levels(list(environment({RECORDING: "1"}, gpus=[], installed=Software("2.6.0"))))
 
 
 RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
@@ -104,7 +133,7 @@ RECORDING = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 def test_growing_segments_were_advised_beside_nccl_ub(torch: str, megatron: str, setting: str, level: str, todo: str) -> None:
     """Megatron raises for the two together, before torch 2.11."""
     variables = {"PYTORCH_CUDA_ALLOC_CONF": setting} if setting else {}
-    found = environment(variables, tensor=2, gpus=[], installed=Software(torch, megatron), nccl_ub=True)
+    found = environment(variables, gpus=[], installed=Software(torch, megatron), nccl_ub=True)
     (finding,) = (finding for finding in found if finding.topic == "PYTORCH_CUDA_ALLOC_CONF")
     assert finding.level == level
     assert finding.todo.startswith(todo)

@@ -4,6 +4,7 @@ replay   replays of layer 3 feed its core attention other numbers than its forwa
 oom      stock without recomputation runs out of memory, on rank RANK_OF_FAULT
 room     the device of rank RANK_OF_FAULT has no room that is not in use
 stock    stock differs from itself from one run to the next
+signal   rank RANK_OF_FAULT is asked to stop, by SIGTERM, during its first step
 raise    behind the last evaluation, rank RANK_OF_FAULT fails
 abort    there it aborts, as a library's thread would
 none     nothing; weight gradients are added up where they lie, as on GPUs, by a stand-in for the extension that does it
@@ -13,6 +14,7 @@ SCRIPT: another than `pretrain_tiny.py`.
 
 import os
 import runpy
+import signal
 import sys
 from functools import wraps
 from pathlib import Path
@@ -79,6 +81,19 @@ def differ_from_run_to_run():
     TransformerLayer.forward = restless
 
 
+def be_asked_to_stop():
+    forward = TransformerLayer.forward
+
+    @wraps(forward)
+    def signalled(self, *args, **kwargs):
+        TransformerLayer.forward = forward
+        if os.environ["RANK"] == os.environ["RANK_OF_FAULT"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *args, **kwargs)
+
+    TransformerLayer.forward = signalled
+
+
 def end_badly():
     if os.environ["RANK"] != os.environ["RANK_OF_FAULT"]:
         return
@@ -95,6 +110,7 @@ if __name__ == "__main__":
         "oom": run_out_of_memory,
         "room": have_no_room,
         "stock": differ_from_run_to_run,
+        "signal": be_asked_to_stop,
         "none": stand_in_for_fused_gradient,
     }
     if os.environ["FAULT"] not in AT_THE_END:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, sections_of
+from megatron_lynx.measure.run_outcome import FILE_NAME, load_outcome
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.deferring import deferring
 
@@ -54,6 +55,7 @@ def script() -> Path:
     return checkout / "pretrain_gpt.py"
 
 
+DOUBLE_BUFFERED = ["--rerun-mode", "disabled", "--lynx-schedule", "double-buffered"]
 FOUR = "tensor 2 x pipeline 2, sequence parallel"
 INTERLEAVED = f"{FOUR}, two chunks on each stage"
 TE_RELEASES = {"16": "2.9", "17": "2.14", "18": "2.20", "19": "2.17"}
@@ -200,6 +202,28 @@ def test_frames_are_checked(script, tmp_path):
     assert broken.status == 1
     assert broken.ours[-1].startswith("  - step 1, layer 3, attention half, core_attention, micro-batch 0 ("), broken.text
     assert broken.iterations == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [(["--exit-interval", "3"], 3), (["--exit-signal-handler"], 1), ([*DOUBLE_BUFFERED, "--exit-interval", "3"], 3)],
+    ids=["interval", "signal", "interval, without flushes"],
+)
+def test_a_run_that_megatron_stops_says_how_it_came_out(script, tmp_path, flags, steps):
+    """Its loop exits by itself, with status 0. No group over gloo is made beside Megatron's, which were forbidden."""
+    schedule = "double_buffered" if "--lynx-schedule" in flags else "flush"
+    plan = saved(plan_of("pipeline 4", schedule=schedule), tmp_path / "plan.yaml")
+    flags = [*MODEL, "--mock-data", *flags_of("pipeline 4"), *flags, "--lynx-plan", plan, "--lynx-outcome", tmp_path / FILE_NAME]
+    flags += ["--disable-gloo-process-groups", "--tensorboard-dir", tmp_path / "logs"]
+    faulty = Path(__file__).with_name("pretrain_faulty.py")
+    env = {"FAULT": "signal" if "--exit-signal-handler" in flags else "none", "RANK_OF_FAULT": "1", "SCRIPT": str(script)}
+    stopped = launch(faulty, flags, ranks=4, path=[script.parent], env=env)
+    assert stopped.status == 0, stopped.text
+    assert sum(line.startswith("megatron-lynx: --disable-gloo-process-groups: lynx/ figures") for line in stopped.ours) == 1
+    assert f"megatron-lynx: how this run of {steps} steps came out" in stopped.text
+    assert stopped.ours[-1].startswith("megatron-lynx: rank 0 replayed ")
+    found = load_outcome(tmp_path / FILE_NAME)
+    assert (found.finished, found.reports[-1].when, found.reports[-1].step) == (True, "end", steps)
 
 
 def test_patched_and_without_the_launcher(script, tmp_path):

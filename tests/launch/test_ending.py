@@ -16,7 +16,7 @@ import pytest
 
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch.agreement import Ended
-from megatron_lynx.launch.ending import named_ending
+from megatron_lynx.launch.ending import concluded, named_ending
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -77,11 +77,38 @@ def test_what_is_said(error, says, monkeypatch):
     assert said(error) == says
 
 
+@pytest.mark.parametrize(
+    ("error", "in_step", "ended_well"),
+    [
+        (None, False, True),
+        (SystemExit(0), False, True),
+        (SystemExit(), False, True),
+        (SystemExit(0), True, False),
+        (SystemExit(16), False, False),
+        (SystemExit("no data"), False, False),
+        (Ended(2), False, False),
+        (ValueError(), False, False),
+    ],
+    ids=["returns", "exit 0", "exit", "exit 0 in a step", "exit 16", "exit with words", "agreed", "error"],
+)
+def test_a_loop_that_exits_by_0_has_ended_as_it_should(error, in_step, ended_well):
+    """Megatron calls sys.exit(0) inside its loop when its time is over: the last table was lost, and `finished` stayed false."""
+    concluding, left = [], None
+    try:
+        with concluded(lambda: concluding.append("once"), lambda: not in_step):
+            if error is not None:
+                raise error
+    except BaseException as raised:  # noqa: BLE001 (whatever it is)
+        left = raised
+    assert left is error
+    assert concluding == ["once"] * ended_well
+
+
 def test_an_abort_while_the_interpreter_ends_shows_itself():
     """A thread of a library may abort when all Python code has run."""
     script = """
 import atexit, os
-from megatron_lynx.launch.ending import named_ending
+from megatron_lynx.launch.ending import concluded, named_ending
 with named_ending(lambda: ""):
     atexit.register(os.abort)
 """

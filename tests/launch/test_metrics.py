@@ -9,30 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lynx.launch.metrics import Metrics
-from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.launch.metrics import GLOO, Metrics
+from megatron_lynx.launch_arguments.flag_table import flag_table
 
+from . import metrics_on_ranks
 from .launched import MODEL, flags_of, launch, offloading, plan_of, saved
 
 INTERLEAVED = "pipeline 2, two chunks on each stage"
 
 
-class Counted:
-    """An engine that counts one thing more in each step."""
-
-    def __init__(self):
-        self.steps = 0
-        self.exact = set()
-
-    def take_counts(self, *, exact=True):
-        self.steps += 1
-        self.exact.add(exact)
-        return Counts(hidden=self.steps, host_bytes=7, offloaded_bytes=100, exposed_copy_s=0.5)
-
-
 def logged(args):
     """What both writers are told in six steps, and the total."""
-    scalars, wandb, engine = [], [], Counted()
+    scalars, wandb, engine = [], [], metrics_on_ranks.Counted()
     board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
     metrics = Metrics(args, board, SimpleNamespace(log=lambda figures, step: wandb.append((step, figures))))
     for step in range(6):
@@ -57,7 +45,7 @@ def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
     scalars: list[tuple[str, float, int]] = []
     board = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
     metrics = Metrics(SimpleNamespace(tensorboard_dir="logs", tensorboard_log_interval=1, curr_iteration=0), board)
-    counts = metrics.step_ends(Counted(), lambda: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
+    counts = metrics.step_ends(metrics_on_ranks.Counted(), lambda: {"passes_s": 0.5, "device_reserved_peak_bytes": None})
     metrics.close()
     assert counts.hidden == 1
     assert ("lynx/passes_s", 0.5, 1) in scalars
@@ -67,6 +55,46 @@ def test_what_is_known_besides_is_logged_and_what_is_not_is_left_out():
 def test_without_a_log_only_the_total_is_kept():
     scalars, wandb, total = logged(SimpleNamespace(tensorboard_log_interval=1))
     assert (scalars, wandb, total.hidden) == ([], [], 21)
+
+
+def test_what_is_left_is_in_wandb_before_megatron_ends_the_run():
+    """Where its loop exits, Megatron ends W&B's run first; who logs behind that gets an error."""
+    told: list[str] = []
+    wandb = SimpleNamespace(log=lambda figures, step: told.append(f"step {step}"), finish=lambda: told.append("finished"))
+    finish = wandb.finish
+    metrics = Metrics(SimpleNamespace(wandb_project="ours", tensorboard_log_interval=1, curr_iteration=0), None, wandb)
+    with metrics.written_before_wandb_ends():
+        metrics.step_ends(metrics_on_ranks.Counted())
+        wandb.finish()
+        metrics.close()
+    assert told == ["step 1", "finished"]
+    assert wandb.finish is finish
+
+
+def test_every_release_s_name_of_the_flag_that_forbids_gloo():
+    assert {flag.sets for flag in flag_table().of_option["--disable-gloo-process-groups"]} == set(GLOO)
+
+
+ALONE = "lynx/ figures in logs are those of rank 1 alone, which writes them, not the most of all\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "gloo", "tries", "why"),
+    [
+        ({"use_gloo_process_groups": True}, "here", 1, None),
+        ({"use_gloo_process_groups": False}, "here", 0, "--disable-gloo-process-groups"),
+        ({"enable_gloo_process_groups": False}, "here", 0, "--disable-gloo-process-groups"),
+        ({}, "missing", 0, "this PyTorch has no gloo"),
+        ({}, "broken", 1, "no group over gloo (no interface)"),
+    ],
+    ids=["allowed", "forbidden since 0.17", "forbidden in 0.16", "missing", "broken"],
+)
+def test_without_gloo_no_group_of_it_is_made_and_the_rank_that_logs_tells_of_itself(pool_of, args, gloo, tries, why):
+    """From 0.17 on the flag has another name, and a group of all ranks was made although the user had forbidden it."""
+    first, last = pool_of(2).run(metrics_on_ranks.logged, args, gloo)
+    assert (first.groups, last.groups) == (tries, tries)
+    assert last.replays == (2.0 if why is None else 1.0), "of rank 0, which replays more, or its own"
+    assert (first.said, last.said) == ("" if why is None else f"megatron-lynx: {why}: {ALONE}", "")
 
 
 def test_a_launch_that_logs_to_tensorboard(tmp_path):

@@ -184,3 +184,19 @@ def test_a_launch_says_how_it_came_out(run, predicting, tmp_path):
     for row in found.reports[1].stages:
         assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=0.05)
         assert row.measured.reserved_bytes is None
+
+
+def test_a_run_that_megatron_stops_says_how_it_came_out(run, predicting, tmp_path):
+    """Its loop exits by itself, with status 0, for --exit-interval, --exit-duration-in-mins and a signal: what is told at the end
+    was lost, and the outcome called the run unfinished."""
+    plan = saved(predicting, tmp_path / "plan.yaml")
+    flags = [*MODEL, *flags_of("pipeline 2"), "--exit-interval", "3", "--lynx-plan", plan]
+    launched = run(Path(__file__).with_name("pretrain_tiny.py"), [*flags, "--lynx-outcome", tmp_path / FILE_NAME], ranks=2)
+    assert launched.status == 0, launched.text
+    assert "exiting program at iteration 3" in launched.text
+    *_, table, done = launched.ours
+    assert table.startswith("megatron-lynx: how this run of 3 steps came out")
+    assert done.startswith("megatron-lynx: rank 0 replayed ")
+    found = load_outcome(tmp_path / FILE_NAME)
+    assert found.finished
+    assert [(each.when, each.step) for each in found.reports] == [("step", 1), ("step", 2), ("end", 3)]
