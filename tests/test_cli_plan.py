@@ -10,6 +10,7 @@ import pytest
 from megatron_lynx.cli.inputs import words_asked
 from megatron_lynx.config import load_job
 from megatron_lynx.plan import load_plan
+from megatron_lynx.planner.summary import job_environment
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import save_profile
 from tests.test_cli import lynx
@@ -87,3 +88,12 @@ def test_the_share_of_an_estimate_can_be_asked_for() -> None:
     wrong = lynx("estimate", "jobs/llama-65b", "--offload-ratio", "1.5")
     assert wrong.exit_code == 2
     assert "offload_ratio" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("job", "environment"),
+    [("gpt-175b-h800-80g", {"NVTE_FWD_LAYERNORM_SM_MARGIN": "16"}), ("llama3-70b-h800-80g", {})],
+)
+def test_a_plan_names_the_margin_that_its_norms_need(job: str, environment: dict[str, str]) -> None:
+    """Rows of 12288 and of 8192."""
+    assert job_environment(load_job(f"jobs/{job}"), load_plan(f"configs/plans/{job}.yaml")) == environment

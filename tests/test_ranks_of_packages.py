@@ -19,6 +19,7 @@ FOUNDATION = {
     "errors",
     "fp8_recipes",
     "latent_sizes",
+    "norm_kernels",
     "units",
     "nest",
     "pace",

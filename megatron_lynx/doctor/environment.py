@@ -17,7 +17,7 @@ def environment(variables: Mapping[str, str], *, tensor: int | None, gpus: list[
         costs = "every kernel is waited for: nothing overlaps"
         yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", costs, "unset it")
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        if variables.get(name, "0") not in ("", "0"):
+        if switched_on(variables, name):
             costs = "the host waits in every collective: a window ends before it begins"
             yield Finding(name, "defeats", "set", costs, "unset it")
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -27,11 +27,16 @@ def environment(variables: Mapping[str, str], *, tensor: int | None, gpus: list[
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")
 
 
+def switched_on(variables: Mapping[str, str], name: str) -> bool:
+    """Whether torch takes a variable for yes."""
+    return variables.get(name, "0").lower() not in ("", "0", "false", "f", "n", "no")
+
+
 def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
     """An event that takes the time stands at the head of the one hardware queue until what is before it in its stream is over,
     and holds up every stream (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
     for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
-        if variables.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
+        if switched_on(variables, name):
             costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
             yield Finding(name, "defeats", "set, with CUDA_DEVICE_MAX_CONNECTIONS=1", costs, "unset it")
 

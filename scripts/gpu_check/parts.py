@@ -108,6 +108,8 @@ class _Parts(Maker):
         yield self.ranks_meet(4)
         both: dict[str, Any] = {"tensor": 2, "pipeline": 2, **STAGES}
         yield self.part_of("TP2 x PP2", "windows of both kinds" + LOGGED, self.job("gpt", **both), synchronised=True)
+        chunks, shows = self.job("gpt", **both, layers_per_chunk=1), "interleaved, gradients in other groups than Megatron's"
+        yield self.part_of("TP2 x PP2, two chunks", shows + LOGGED, chunks, synchronised=True)
         sharded = self.job("llama", **both, sequence_parallel=True)
         yield self.part_of("TP2 x PP2, sequence parallel, offloading", "gathered once, and copied", sharded, offloads=True)
         sharded = self.te_job(**both, sequence_parallel=True)
@@ -128,4 +130,7 @@ class _Parts(Maker):
         yield self.part_of("TP8, sequence parallel", "one node", sharded)
         deep = self.job("llama", tensor=2, pipeline=4, sequence_parallel=True, microbatches=8)
         yield self.part_of("TP2 x PP4, sequence parallel", "one node" + LOGGED, deep, synchronised=True)
+        chunks = self.job("llama", tensor=2, pipeline=4, sequence_parallel=True, microbatches=8, layers=8, layers_per_chunk=1)
+        shows = "interleaved, gradients in the group of all ranks"
+        yield self.part_of("TP2 x PP4, sequence parallel, two chunks", shows + LOGGED, chunks, synchronised=True)
         yield from self.without_flushes(8)

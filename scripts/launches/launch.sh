@@ -122,8 +122,8 @@ launch() {
     command+=("${MODEL[@]}" "${LAYOUT[@]}" "${ENGINE[@]}" "${TRAINING[@]}" "${DATA[@]}" "${RECOMPUTATION[@]}" "$@")
     if [[ -n $print ]]; then
         local variable
-        for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF; do
-            printf '%s=%s\n' "$variable" "${!variable}"
+        for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF NVTE_FWD_LAYERNORM_SM_MARGIN; do
+            [[ -z ${!variable:-} ]] || printf '%s=%s\n' "$variable" "${!variable}"
         done
         printf '%s\n' "${command[@]}"
     else

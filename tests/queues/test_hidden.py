@@ -27,6 +27,9 @@ LAYOUTS = [
     pytest.param({"pipeline": 3, "layers": 3, "microbatches": 4}, {}, id="1F1B"),
     pytest.param({"pipeline": 3, "layers": 6, "layers_per_chunk": 1, "microbatches": 3}, {}, id="interleaved"),
     pytest.param({"pipeline": 2, "layers": 4, "layers_per_chunk": 1, "microbatches": 4}, {}, id="interleaved, two stages"),
+    pytest.param(
+        {"pipeline": 2, "tensor": 2, "layers": 4, "layers_per_chunk": 1, "microbatches": 4}, {}, id="interleaved, two stages, t=2"
+    ),
     pytest.param({"pipeline": 3, "layers": 3, "microbatches": 3}, {"defers": True}, id="no flushes"),
 ]
 

@@ -69,6 +69,7 @@ CASES = [
     *(case(f"interleaved, {name}", layout, LOGGED) for name, layout in INTERLEAVED.items()),
     case("interleaved, p=2, in one call", INTERLEAVED["p=2"], Setting(timers=1, model=ONE_CALL)),
     *(case(f"interleaved, {name}, a plan", layout, planned) for name, layout in INTERLEAVED.items()),
+    case("interleaved, p=2, t=2, a plan", {**INTERLEAVED["p=2"], "tensor": 2, "sequence_parallel": True}, planned),
     case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
     case("t=2, half by half", {"tensor": 2}, half_by_half),
