@@ -153,14 +153,16 @@ def test_a_part_that_is_refused_what_it_wants_beside_it_is_skipped_and_the_run_g
     chosen = [
         Part("refused", "", 2, gpu_faults.where_it_is, beside=refusing, one_gpu=True),
         Part("served", "", 2, gpu_faults.where_it_is, beside=serving, one_gpu=True),
+        Part("as ever", "", 2, gpu_faults.where_it_is, one_gpu=True),
     ]
     status, results, page = run(tmp_path, "--gpus", "1", of=lambda machine: chosen)
     assert status == 0, page
-    refused, served = results["parts"]
+    refused, served, as_ever = results["parts"]
     assert (refused["status"], refused["reason"]) == ("skipped", "MPS: not here")
     assert served["status"] == "passed"
     places = [(found["LOCAL_RANK"], found["NCCL_HOSTID"], found["CUDA_MPS_PIPE_DIRECTORY"]) for found in served["figures"]]
     assert places == [("0", "rank-0", "/its/own"), ("0", "rank-1", "/its/own")]
+    assert [found["CUDA_MPS_PIPE_DIRECTORY"] for found in as_ever["figures"]] == [None, None]
 
 
 def test_ranks_with_a_gpu_each_are_left_to_nccl(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_lynx.doctor.environment import switched_on
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
-from megatron_lynx.norm_kernels import BACKWARD_MARGIN, CUDNN, FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
+from megatron_lynx.norm_kernels import BACKWARD_MARGIN, CUDNN, FORWARD_MARGIN, USUAL_MARGIN, Norm, starts_as_one
 from megatron_lynx.plan import Plan
 from megatron_lynx.plan.in_windows import Group, groups_waited_for, norms_in_windows
 
@@ -31,13 +31,10 @@ def beside_collectives(reading: Reading, variables: Mapping[str, str], plan: Pla
 
 
 def _norm_margin(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    given = reading.given
-    width, norm = given["hidden_size"] or 0, str(given["normalization"])
-    half_precision = bool(given["bf16"] or given["fp16"])
-    of_te = given["transformer_impl"] != "local" and given["fp8_recipe"] != "mxfp8" and not switched_on(variables, CUDNN)
-    if not of_te or not starts_as_one(norm.lower(), width, half_precision=half_precision):  # type: ignore[arg-type]
+    if not _norms_start_as_one(reading, variables):
         return
-    margin, rows = variables.get(FORWARD_MARGIN, "0"), f"{norm} of rows of {width}"
+    given = reading.given
+    margin, rows = variables.get(FORWARD_MARGIN, "0"), f"{given['normalization']} of rows of {given['hidden_size']}"
     if margin.isdecimal() and int(margin) > 0:
         yield Finding(FORWARD_MARGIN, "good", f"{margin}; {rows}")
         return
@@ -56,6 +53,16 @@ def _norm_margin(reading: Reading, variables: Mapping[str, str], plan: Plan | No
         "backward, beside reductions of gradients"
     )
     yield Finding(FORWARD_MARGIN, "note" if norms is None else "slows", f"{margin}; {rows}", costs, todo)
+
+
+def _norms_start_as_one(reading: Reading, variables: Mapping[str, str]) -> bool:
+    """Whether the launch's norms are Transformer Engine's own kernels, and cooperative ones."""
+    given = reading.given
+    of_cudnn = switched_on(variables, CUDNN) or (given["fp8"] and given["fp8_recipe"] == "mxfp8")
+    if given["transformer_impl"] == "local" or of_cudnn:
+        return False
+    norm: Norm = "rmsnorm" if given["normalization"] == "RMSNorm" else "layernorm"
+    return starts_as_one(norm, given["hidden_size"] or 0, half_precision=bool(given["bf16"] or given["fp16"]))
 
 
 def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:

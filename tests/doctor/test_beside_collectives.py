@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from megatron_lynx.doctor import findings
 from megatron_lynx.doctor.beside_collectives import ALL_STREAMS, beside_collectives
 from megatron_lynx.doctor.finding import Finding
+from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.norm_kernels import FORWARD_MARGIN, starts_as_one
-from megatron_lynx.plan import Plan
+from megatron_lynx.plan import Plan, save_plan
 from megatron_lynx.plan.in_windows import Group
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -118,6 +122,15 @@ def test_gradients_of_interleaved_schedules_travel_in_groups_that_no_flag_raises
     launch = "--num-layers 8 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
     found = found_in(f"{launch} --high-priority-stream-groups pp")[PRIORITY]
     assert (found.level, found.todo[: len(ALL_STREAMS) + 9]) == ("slows", f"export {ALL_STREAMS}=1")
+
+
+def test_the_doctor_looks_into_the_plan(tmp_path: Path) -> None:
+    save_plan(te_plan("input_layernorm"), tmp_path / "plan.yaml")
+    found = {finding.topic: finding for finding in findings(shlex.split(WIDE), plan_file=tmp_path / "plan.yaml")}
+    assert found[FORWARD_MARGIN].level == "slows"
+    (tmp_path / "plan.yaml").write_text("version: 1")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "plan.yaml"))):
+        list(findings(shlex.split(WIDE), plan_file=tmp_path / "plan.yaml"))
 
 
 def test_megatron_has_groups_of_these_names() -> None:
