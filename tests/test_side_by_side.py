@@ -24,7 +24,11 @@ from scripts.gpu_check.side_by_side import differing, in_words, unseen
 
 CONTROL = """#!/bin/sh
 if [ "$1" = -d ]; then
-    echo "start $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" >>"$CALLS"
+    echo "start $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all}" >>"$CALLS"
+    if [ -n "$STAYS" ]; then
+        sleep 60 &
+        echo $! >"$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid"
+    fi
     echo "something before"; echo "$SAYS"; exit "${STATUS:-0}"
 fi
 read -r asked
@@ -50,6 +54,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("SERVERS", "4711")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(mps, "PROBE", "pass")
     return tmp_path / "calls"
 
@@ -57,17 +62,35 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_mps_has_folders_of_its_own_and_quits(calls: Path) -> None:
     with mps.mps() as environment:
         pipe, log = environment["CUDA_MPS_PIPE_DIRECTORY"], environment["CUDA_MPS_LOG_DIRECTORY"]
-        assert calls.read_text().splitlines() == [f"start {pipe} {log}", "get_server_list"]
+        assert calls.read_text().splitlines() == [f"start {pipe} {log} all", "get_server_list"]
         assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "45"
         assert Path(pipe).is_dir()
-    assert calls.read_text().splitlines()[-1] == "quit -t 10"
+    assert calls.read_text().splitlines()[-1] == "quit"
     assert not Path(pipe).exists()
+
+
+def test_a_daemon_that_does_not_quit_is_ended(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAYS", "yes")
+    monkeypatch.setattr(mps, "QUIT_S", 1)
+    with mps.mps() as environment:
+        daemon = int(Path(environment["CUDA_MPS_PIPE_DIRECTORY"], f"{mps.CONTROL}.pid").read_text())
+        os.kill(daemon, 0)
+    assert calls.read_text().splitlines()[-1] == "quit"
+    assert state_of(daemon) in ("gone", "Z")
+
+
+def state_of(process: int) -> str:
+    """As Linux has it; Z: it has ended, and nobody asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
 
 
 def test_mps_quits_where_something_raises(calls: Path) -> None:
     with pytest.raises(ZeroDivisionError), mps.mps():
         _ = 1 / 0
-    assert calls.read_text().splitlines()[-1] == "quit -t 10"
+    assert calls.read_text().splitlines()[-1] == "quit"
 
 
 def test_mps_quits_where_its_run_is_killed(calls: Path) -> None:
@@ -78,9 +101,9 @@ def test_mps_quits_where_its_run_is_killed(calls: Path) -> None:
     run.wait()
     run.stdout.close()
     deadline_s = time.monotonic() + 20
-    while "quit -t 10" not in calls.read_text() and time.monotonic() < deadline_s:
+    while "quit" not in calls.read_text() and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert calls.read_text().splitlines()[-1] == "quit -t 10"
+    assert calls.read_text().splitlines()[-1] == "quit"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 software   versions, fingerprints          machine   GPUs, NUMA, host memory
 environment   CUDA's queues, allocator     launch    flags that take windows away (where a launch was given)
-beside_collectives   what shares the GPU with NCCL's kernels in windows (the same)
+beside_collectives   what shares the GPU with NCCL's kernels in windows (where a launch or a plan was given)
 host_time   whether Python stays ahead of the GPU, measured here by whoever calls
 """
 
@@ -49,6 +49,6 @@ def findings(
     yield from environment(variables, tensor=tensor, gpus=gpus())
     if reading is not None:
         yield from launch(reading, variables)
-        yield from beside_collectives(reading, variables, plan)
+    yield from beside_collectives(reading, variables, plan)
     if measured is not None:
         yield from host_time(measured, Asked(words, cluster, plan_file))

@@ -9,6 +9,7 @@ Both follow from sources of Transformer Engine and of CUDA; neither was seen on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 from megatron_lynx.doctor.environment import switched_on
 from megatron_lynx.doctor.finding import Finding
@@ -24,17 +25,18 @@ H100 = 132
 """Its multiprocessors: by them it is said what a margin costs."""
 
 
-def beside_collectives(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    """`plan`: the launch's, if one was given: then it is known what runs in windows, and in whose."""
+def beside_collectives(reading: Reading | None, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
+    """Of a launch, of a plan, or of both: with a plan it is known what runs in windows, and in whose."""
     yield from _norm_margin(reading, variables, plan)
-    yield from _stream_priority(reading, variables, plan)
+    if reading is not None:
+        yield from _stream_priority(reading, variables, plan)
 
 
-def _norm_margin(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
-    if not _norms_start_as_one(reading, variables):
+def _norm_margin(reading: Reading | None, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:
+    rows = _rows_of(reading) if reading is not None else None if plan is None else _planned_rows(plan)
+    if rows is None or switched_on(variables, CUDNN):
         return
-    given = reading.given
-    margin, rows = variables.get(FORWARD_MARGIN, "0"), f"{given['normalization']} of rows of {given['hidden_size']}"
+    margin = variables.get(FORWARD_MARGIN, "0")
     if margin.isdecimal() and int(margin) > 0:
         yield Finding(FORWARD_MARGIN, "good", f"{margin}; {rows}")
         return
@@ -42,10 +44,10 @@ def _norm_margin(reading: Reading, variables: Mapping[str, str], plan: Plan | No
     if norms == ():
         yield Finding(FORWARD_MARGIN, "good", f"{margin}; the plan recomputes no norm in a window")
         return
-    which = "a norm that a plan recomputes in a window" if norms is None else f"{' and '.join(norms)} of the plan"
+    which = "" if norms is None else f"the plan recomputes {' and '.join(norms)} in windows: "
     costs = (
-        f"{which} starts on all multiprocessors or not at all: beside a collective it waits until that is over, "
-        "and everything behind it waits too, so nothing is hidden"
+        f"{which}such a norm starts on all multiprocessors or not at all, so in a window it waits until the collective is over, "
+        "and everything behind it waits, too: nothing is hidden"
     )
     todo = (
         f"export {FORWARD_MARGIN}={USUAL_MARGIN}, as Megatron's examples do, or as many as NCCL has channels; norms then take at "
@@ -55,14 +57,23 @@ def _norm_margin(reading: Reading, variables: Mapping[str, str], plan: Plan | No
     yield Finding(FORWARD_MARGIN, "note" if norms is None else "slows", f"{margin}; {rows}", costs, todo)
 
 
-def _norms_start_as_one(reading: Reading, variables: Mapping[str, str]) -> bool:
-    """Whether the launch's norms are Transformer Engine's own kernels, and cooperative ones."""
+def _rows_of(reading: Reading) -> str | None:
+    """What norms of a launch work on, if they are Transformer Engine's own kernels and start as one."""
     given = reading.given
-    of_cudnn = switched_on(variables, CUDNN) or (given["fp8"] and given["fp8_recipe"] == "mxfp8")
-    if given["transformer_impl"] == "local" or of_cudnn:
-        return False
-    norm: Norm = "rmsnorm" if given["normalization"] == "RMSNorm" else "layernorm"
-    return starts_as_one(norm, given["hidden_size"] or 0, half_precision=bool(given["bf16"] or given["fp16"]))
+    if given["transformer_impl"] == "local" or (given["fp8"] and given["fp8_recipe"] == "mxfp8"):  # whose norms are cuDNN's
+        return None
+    width, kind = given["hidden_size"] or 0, given["normalization"]
+    norm: Norm = "rmsnorm" if kind == "RMSNorm" else "layernorm"
+    as_one = starts_as_one(norm, width, half_precision=bool(given["bf16"] or given["fp16"]))
+    return f"{kind} of rows of {width}" if as_one else None
+
+
+def _planned_rows(plan: Plan) -> str | None:
+    """The same of a plan, which does not know what kind of norm there is: where both kinds start as one."""
+    model = plan.model
+    of_te = model.implementation == "transformer_engine" and model.fp8 != "mxfp8"
+    as_one = all(starts_as_one(norm, model.hidden) for norm in get_args(Norm))
+    return f"norms of rows of {model.hidden}" if of_te and as_one else None
 
 
 def _stream_priority(reading: Reading, variables: Mapping[str, str], plan: Plan | None) -> Iterator[Finding]:

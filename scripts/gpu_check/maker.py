@@ -32,7 +32,7 @@ SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
 """Of what runs on GPUs. A dry run has the sizes of `tiny_job`."""
 SIDE = {"hidden": 4096, "ffn": 16_384, "heads": 32, "kv_groups": 32, "vocab": 32_000, "seq": 2048, "micro": 1}
-"""Of two ranks at once on one GPU: a layer's replay takes about as long as an all-reduce through sockets."""
+"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each replay."""
 DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
 """Of a collective: longer than a replay of such a layer takes."""
 MEETING_S = 60.0

@@ -1,6 +1,7 @@
 """CUDA's Multi-Process Service (MPS) while some ranks live: kernels of several processes then run side by side on one GPU.
 
-    guardian   a shell: starts `nvidia-cuda-mps-control -d`, says so, reads until our end of its pipe is closed, says `quit`
+    guardian   a shell: starts `nvidia-cuda-mps-control -d`, says so, reads until our end of its pipe is closed, says `quit`, and
+               ends the daemon if that did not
     probe      a process that uses the GPU. Without a server of ours CUDA would say nothing, and contexts would take turns
 
 The daemon is a program of the driver's that changes no setting of the device. Its pipes and logs are in a folder of its own, so
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,12 +27,19 @@ GUARDIAN = f"""
 {CONTROL} -d </dev/null >"$CUDA_MPS_LOG_DIRECTORY/start" 2>&1 || exit 1
 echo started
 read -r _
-echo "quit -t 10" | {CONTROL} >"$CUDA_MPS_LOG_DIRECTORY/quit" 2>&1
+daemon=$(cat "$CUDA_MPS_PIPE_DIRECTORY/{CONTROL}.pid" 2>/dev/null)
+echo quit | {CONTROL} >"$CUDA_MPS_LOG_DIRECTORY/quit" 2>&1 &
+[ -n "$daemon" ] || wait
+for second in $(seq "$1"); do
+    kill -0 "$daemon" 2>/dev/null || exit 0
+    sleep 1
+done
+kill "$daemon" 2>/dev/null
 """
 PROBE = "import torch; torch.zeros(1, device='cuda').item()"
 PROBE_S = 120.0
-QUIT_S = 40.0
-"""The daemon waits 10 seconds for its clients, then ends their server."""
+QUIT_S = 20
+"""Until a daemon that does not quit is ended. Its clients are gone by then."""
 
 
 class Refused(Exception):
@@ -48,7 +55,8 @@ def mps() -> Iterator[Mapping[str, str]]:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
             Path(place).mkdir()
-        with _daemon(Path(folder), {**os.environ, **places}):
+        own = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # it would count devices anew
+        with _daemon(Path(folder), {**own, **places}):
             clients = {**places, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": SHARE}
             _probe(Path(folder), {**os.environ, **clients})
             yield clients
@@ -57,7 +65,7 @@ def mps() -> Iterator[Mapping[str, str]]:
 @contextmanager
 def _daemon(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
     guardian = subprocess.Popen(
-        ["sh", "-c", GUARDIAN],
+        ["sh", "-c", GUARDIAN, "sh", str(QUIT_S)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -73,19 +81,8 @@ def _daemon(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
     finally:
         with suppress(OSError):
             guardian.stdin.close()
-        _gone(guardian, folder)
-        guardian.stdout.close()
-
-
-def _gone(guardian: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the daemon has quit; one that does not is ended."""
-    try:
-        guardian.wait(QUIT_S)
-    except subprocess.TimeoutExpired:
-        guardian.kill()
         guardian.wait()
-        with suppress(OSError, ValueError):
-            os.kill(int((folder / f"pipe/{CONTROL}.pid").read_text()), signal.SIGTERM)
+        guardian.stdout.close()
 
 
 def _probe(folder: Path, environment: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.norm_kernels import FORWARD_MARGIN, starts_as_one
-from megatron_lynx.plan import Plan, save_plan
+from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.plan.in_windows import Group
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -76,9 +76,16 @@ def te_plan(*items: str, **layout: Any) -> Plan:
 def test_norms_that_a_plan_recomputes_in_windows_are_named() -> None:
     found = found_in(WIDE, plan=te_plan("input_layernorm", "activation"))[FORWARD_MARGIN]
     assert found.level == "slows"
-    assert found.costs.startswith("input_layernorm of the plan starts on all multiprocessors or not at all: beside a collective")
+    assert found.costs.startswith("the plan recomputes input_layernorm in windows: such a norm starts on all multiprocessors")
     assert f"export {FORWARD_MARGIN}=16" in found.todo
     assert "14% longer on 132 multiprocessors" in found.todo
+
+
+@pytest.mark.parametrize(("plan", "level"), [("gpt-175b-h800-80g", "slows"), ("llama3-70b-h800-80g", None)])
+def test_a_plan_alone_tells_of_its_norms(plan: str, level: str | None) -> None:
+    findings = list(beside_collectives(None, {}, load_plan(f"configs/plans/{plan}.yaml")))
+    assert [finding.level for finding in findings] == ([] if level is None else [level])
+    assert all("recomputes input_layernorm and pre_mlp_layernorm in windows" in finding.costs for finding in findings)
 
 
 def test_a_plan_that_recomputes_no_norm_in_a_window_needs_no_margin() -> None:
