@@ -23,7 +23,7 @@ def hanging(rank: int) -> Answer:
 
 def where_it_is(rank: int) -> Answer:
     """Nothing goes wrong."""
-    said = {name: os.environ.get(name) for name in ("LOCAL_RANK", "NCCL_HOSTID")}
+    said = {name: os.environ.get(name) for name in ("LOCAL_RANK", "NCCL_HOSTID", "CUDA_MPS_PIPE_DIRECTORY")}
     return Answer(stock_s=1.0, ours_s=1.0, figures={**said, "process": os.getpid()})
 
 

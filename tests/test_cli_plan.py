@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lynx.cli.inputs import words_asked
+from megatron_lynx.cli.inputs import command_with, words_asked
 from megatron_lynx.config import load_job
+from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.plan import load_plan
+from megatron_lynx.planner.summary import job_environment
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import save_profile
 from tests.test_cli import lynx
@@ -87,3 +89,19 @@ def test_the_share_of_an_estimate_can_be_asked_for() -> None:
     wrong = lynx("estimate", "jobs/llama-65b", "--offload-ratio", "1.5")
     assert wrong.exit_code == 2
     assert "offload_ratio" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("job", "environment"),
+    [("gpt-175b-h800-80g", {"NVTE_FWD_LAYERNORM_SM_MARGIN": "16"}), ("llama3-70b-h800-80g", {})],
+)
+def test_a_plan_names_the_margin_that_its_norms_need(job: str, environment: dict[str, str]) -> None:
+    """Rows of 12288 and of 8192."""
+    assert job_environment(load_job(f"jobs/{job}"), load_plan(f"configs/plans/{job}.yaml")) == environment
+
+
+def test_the_printed_launch_sets_that_margin() -> None:
+    launch = "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --num-layers 96 --hidden-size 12288 --bf16"
+    job, plan = load_job("jobs/gpt-175b-h800-80g"), load_plan("configs/plans/gpt-175b-h800-80g.yaml")
+    printed = command_with(read_launch(launch.split()), job, plan, Path("plan.yaml"))
+    assert printed.startswith("NVTE_FWD_LAYERNORM_SM_MARGIN=16 torchrun --nproc-per-node 8 --nnodes 8 -m megatron_lynx.launch ")

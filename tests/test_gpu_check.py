@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.command import main
 from scripts.gpu_check.machine import Machine, problems
 from scripts.gpu_check.maker import plan_of
+from scripts.gpu_check.mps import Refused
 from scripts.gpu_check.overlap import hidden_share, replays_behind_collectives
 from scripts.gpu_check.part import Part, Result
 from scripts.gpu_check.parts import PUT_OFF, TE_PUT_OFF, parts
@@ -54,6 +56,8 @@ DRY_RUN = [
     "PP2, double-buffered, updates deferred",
     "EP2",
     "CP2",
+    "side by side, TP2",
+    "side by side, EP2",
     "PP4",
 ]
 
@@ -77,9 +81,11 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert any(figures["bytes offloaded"] for figures in found["PP2, offloading"]["figures"])
     assert found["one rank, offloading half by half"]["figures"][0]["bytes offloaded"] > 0
     assert found["PP2, offloading"]["step_ratio_to_stock"] > 0
+    assert found["side by side, EP2"]["reason"] == "rank 0: without a GPU: bits only"
+    assert {*found["side by side, TP2"]["figures"][0]["step, s"]} == {"stock none", "stock full", "ours, on demand", "ours"}
     assert "DRY RUN" in results["note"]
     assert "DRY RUN" in page
-    assert "**PASSED**: 12 passed, 0 failed, 3 skipped" in page
+    assert "**PASSED**: 14 passed, 0 failed, 3 skipped" in page
     assert "| PP4 | 4 | skipped |" in page
     assert "SHARED" not in page
 
@@ -127,6 +133,38 @@ def test_where_ranks_do_not_meet_other_parts_of_as_many_are_skipped(tmp_path: Pa
     ]
 
 
+@contextmanager
+def serving() -> Iterator[Mapping[str, str]]:
+    """In MPS's place."""
+    yield {"CUDA_MPS_PIPE_DIRECTORY": "/its/own"}
+
+
+@contextmanager
+def refusing() -> Iterator[Mapping[str, str]]:
+    """The same, where there is none."""
+    raise Refused("MPS: not here")
+    yield {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_part_that_is_refused_what_it_wants_beside_it_is_skipped_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Its ranks share the first GPU, whatever the run has."""
+    chosen = [
+        Part("refused", "", 2, gpu_faults.where_it_is, beside=refusing, one_gpu=True),
+        Part("served", "", 2, gpu_faults.where_it_is, beside=serving, one_gpu=True),
+        Part("as ever", "", 2, gpu_faults.where_it_is, one_gpu=True),
+    ]
+    status, results, page = run(tmp_path, "--gpus", "1", of=lambda machine: chosen)
+    assert status == 0, page
+    refused, served, as_ever = results["parts"]
+    assert (refused["status"], refused["reason"]) == ("skipped", "MPS: not here")
+    assert served["status"] == "passed"
+    places = [(found["LOCAL_RANK"], found["NCCL_HOSTID"], found["CUDA_MPS_PIPE_DIRECTORY"]) for found in served["figures"]]
+    assert places == [("0", "rank-0", "/its/own"), ("0", "rank-1", "/its/own")]
+    assert [found["CUDA_MPS_PIPE_DIRECTORY"] for found in as_ever["figures"]] == [None, None]
+
+
 def test_ranks_with_a_gpu_each_are_left_to_nccl(tmp_path: Path) -> None:
     assert not {"NCCL_HOSTID", "NCCL_NET", "LOCAL_RANK"} & Places(tmp_path, 2, shared=False).environment(1).keys()
 
@@ -144,7 +182,7 @@ def test_eight_ranks(tmp_path: Path) -> None:
     names = [part.name for part in parts(Machine(dry=True, gpus=8, devices=(), nccl=None)) if part.ranks == 8]
     status, results, page = run(tmp_path, "--gpus", "8", "--parts", ";".join(names))
     assert status == 0, page
-    assert [part["status"] for part in results["parts"]] == ["passed"] * 5
+    assert [part["status"] for part in results["parts"]] == ["passed"] * 6
 
 
 @pytest.mark.slow

@@ -87,6 +87,13 @@ def test_more_nodes_leave_a_pipelines_micro_batches() -> None:
     assert read_launch(many).command.gpus == 128
 
 
+def test_the_launch_whose_norms_need_a_margin_sets_one() -> None:
+    """Its plan recomputes norms of rows of 12288 in windows."""
+    margin = "NVTE_FWD_LAYERNORM_SM_MARGIN=16"
+    assert margin in run("gpt_175b.sh", "--print").stdout.splitlines()
+    assert margin not in run("llama3_70b.sh", "--print").stdout.splitlines()
+
+
 def test_what_can_be_set_from_outside() -> None:
     variables = {
         "DATA_PATH": "/data/text",

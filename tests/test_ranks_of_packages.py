@@ -20,6 +20,7 @@ FOUNDATION = {
     "fp8_recipes",
     "free_memory",
     "latent_sizes",
+    "norm_kernels",
     "units",
     "nest",
     "pace",

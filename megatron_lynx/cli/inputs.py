@@ -93,11 +93,12 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
 def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
     """The launch under the plan. Only where the launch left the layers' places open has the plan decided them."""
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
+    from megatron_lynx.planner.summary import job_environment
 
     layers = layer_flags(made) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
-    return reading.command.under_plan(os.fspath(path), [*layers, *schedule])
+    return reading.command.under_plan(os.fspath(path), [*layers, *schedule], job_environment(job, made))
 
 
 def named_in(text: str) -> list[str]:

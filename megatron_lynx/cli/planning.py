@@ -71,7 +71,7 @@ def plan(
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
     from megatron_lynx.planner import against_windows, decide
-    from megatron_lynx.planner.summary import job_flags, summary
+    from megatron_lynx.planner.summary import job_environment, job_flags, summary
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
@@ -91,7 +91,8 @@ def plan(
     said = [*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]
     typer.echo("\n".join([*said, *([] if compared is None else [compared.in_words])]))
     if reading is None:
-        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
+        variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
+        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join([*variables, *job_flags(job)])}")
     else:
         typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output)}")
 

@@ -138,7 +138,8 @@ def doctor(
     ] = None,
     cluster: ClusterOption = None,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN", help="The launch's plan: does the GPU wait for Python under it?")
+        Path | None,
+        typer.Option("--plan", metavar="PLAN", help="A plan: what runs in its windows? Does the GPU wait for Python under it?"),
     ] = None,
     host_time: Annotated[
         bool, typer.Option("--host-time/--no-host-time", help="Measure what Python takes for a layer here: some seconds.")

@@ -3,6 +3,7 @@
 software   versions, fingerprints                             machine   GPUs, NUMA, host memory
 hardware_queues   how many, and how many Megatron wants    launch    flags that take windows away (where a launch was given)
 environment   variables: who waits, the allocator
+beside_collectives   what shares the GPU with NCCL's kernels in windows (where a launch or a plan was given)
 host_time   whether Python stays ahead of the GPU, measured here by whoever calls
 """
 
@@ -12,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.doctor.beside_collectives import beside_collectives
 from megatron_lynx.doctor.environment import Software, environment
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.doctor.hardware_queues import hardware_queues
@@ -20,6 +22,7 @@ from megatron_lynx.doctor.launch import launch
 from megatron_lynx.doctor.machine import gpus, machine
 from megatron_lynx.doctor.software import software, version_of
 from megatron_lynx.launch_arguments import read_launch
+from megatron_lynx.plan import load_plan
 
 __all__ = ["Finding", "Unmeasured", "findings"]
 
@@ -31,14 +34,16 @@ def findings(
     cluster: str | None = None,
     plan_file: str | os.PathLike[str] | None = None,
 ) -> Iterator[Finding]:
-    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch.
+    """All findings about this machine and, if one is given, a launch. Raises `ConfigError` for words that are no launch,
+    and for a file that is no plan.
 
     Args:
         measured: this machine's host time, or why it is not known; None: nothing is said of it.
         cluster: where the launch is to run, by which its passes are priced.
-        plan_file: the launch's plan, which is judged by host time, too.
+        plan_file: the launch's plan: what runs in its windows is known then, and it is judged by host time, too.
     """
     reading = read_launch(words) if words else None
+    plan = None if plan_file is None else load_plan(plan_file)
     variables = {**os.environ, **dict(reading.command.environment if reading else ())}
     yield from software()
     yield from machine(reading.command.launcher if reading else ())
@@ -48,5 +53,6 @@ def findings(
     yield from environment(variables, gpus(), installed=installed, nccl_ub=nccl_ub)
     if reading is not None:
         yield from launch(reading, variables)
+    yield from beside_collectives(reading, variables, plan)
     if measured is not None:
         yield from host_time(measured, Asked(words, cluster, plan_file))

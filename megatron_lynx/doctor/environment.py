@@ -28,12 +28,17 @@ def environment(
         costs = "every kernel is waited for: nothing overlaps"
         yield Finding("CUDA_LAUNCH_BLOCKING", "defeats", "set", costs, "unset it")
     for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        if variables.get(name, "0") not in ("", "0"):
+        if switched_on(variables, name):
             costs = "the host waits in every collective: a window ends before it begins"
             yield Finding(name, "defeats", "set", costs, "unset it")
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "DETAIL":
         costs = "every collective is checked by another one first"
         yield Finding("TORCH_DISTRIBUTED_DEBUG", "slows", "DETAIL", costs, "unset it")
+
+
+def switched_on(variables: Mapping[str, str], name: str) -> bool:
+    """Whether torch takes a variable for yes."""
+    return variables.get(name, "0").lower() not in ("", "0", "false", "f", "n", "no")
 
 
 def _allocator(variables: Mapping[str, str], *, alone: bool) -> Finding:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from megatron_lynx.doctor.environment import switched_on
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments.given import Given
 
@@ -81,6 +82,6 @@ def _timed_collectives(variables: Mapping[str, str]) -> Iterator[Finding]:
     """An event that takes the time stands at the head of the one hardware queue until what is before it in its stream is over,
     and holds up every stream (measured on an H100: benchmarks/results/2026-11-22-hardware-queues.md)."""
     for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"):
-        if variables.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
+        if switched_on(variables, name):
             costs = "torch takes the time behind every collective; with one hardware queue compute waits for it: nothing overlaps"
             yield Finding(name, "defeats", f"set, with {TOPIC}=1", costs, "unset it")

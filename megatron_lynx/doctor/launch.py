@@ -52,6 +52,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("experts", "note", given.origin("num_experts"), costs)
     if pipeline > 1:
         yield _messages(reading)
+    yield _checked_results(reading)
     if given["fine_grained_activation_offloading"] and variables.get("NVTE_CPU_OFFLOAD_V1") != "1":
         costs = "with Transformer Engine from 2.10 on Megatron stops: weights would be offloaded, too"
         yield Finding("NVTE_CPU_OFFLOAD_V1", "note", variables.get("NVTE_CPU_OFFLOAD_V1", "not set"), costs, "set 1")
@@ -75,9 +76,7 @@ def _weight_gradients(reading: Reading) -> Finding:
 
 def _messages(reading: Reading) -> Finding:
     """Between stages: plain schedules end every exchange in a device-wide wait that no flag turns off."""
-    given, parallel = reading.given, reading.job_data["parallel"]
-    partition = parallel.get("partition")
-    chunked = "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
+    given, chunked = reading.given, reading.is_chunked
     if chunked and given["overlap_p2p_comm"] is not False:
         return Finding("messages between stages", "good", "interleaved schedule: waited for later than issued")
     costs = "every message ends in torch.cuda.synchronize(): replays still run behind it, the host has nothing queued after it"
@@ -87,3 +86,22 @@ def _messages(reading: Reading) -> Finding:
         return Finding("batch_p2p_sync", "slows", given.origin("overlap_p2p_comm"), costs, todo)
     todo = "set config.batch_p2p_sync to False in the training script (no flag does), or use virtual stages"
     return Finding("batch_p2p_sync", "slows", "on, Megatron's default without virtual stages", costs, todo)
+
+
+def _checked_results(reading: Reading) -> Finding:
+    """What Megatron reads of every step to find NaN: `loss_func` of pretrain_gpt.py calls `validate_result` twice, as does
+    `check_grads` of each bucket. Without reruns they read from the first step on, with them from the second."""
+    given, topic = reading.given, "check for NaN"
+    if not given["check_for_nan_in_loss_and_grad"]:
+        return Finding(topic, "good", given.origin("check_for_nan_in_loss_and_grad"))
+    if given["fp16"] and not given["loss_scale"]:
+        return Finding(topic, "good", "off: Megatron leaves it to the dynamic loss scale")
+    costs = (
+        "the last stage's host reads each micro-batch's loss twice, every rank the norm of each bucket of gradients before it is "
+        "reduced: Python's lead is gone there, and the GPU waits until the backward's first kernels are issued"
+    )
+    todo = (
+        "--no-check-for-nan-in-loss-and-grad; what is lost: the run no longer stops at a rank's first NaN or Inf, "
+        "and does not run the step again to find a faulty GPU; the log still counts steps with a NaN"
+    )
+    return Finding(topic, "note", f"on, {given.origin('check_for_nan_in_loss_and_grad')}", costs, todo)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 
 from megatron_lynx.errors import ConfigError, Problem
 
@@ -50,15 +51,16 @@ class CommandLine:
             return _product(per_node, nodes) if tasks is None else tasks
         return _whole(dict(self.environment).get("WORLD_SIZE", ""))
 
-    def under_plan(self, plan: str, flags: Sequence[str]) -> str:
+    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> str:
         """The command to run under a plan; of a launch without a script, what to add to it.
 
-        `flags` (each as a shell reads it): what the plan needs and the launch does not say.
+        `flags` (each as a shell reads it): what the plan needs and the launch does not say. `environment`: variables that it
+        needs, unless the launch sets them.
         """
         added = " ".join([*flags, "--lynx-plan", shlex.quote(plan)])
+        variables = [f"{name}={shlex.quote(value)}" for name, value in {**environment, **dict(self.environment)}.items()]
         if self.script is None:
-            return f"add to the launch: {added}"
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment]
+            return f"add to the launch: {added}" + (f", and to its environment: {' '.join(variables)}" if environment else "")
         launcher = self.launcher if self.launcher[-2:] in OURS else (*self.launcher, *LAUNCHER)
         words = shlex.join([*launcher, self.script, *without_plan(self.arguments)])
         return " ".join([*variables, words, added])

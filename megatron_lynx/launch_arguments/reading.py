@@ -60,6 +60,13 @@ class Reading:
         """The facts as a job file would hold them, without a cluster; incomplete where there are problems."""
         return as_job_data(self.facts)
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether stages have several chunks, so that the schedule is interleaved."""
+        parallel = self.job_data.get("parallel", {})
+        partition = parallel.get("partition")
+        return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
+
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True) -> Reading:
     """Understand a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.

@@ -7,7 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.norm_kernels import FORWARD_MARGIN, USUAL_MARGIN, starts_as_one
+from megatron_lynx.plan.in_windows import norms_in_windows
 from megatron_lynx.plan.layout import launch_flags
+from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.decision import Decision
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.trade_offs import pareto_front
@@ -22,6 +25,7 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
         "weight_gradients": decision.weight_gradients,
         "partition": [len(stage.layers) for stage in plan.stages],
         "launch_flags": [*launch_flags(plan), *job_flags(decision.job)],
+        "launch_environment": job_environment(decision.job, plan),
         "stages": list(_stages(decision)),
         "layer_trade_offs": [asdict(one) for one in pareto_front(profile)],
     }
@@ -31,6 +35,15 @@ def job_flags(job: Job) -> list[str]:
     """Flags of a launch that a plan does not know of."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
     return [*expert_flags(job), *optimizer, f"--global-batch-size {job.batch.global_}"]
+
+
+def job_environment(job: Job, plan: Plan) -> dict[str, str]:
+    """Environment variables without which what a plan puts into windows would not run there."""
+    model, norms = job.model, norms_in_windows(plan)
+    of_te = model.uses_te and model.fp8_recipe != "mxfp8"  # whose norms are cuDNN's
+    if not of_te or not norms or not starts_as_one(model.norm, model.hidden, half_precision=model.dtype != "fp32"):
+        return {}
+    return {FORWARD_MARGIN: str(USUAL_MARGIN)}
 
 
 def expert_flags(job: Job) -> list[str]:

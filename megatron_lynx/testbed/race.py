@@ -33,10 +33,11 @@ class Lap:
 def race(rank: int, job: Job, candidates: list[Candidate], rounds: int, warmups: int) -> dict[str, Lap]:
     """Runs inside `RankPool`, on all ranks of the job. Laps by the names of `candidates`, of which the first is stock none."""
     with fused_gradients(job):
-        return _laps(subjects_of(job, candidates), rounds, warmups)
+        return laps_of(subjects_of(job, candidates), rounds, warmups)
 
 
-def _laps(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
+def laps_of(subjects: dict[str, Subject], rounds: int, warmups: int) -> dict[str, Lap]:
+    """Of settings that take turns, stock none among them."""
     with Alternation(subjects) as alternation:
         samples = time_alternating(
             {name: subject.step for name, subject in subjects.items()},

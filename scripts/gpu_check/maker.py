@@ -20,15 +20,19 @@ from megatron_lynx.testbed.schedules import Way
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from scripts.gpu_check.machine import Machine
 from scripts.gpu_check.meeting import meeting
+from scripts.gpu_check.mps import mps
 from scripts.gpu_check.part import Part
+from scripts.gpu_check.side_by_side import SideBySide, side_by_side
 from scripts.gpu_check.trial import Setting, trial
 from scripts.gpu_check.without_flushes import two_versions
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, receiving, replayable
 
 SIZE = {"hidden": 1024, "ffn": 4096, "heads": 16, "vocab": 32_000, "seq": 512}
 LARGE = {"hidden": 8192, "ffn": 32_768, "heads": 64, "kv_groups": 64, "vocab": 32_000, "seq": 2048, "micro": 1}
 """Of what runs on GPUs. A dry run has the sizes of `tiny_job`."""
+SIDE = {"hidden": 4096, "ffn": 16_384, "heads": 32, "kv_groups": 32, "vocab": 32_000, "seq": 2048, "micro": 1}
+"""Of two ranks at once on one GPU, where nobody has measured yet: an all-reduce of 16 MiB through sockets beside each replay."""
 DELAY_S = {"trial": 0.003, "large": 0.02, "dry": 0.002}
 """Of a collective: longer than a replay of such a layer takes."""
 MEETING_S = 60.0
@@ -86,6 +90,13 @@ class Maker:
         shows = "each collective that Megatron uses, right"
         return Part(f"{ranks} ranks meet", shows, ranks, meeting, given, opens=True, limit_s=MEETING_S)
 
+    def side_by_side(self, layout: str, job: Job, plan: Plan) -> Part:
+        """A dry run has no GPU to share, and no MPS."""
+        given = (SideBySide(job, plan, rounds=1 if self._dry else 7),)
+        shows = "two ranks at once on one GPU, under MPS: four settings take turns"
+        beside = None if self._dry else mps
+        return Part(f"side by side, {layout}", shows, 2, side_by_side, given, beside=beside, one_gpu=not self._dry)
+
     def part_of_te(self, name: str, shows: str, job: Job, **options: Any) -> Part:
         return self.part_of(name, shows, job, **{"lacking": no_te, **options})
 
@@ -114,6 +125,12 @@ def plan_of(job: Job, share: float = 1.0) -> Plan:
 def behind_exchanges(job: Job) -> Plan:
     """The same, but for what the gradient of experts' result comes through: experts' replays then lie behind their exchanges."""
     return uniform_plan(job, [item for item in replayable(job) if item != "mlp_bda"])
+
+
+def received_apart(job: Job) -> Plan:
+    """Everything that no gather comes before is replayed, in steady phases, too, while gradients are received: interleaved
+    schedules then receive them in other groups than Megatron's own."""
+    return receiving(plan_for(job, lambda _: replayable(job)))
 
 
 def no_te(machine: Machine) -> str | None:

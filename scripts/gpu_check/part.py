@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,6 +52,11 @@ class Part:
     """Whether no other part may run in its processes."""
     opens: bool = False
     """Whether parts of as many ranks, and of more, cannot run where it fails."""
+    beside: Callable[[], AbstractContextManager[Mapping[str, str]]] | None = None
+    """What runs while its processes live, and adds to their environment. It raises `mps.Refused` where it cannot: then the part
+    is skipped."""
+    one_gpu: bool = False
+    """Whether its ranks share one GPU, however many there are."""
     limit_s: float = float("inf")
     """Seconds that it may take, if the run's limit is not less."""
 

@@ -8,7 +8,17 @@ from typing import Any
 from megatron_lynx.planner import uniform_plan
 from scripts.gpu_check.copies import copies, order, order_sanitized
 from scripts.gpu_check.machine import Machine
-from scripts.gpu_check.maker import LARGE, Maker, behind_exchanges, no_fp8, no_fused_gradients, no_sanitizer
+from scripts.gpu_check.maker import (
+    LARGE,
+    SIDE,
+    Maker,
+    behind_exchanges,
+    no_fp8,
+    no_fused_gradients,
+    no_sanitizer,
+    plan_of,
+    received_apart,
+)
 from scripts.gpu_check.part import Part
 
 REDUCED = {"ddp": True, "overlap_grad_reduce": True, "optimizer": "megatron"}
@@ -104,10 +114,21 @@ class _Parts(Maker):
         stages, shows = self.te_job(pipeline=2, **STAGES), "what its layers keep goes to the host"
         yield self.part_of_te("PP2, Transformer Engine, offloading", shows, stages, offloads=True)
 
+        yield from self._side_by_side()
+
+    def _side_by_side(self) -> Iterator[Part]:
+        size = {} if self._dry else SIDE
+        wide = self.job("gpt", tensor=2, **size)
+        yield self.side_by_side("TP2", wide, plan_of(wide))
+        spread = self.expert_job(replicas=2, expert=2, **({} if self._dry else {**SIDE, "layers": 2}))
+        yield self.side_by_side("EP2", spread, behind_exchanges(spread))
+
     def of_four(self) -> Iterator[Part]:
         yield self.ranks_meet(4)
         both: dict[str, Any] = {"tensor": 2, "pipeline": 2, **STAGES}
         yield self.part_of("TP2 x PP2", "windows of both kinds" + LOGGED, self.job("gpt", **both), synchronised=True)
+        chunks, shows = self.job("gpt", **both, layers_per_chunk=1), "interleaved, gradients in other groups than Megatron's"
+        yield self.part_of("TP2 x PP2, two chunks", shows + LOGGED, chunks, plan=received_apart(chunks), synchronised=True)
         sharded = self.job("llama", **both, sequence_parallel=True)
         yield self.part_of("TP2 x PP2, sequence parallel, offloading", "gathered once, and copied", sharded, offloads=True)
         sharded = self.te_job(**both, sequence_parallel=True)
@@ -128,4 +149,7 @@ class _Parts(Maker):
         yield self.part_of("TP8, sequence parallel", "one node", sharded)
         deep = self.job("llama", tensor=2, pipeline=4, sequence_parallel=True, microbatches=8)
         yield self.part_of("TP2 x PP4, sequence parallel", "one node" + LOGGED, deep, synchronised=True)
+        chunks = self.job("llama", tensor=2, pipeline=4, sequence_parallel=True, microbatches=8, layers=8, layers_per_chunk=1)
+        name, shows = "TP2 x PP4, sequence parallel, two chunks", "interleaved, gradients in the group of all ranks"
+        yield self.part_of(name, shows + LOGGED, chunks, plan=received_apart(chunks), synchronised=True)
         yield from self.without_flushes(8)

@@ -3,7 +3,8 @@
 start ranks ──> all answer in time       passed, or failed: what is wrong, and on which ranks. If nothing failed, the next part of
           │                              as many ranks with the same environment runs in the same processes
           ├──> a rank raises             failed: its error; the others, which may wait for it, are ended
-          └──> one gives no answer       failed: it hangs; where each rank is; all are ended, and the next part finds free devices
+          ├──> one gives no answer       failed: it hangs; where each rank is; all are ended, and the next part finds free devices
+          └──> what a part wants beside its ranks is refused           skipped
 
 To start ranks, which import torch and begin to use their devices, takes longer than most parts.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 from megatron_lynx.testbed.ranks import RankError, RankPool
 from scripts.gpu_check.machine import Machine
+from scripts.gpu_check.mps import Refused
 from scripts.gpu_check.part import Answer, Part, Result
 from scripts.gpu_check.places import Places
 
@@ -38,7 +40,7 @@ AT_LEAST_S = 0.5
 
 def lacking(part: Part, machine: Machine) -> str | None:
     """Why a part cannot run on a machine; None where it can."""
-    if part.ranks > machine.ranks:
+    if part.ranks > machine.ranks and not part.one_gpu:
         what = "ranks" if machine.shared_by(machine.ranks) else "GPUs"
         return f"needs {part.ranks} {what}, this run has {machine.ranks}"
     return part.lacking(machine)
@@ -64,7 +66,11 @@ class Running:
         if (reason := self._lacking(part)) is not None:
             return Result(part, "skipped", reason)
         begin_s = time.perf_counter()
-        result = self._ranks_for(part).run(part, min(self._limit_s, part.limit_s))
+        try:
+            ranks = self._ranks_for(part)
+        except Refused as refused:
+            return Result(part, "skipped", str(refused), time.perf_counter() - begin_s)
+        result = ranks.run(part, min(self._limit_s, part.limit_s))
         if result.status == "failed" or self._fresh or part.apart:
             self.close()
         if result.status == "failed" and part.opens:
@@ -100,14 +106,17 @@ class _Ranks:
     """Processes for parts that ask for the same."""
 
     def __init__(self, part: Part, machine: Machine) -> None:
-        self._number, self._env = part.ranks, dict(part.env)
-        self._open = ExitStack()
-        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
-        self._places = Places(self._folder, machine.gpus, machine.shared_by(part.ranks))
-        self._pool = self._open.enter_context(RankPool(part.ranks, links=self._places, pin=machine.dry, env=part.env))
+        self._asked = _asked(part)
+        with ExitStack() as opening:
+            self._folder = Path(opening.enter_context(tempfile.TemporaryDirectory()))
+            gpus = 1 if part.one_gpu else machine.gpus
+            self._places = Places(self._folder, gpus, part.ranks > gpus)
+            env = {**part.env, **(opening.enter_context(part.beside()) if part.beside is not None else {})}
+            self._pool = opening.enter_context(RankPool(part.ranks, links=self._places, pin=machine.dry, env=env))
+            self._open = opening.pop_all()
 
     def fit(self, part: Part) -> bool:
-        return (part.ranks, dict(part.env)) == (self._number, self._env)
+        return _asked(part) == self._asked
 
     def run(self, part: Part, limit_s: float) -> Result:
         try:
@@ -131,6 +140,11 @@ class _Ranks:
         """Stacks of the ranks that were late, the innermost call first."""
         said = {file.name: file.read_text().strip() for file in sorted(self._folder.glob("rank *"))}
         return "\n".join(f"{name} is at\n{stacks}" for name, stacks in said.items() if stacks)
+
+
+def _asked(part: Part) -> tuple[object, ...]:
+    """What a part asks of its processes."""
+    return part.ranks, dict(part.env), part.beside, part.one_gpu
 
 
 def answer(rank: int, folder: str, late_at_s: float, function: Callable[..., Answer], given: tuple[Any, ...]) -> Answer:

@@ -83,13 +83,13 @@ def trial(rank: int, setting: Setting) -> Answer:
     if setting.alone:
         join_alone(setting.job.gpus)
     initialise(setting.job)
-    with _repeatable():
+    with repeatable():
         stock, again = _trained(setting, None, late=True), _trained(setting, None, late=True)
         ours = _trained(setting, setting.plan, late=True)
         restless, differing = _differing(stock, again), _differing(stock, ours)
         for run in (stock, again, ours):
             run.tensors.clear()  # or they would count as memory of what is timed
-    with _repeatable(timed=True):
+    with repeatable(timed=True):
         timed = _trained(setting, None, late=False), _trained(setting, setting.plan, late=False)
     share = hidden_share(ours.replays, ours.collectives)
     noted = setting.shared and setting.job.parallel.tensor > 1
@@ -245,7 +245,7 @@ def _wait(alone: bool, everybody: bool = True) -> None:
 
 
 @contextmanager
-def _repeatable(timed: bool = False) -> Iterator[None]:
+def repeatable(timed: bool = False) -> Iterator[None]:
     """Kernels that compute the same bits twice, where there are such. Memory that nobody has written holds NaN, unless that
     would count in what is timed."""
     from torch.utils import deterministic

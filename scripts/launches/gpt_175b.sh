@@ -7,6 +7,7 @@
 # launch.sh lists what else can be set: cluster, data, tokenizer, checkpoints, stock recomputation in place of the plan.
 set -euo pipefail
 NODES=${NODES:-8}
+export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16} # norms of rows so long would not start beside collectives
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 NAME=gpt-175b

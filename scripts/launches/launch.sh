@@ -124,7 +124,7 @@ launch() {
     command+=("${MODEL[@]}" "${LAYOUT[@]}" "${ENGINE[@]}" "${TRAINING[@]}" "${DATA[@]}" "${RECOMPUTATION[@]}" "$@")
     if [[ -n $print ]]; then
         local variable
-        for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF; do
+        for variable in CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF NVTE_FWD_LAYERNORM_SM_MARGIN; do
             [[ -z ${!variable+set} ]] || printf '%s=%s\n' "$variable" "${!variable}"
         done
         printf '%s\n' "${command[@]}"

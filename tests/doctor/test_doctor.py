@@ -191,6 +191,19 @@ def test_weight_gradients_that_may_fill_waits(flags: str, level: str | None) -> 
     assert of_launch(f"--tensor-model-parallel-size 2 {flags}").get("weight gradients") == level
 
 
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("--bf16", "note"),
+        ("--bf16 --no-check-for-nan-in-loss-and-grad", "good"),
+        ("--fp16", "good"),
+        ("--fp16 --loss-scale 1024", "note"),
+    ],
+)
+def test_reads_of_the_loss(flags: str, level: str) -> None:
+    assert of_launch(flags)["check for NaN"] == level
+
+
 def test_messages_between_stages() -> None:
     plain = launch(read_launch(shlex.split("--num-layers 8 --pipeline-model-parallel-size 4")), {})
     [synchronised] = [finding for finding in plain if finding.topic == "batch_p2p_sync"]

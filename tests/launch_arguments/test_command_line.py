@@ -53,3 +53,14 @@ def test_the_command_to_paste() -> None:
     testbed = "torchrun -m megatron_lynx.testbed pretrain_gpt.py"
     assert command_line(testbed.split()).under_plan("plan.yaml", []) == f"{testbed} --lynx-plan plan.yaml"
     assert command_line(["--num-layers", "4"]).under_plan("plan.yaml", []) == "add to the launch: --lynx-plan plan.yaml"
+
+
+def test_a_variable_that_a_plan_needs_is_set_unless_the_launch_sets_it() -> None:
+    needed = {"NVTE_FWD_LAYERNORM_SM_MARGIN": "16"}
+    launch = "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4"
+    said = command_line(launch.split()).under_plan("plan.yaml", [], needed)
+    assert said.startswith("NVTE_FWD_LAYERNORM_SM_MARGIN=16 CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")
+    own = command_line(f"NVTE_FWD_LAYERNORM_SM_MARGIN=8 {launch}".split()).under_plan("plan.yaml", [], needed)
+    assert own.startswith("NVTE_FWD_LAYERNORM_SM_MARGIN=8 CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun ")
+    alone = command_line(["--num-layers", "4"]).under_plan("plan.yaml", [], needed)
+    assert alone == "add to the launch: --lynx-plan plan.yaml, and to its environment: NVTE_FWD_LAYERNORM_SM_MARGIN=16"

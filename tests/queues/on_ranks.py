@@ -14,7 +14,7 @@ import pytest
 from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.testbed.queues.log import Log
+from megatron_lynx.testbed.queues.log import HostWait, Log
 
 STEPS = 3
 
@@ -83,6 +83,39 @@ def named_replays(rank: int, job: Job, setting: Setting) -> Log:
         patched.setattr(Replay, "run", run)
         patched.setattr(recorder, "Recorder", Naming)
         return recorded(rank, job, setting)
+
+
+def reads_of_losses(rank: int, mode: str) -> list[int]:
+    """Runs inside `RankPool`. How often the host waits in each of two steps of two micro-batches, whose losses are checked as
+    `loss_func` of pretrain_gpt.py checks them. `mode`: `--rerun-mode`."""
+    import torch
+    from megatron.core.rerun_state_machine import (
+        RerunMode,
+        destroy_rerun_state_machine,
+        get_rerun_state_machine,
+        initialize_rerun_state_machine,
+    )
+
+    from megatron_lynx.testbed.groups import initialise
+    from megatron_lynx.testbed.queues.recorder import Recorder
+    from megatron_lynx.testbed.tiny_jobs import tiny_job
+
+    initialise(tiny_job("gpt"))
+    destroy_rerun_state_machine()
+    initialize_rerun_state_machine(mode=RerunMode(mode))
+    machine, found, loss = get_rerun_state_machine(), list[int](), torch.ones(4).sum()
+    for _ in range(2):
+        waits = 0
+        while machine.should_run_forward_backward(None):
+            with Recorder(rank) as recorder:
+                for _ in range(2):
+                    machine.validate_result(result=loss, rejection_func=torch.isnan, message="NaN")
+                    machine.validate_result(result=loss, rejection_func=torch.isinf, message="Inf")
+            waits += sum(isinstance(entry, HostWait) for entry in recorder.log.entries)
+        machine.should_checkpoint_and_exit()  # as training does behind each step
+        found.append(waits)
+    destroy_rerun_state_machine()
+    return found
 
 
 class Unrecorded:

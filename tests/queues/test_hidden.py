@@ -20,13 +20,16 @@ from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
 from tests.queues.on_ranks import Setting, named_replays
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, receiving, replayable
 
 Pools = Callable[[int], RankPool]
 LAYOUTS = [
     pytest.param({"pipeline": 3, "layers": 3, "microbatches": 4}, {}, id="1F1B"),
     pytest.param({"pipeline": 3, "layers": 6, "layers_per_chunk": 1, "microbatches": 3}, {}, id="interleaved"),
     pytest.param({"pipeline": 2, "layers": 4, "layers_per_chunk": 1, "microbatches": 4}, {}, id="interleaved, two stages"),
+    pytest.param(
+        {"pipeline": 2, "tensor": 2, "layers": 4, "layers_per_chunk": 1, "microbatches": 4}, {}, id="interleaved, two stages, t=2"
+    ),
     pytest.param({"pipeline": 3, "layers": 3, "microbatches": 3}, {"defers": True}, id="no flushes"),
 ]
 
@@ -35,7 +38,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "how"), LAYOUTS)
 def test_what_runs_while_a_gradient_is_received_is_hidden(pool_of: Pools, layout: dict[str, Any], how: dict[str, Any]) -> None:
     job = tiny_job("gpt", **layout)
-    plan = plan_for(job, lambda _: replayable(job))
+    plan = receiving(plan_for(job, lambda _: replayable(job)))
     logs = pool_of(job.gpus).run(named_replays, job, Setting(plan=without_flushes(plan) if how else plan, **how))
     named = [(log.rank, name) for log in logs for name in replays_of(log)]
     assert any(name.endswith("steady") for _, name in named)

@@ -20,7 +20,7 @@ from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.double_buffered.test_plans import without_flushes
 from tests.queues.on_ranks import Setting, recorded, trained
 from tests.transparency.offloaded import offloading
-from tests.transparency.plans import plan_for, replayable
+from tests.transparency.plans import plan_for, receiving, replayable
 
 Pools = Callable[[int], RankPool]
 QUEUES = (1, 8)
@@ -39,6 +39,11 @@ def planned(job: Job, **setting: Any) -> Setting:
     """Every other layer is replayed, and some of what the others keep goes to the host; one step is traced."""
     plan = offloading(plan_for(job, lambda layer: replayable(job) if layer % 2 else ()), 6_000)
     return Setting(plan=plan if "defers" not in setting else without_flushes(plan), trace=True, timers=1, **setting)
+
+
+def received_apart(job: Job) -> Setting:
+    """Replays while gradients are received, in steady phases, too: these travel in groups of their own."""
+    return Setting(plan=receiving(plan_for(job, lambda _: replayable(job))), timers=1)
 
 
 def half_by_half(job: Job) -> Setting:
@@ -69,6 +74,7 @@ CASES = [
     *(case(f"interleaved, {name}", layout, LOGGED) for name, layout in INTERLEAVED.items()),
     case("interleaved, p=2, in one call", INTERLEAVED["p=2"], Setting(timers=1, model=ONE_CALL)),
     *(case(f"interleaved, {name}, a plan", layout, planned) for name, layout in INTERLEAVED.items()),
+    case("interleaved, p=2, t=2, a plan", {**INTERLEAVED["p=2"], "tensor": 2, "sequence_parallel": True}, received_apart),
     case("both overlaps", SHARDED, Setting(BOTH_OVERLAPS, timers=1)),
     case("t=2, p=2, a plan", {"pipeline": 2, "tensor": 2, "microbatches": 3}, planned),
     case("t=2, half by half", {"tensor": 2}, half_by_half),

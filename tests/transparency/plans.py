@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lynx.anatomy import ALL_ITEMS, DENSE, FILLING, HALVES, Half, Section, sections_of
 from megatron_lynx.config.job import Job
-from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.plan import ByPhase, Plan, Windows
 
 SECTIONS = tuple(section for sections in FILLING.values() for section in sections)
 REPLAYABLE = tuple(item for item in ALL_ITEMS if any(item in section.replayable for section in SECTIONS))
@@ -48,6 +48,23 @@ def plan_for(
             "provenance": {"made_by": "a test"},
         }
     )
+
+
+def receiving(plan: Plan) -> Plan:
+    """The same plan, but that what runs in cool-down while a gradient is received does so in steady phases, too. Then interleaved
+    schedules receive gradients in other groups than outputs."""
+
+    def moved(windows: Windows) -> Windows:
+        by_phase = {half: getattr(windows, half) for half in HALVES}
+        return windows.model_copy(update={half: place.cooldown for half, place in by_phase.items() if isinstance(place, ByPhase)})
+
+    stages = tuple(
+        stage.model_copy(
+            update={"rules": tuple(rule.model_copy(update={"windows": moved(rule.windows)}) for rule in stage.rules)}
+        )
+        for stage in plan.stages
+    )
+    return Plan.model_validate(plan.model_copy(update={"stages": stages}).model_dump())
 
 
 def has_shared_experts(job: Job) -> bool:
