@@ -90,8 +90,8 @@ def test_a_host_that_does_not_give_what_it_promised_leaves_nothing_locked(monkey
 
     monkeypatch.setattr(CpuDevice, "lock", lock)
     limit = HostLimit(10**6)
-    made = Offloader({0: OffloadPolicy(6000, 1, 1, 2)}, device=CPU, limit=limit)
+    made = Offloader({0: OffloadPolicy(6000, 1, 1, 1), 1: OffloadPolicy(6000, 1, 1, 1)}, device=CPU, limit=limit)
     with pytest.raises(OffloadError, match="the host has too little memory"):
         made.lock_ahead()
-    made.close()
     assert limit.held_bytes == 0
+    made.close()

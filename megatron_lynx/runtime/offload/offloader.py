@@ -115,8 +115,12 @@ class Offloader:
         if sum(sets * size for sets, size in wanted.values()) > self._limit.most_bytes:
             return
         begin_s = time.perf_counter()
-        for (chunk, paced), (sets, size) in wanted.items():
-            self._ahead[chunk, paced] = [Slab(self._where[chunk], size, self._device, self._limit) for _ in range(sets)]
+        try:
+            for (chunk, paced), (sets, size) in wanted.items():
+                self._ahead[chunk, paced] = [Slab(self._where[chunk], size, self._device, self._limit) for _ in range(sets)]
+        except OffloadError:
+            self._ahead.clear()
+            raise
         self.locked = Locked(self._limit.held_bytes, time.perf_counter() - begin_s)
 
     # --- what the engine reports ---------------------------------------------------------------------------------------
