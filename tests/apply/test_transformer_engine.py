@@ -26,6 +26,7 @@ from ..long import long
 from ..plan.strategies import drawn, plans_for
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
+from ..transparency import test_benefit as benefit
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
@@ -197,6 +198,17 @@ def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(po
         rule["windows"] = {"mlp": "bwd.mlp.0"}
     for outcome in checked(pool_of, job, [Plan.model_validate(raw)]):
         assert outcome[0].planned.counts[0].hidden == job.model.layers * job.microbatches
+
+
+@pytest.mark.parametrize("layout", ["TP2", "TP2+SP"])
+def test_tasks_run_beside_its_collectives(pool_of, layout):
+    """Each of them is issued before, and waited for behind, what the plan puts into its window."""
+    job = te_job("llama", layers=2, **LAYOUTS[layout])
+    waits = benefit.collectives(*((2, 3) if job.parallel.sequence_parallel else (1, 1)))
+    replaying = plan_for(job, lambda layer: replayable(job, gather=True))
+    found = benefit.checked(pool_of, job, [replaying, *benefit.weight_gradients(benefit.kept(job), waits)])
+    assert benefit.windows_of(found, "weight gradient") == {*waits}
+    assert benefit.windows_of(found, "replay") == {waits[-1], waits[-1].replace("mlp", "attention")}
 
 
 def test_a_norm_alone_runs_no_gemm(pool_of):
