@@ -17,7 +17,7 @@ def broken(source: str, name: str, old: str, new: str) -> str:
     """
     lines = source.splitlines()
     begin, end = _lines_of(source, name)
-    old_lines, new_lines = old.strip("\n").splitlines(), new.strip("\n").splitlines()
+    old_lines, new_lines = old.strip("\n").splitlines(), new.strip("\n").splitlines() or [""]
     found = [*_blocks(lines[begin:end], old_lines)] or [*_parts(lines[begin:end], old_lines)]
     if len(found) != 1:
         raise DoesNotApply(f"`{old.strip()}` is {len(found)} times in {name}, needed once")
@@ -46,7 +46,8 @@ def _lines_of(source: str, name: str) -> tuple[int, int]:
     """The lines of a function, class or assigned name, counted from 0, decorators included."""
     node: ast.AST = ast.parse(source)
     for part in name.split("."):
-        named = [one for one in ast.walk(node) if one is not node and part in _names(one)]
+        named = [one for one in getattr(node, "body", ()) if part in _names(one)]
+        named = named or [one for one in ast.walk(node) if one is not node and part in _names(one)]
         if len(named) != 1:
             raise DoesNotApply(f"{name} is {len(named)} times in this file, needed once")
         [node] = named

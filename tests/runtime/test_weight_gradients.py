@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.task import WeightGradient
+from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.waits import _fillers
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.runtime.windows import Windows
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
@@ -72,6 +77,19 @@ def test_experts_share_the_block_of_their_rows() -> None:
     assert pending.bytes_of(0) == 120
     assert pending.take_oldest(0) is experts[2]
     assert (pending.bytes_of(0), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
+
+
+def test_a_wait_takes_those_of_one_micro_batch() -> None:
+    """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
+    progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Counts()), []
+    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)  # type: ignore[arg-type]
+    for number in range(6):
+        computing = partial(ran.append, (number // 2, number % 2))
+        progress.pending.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
+    for micro_batch in range(3):
+        gradients.run(FC1, "pipe.recv_backward")
+        assert ran == [(done, expert) for done in range(micro_batch + 1) for expert in range(2)]
+    assert progress.counts.filled == 6
 
 
 @pytest.mark.parametrize(("completing", "ends"), [(None, [(1, 0), (1, 1)]), ({(0, 1)}, [(0, 1)])])
