@@ -26,7 +26,7 @@ def verdict_on(fault: Fault, ended: Sequence[Ended], printed: str) -> Verdict:
             return Verdict(False, f"{test} did not run:\n{_last_lines(printed)}")
         if not failed:
             return Verdict(False, f"{test} {'was skipped' if _skipped(of_test) else 'PASSED'}")
-        if not any(one.phase == "call" and fault.fails_with in one.errors for one in failed):
+        if not any(one.phase == "call" and _is(fault.fails_with, one) for one in failed):
             first = failed[0]
             return Verdict(False, f"{test} failed with {first.errors} in its {first.phase}, not {fault.fails_with}: {first.text}")
     return Verdict(True, "found")
@@ -45,6 +45,11 @@ def unfit(tests: Sequence[str], ended: Sequence[Ended]) -> dict[str, str]:
         elif _skipped(of_test):
             found[test] = f"is skipped: {next(one.text for one in of_test if one.outcome == 'skipped')}"
     return found
+
+
+def _is(error: str, one: Ended) -> bool:
+    """Whether a test failed with this error. `pytest.raises` asserts, too, and fails otherwise."""
+    return error in one.errors or (error == "AssertionError" and one.text.startswith("DID NOT RAISE"))
 
 
 def _skipped(ended: Sequence[Ended]) -> bool:

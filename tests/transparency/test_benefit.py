@@ -37,10 +37,30 @@ def checked(pool_of: Pools, job: Job, plans: Sequence[Plan], model: dict[str, An
     return [timeline for of_rank in found for timeline in of_rank]
 
 
+OF_SEQUENCE_PARALLELISM = {
+    f"{place.replace('half', half)}": work
+    for half in ("attention", "mlp")
+    for place, work in {
+        "fwd.half.0": "all_gather_single",
+        "fwd.half.1": "reduce_scatter_single",
+        "bwd.half.0": "all_gather_single",
+        "bwd.half.1": "all_gather_single",
+        "bwd.half.2": "reduce_scatter_single",
+    }.items()
+}
+"""What each window waits for."""
+
+
 def windows_of(timelines: Sequence[Timeline], what: str) -> set[str]:
     """The kinds of windows in which tasks of a kind ran."""
     events = (event for one in timelines for event in one.events if event.what == what and event.window not in OUTSIDE)
     return {event.window.partition("@")[0] for event in events}
+
+
+def works_in(timelines: Sequence[Timeline]) -> dict[str, str]:
+    """What the tasks of each kind of window run beside."""
+    found = {task.window.partition("@")[0]: one.window_of(task)[0] for one in timelines for task in one.tasks}
+    return {window: issued.removeprefix("issued ") for window, issued in found.items()}
 
 
 def weight_gradients(kept: Plan, waits: Sequence[str], linears: Sequence[str] = ()) -> list[Plan]:
@@ -86,6 +106,7 @@ def test_every_collective_of_sequence_parallelism(pool_of: Pools) -> None:
     assert windows_of(found, "weight gradient") == {*waits}
     assert windows_of(found, "replay") == {"bwd.attention.2", "bwd.mlp.2"}
     assert windows_of(found, "gather") == {"bwd.attention.0", "bwd.mlp.0"}
+    assert works_in(found) == OF_SEQUENCE_PARALLELISM
 
 
 def test_tokens_that_travel(pool_of: Pools) -> None:
