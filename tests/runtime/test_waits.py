@@ -162,6 +162,14 @@ def test_gathers_run_behind_the_wait() -> None:
     assert stage.engine.take_counts().gathered == 3
 
 
+def test_a_replay_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
+    """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is replayed on demand."""
+    stage = Stage([Windows(during={"steady": {backward_of(2): (Replay(half(1)),)}}, ahead_depth=1)], gathers=True)
+    assert [window for *_, window in stage.run()] == ["on_demand"] * 3
+    backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
+    assert backward == ["waited bwd 3", "gather", "waited bwd 2", "gather", "waited bwd 1", "gather"]
+
+
 def test_a_replay_over_two_windows() -> None:
     """It is one replay, which counts where it ends, and none of its sites runs twice."""
     during: Any = {backward_of(3): (Replay(half(1), until=FC1),), backward_of(2): (Replay(half(1)),)}
