@@ -124,3 +124,5 @@ def test_counts_add_up() -> None:
     """What was done is summed, what was held at once is the larger."""
     both = Counts(deferred=3, filled=2, flushed=1, deferred_bytes=7) + Counts(deferred=1, filled=1, deferred_bytes=5)
     assert (both.deferred, both.filled, both.flushed, both.deferred_bytes) == (4, 3, 1, 7)
+    held = Counts(live_ahead=1, host_bytes=5, expert_load=1.5) + Counts(live_ahead=2, host_bytes=3, expert_load=1.25)
+    assert (held.live_ahead, held.host_bytes, held.expert_load) == (2, 5, 1.5)
