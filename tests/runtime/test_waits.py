@@ -283,6 +283,19 @@ def test_tasks_of_any_kind_run_in_order_until_one_has_no_room() -> None:
     assert log[6] == f"d {where}"
 
 
+def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
+    """Where a receive is waited for with a send, a second window would take a second weight gradient of each linear."""
+    log: list[str] = []
+    stage = Stage([Windows(during={"cooldown": {RECV_BACKWARD: (Noted("a", log),)}})], PHASES, log=log)
+    for micro_batch in (0, 1):
+        stage.forward(micro_batch, 0)
+    stage.backward(0, 0)
+    log.clear()
+    for work in stage.engine.receive([Work(log, "first"), Work(log, "second")]):
+        work.wait()
+    assert log == ["a in pipe.recv_backward for 1", "waited first", "waited second"]
+
+
 def test_a_replay_that_communicates_is_refused() -> None:
     """Rule R2: its collective would queue behind the one that it hides behind."""
     stage = Stage([Windows(during={"steady": {backward_of(3): (Replay(half(2)),)}}, ahead_depth=1)])
