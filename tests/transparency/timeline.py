@@ -59,13 +59,14 @@ class Timeline:
 
     def window_of(self, task: Event) -> list[str]:
         """From the issue of what a task runs beside to the wait for it. Empty if nothing was under way: what is waited for next,
-        of the kind that its window is of, was issued behind the task."""
+        of the kind that its window is of, was issued behind the task, or somebody had waited for it before."""
         at = self._place(task)
+        over = {event.work for event in self.events[:at] if event.what == "waited"}
         issued = {event.work: place for place, event in enumerate(self.events[:at]) if event.what == "issued"}
         for place, event in enumerate(self.events[at:], at):
             if event.work in self._gathered or not _is_of(event, task.window):
                 continue
-            if event.what == "waited" and event.work in issued:
+            if event.what == "waited" and event.work in issued.keys() - over:
                 return [str(one) for one in self.events[issued[event.work] : place + 1] if one.work in (0, event.work)]
             break
         return []
