@@ -217,8 +217,8 @@ def fp8_job():
     return te_job("llama", layers=2, dtype="bf16", fp8={"recipe": "tensorwise"}, **LAYOUTS["TP2+SP"])
 
 
-def test_reductions_of_amaxes_are_no_windows(pool_of):
-    """Nothing would hide there, and windows would be known by other numbers than the plan's."""
+def test_windows_in_fp8_are_those_of_other_layers(pool_of):
+    """Though amaxes are reduced between them."""
     job = fp8_job()
     waits = [wait for wait in benefit.collectives(2, 3) if wait not in WAITED_FOR_AT_ONCE]
     found = benefit.checked(pool_of, job, benefit.weight_gradients(benefit.kept(job), waits))
