@@ -5,6 +5,7 @@
     `edit`           puts one into the source of a function: its text is found by name and by what it says, not by line
     `workplace`      a copy of this checkout: a fault is put into its files, so that whatever imports the package has it, ranks
                      and their children included; only the tests that the entry names are run there
+    `session`        one session of pytest there, forked from a process that has torch
     `witness`        a plugin of pytest, which writes down how each of these tests ended
     `verdict`        found, not found, or failed for another reason than the entry says
     `__main__`       all of it, two faults side by side

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.edit import DoesNotApply
+from tests.faults.session import fork_server
 from tests.faults.table import Fault, faults
 from tests.faults.verdict import Verdict, unfit, verdict_on
 from tests.faults.workplace import Workplace
@@ -27,10 +28,11 @@ def main(words: Sequence[str]) -> int:
     begin = time.monotonic()
     chosen = [fault for fault in faults() if not words or any(word in f"{fault.fault} {fault.place}" for word in words)]
     tried = [fault for fault in chosen if not fault.equivalent]
+    server = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         places = queue.Queue[Workplace]()
         for number in range(SIDE_BY_SIDE):
-            places.put(Workplace(Path(folder, f"copy{number}")))
+            places.put(Workplace(Path(folder, f"copy{number}"), server))
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             wrong = _without_faults(tried, places, pool)
             verdicts = list(pool.map(lambda fault: _try(fault, places, wrong), tried))

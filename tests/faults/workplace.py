@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from tests.faults import session
 from tests.faults.table import ROOT, Fault
 from tests.faults.witness import FILE
 
@@ -38,8 +38,9 @@ class Ended(BaseModel):
 class Workplace:
     """Where one test runs at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ForkServerContext) -> None:
         self.folder = folder
+        self._server = server
         self._edits = 0
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
         (folder / "build").symlink_to(ROOT / "build")
@@ -64,21 +65,15 @@ class Workplace:
         """Run these tests, and return how they ended, with what pytest printed. After `timeout_s` they are ended."""
         told = self.folder.with_suffix(".jsonl")
         told.unlink(missing_ok=True)
+        log = self.folder.with_suffix(".log")
         environment = {**os.environ, "PYTHONPATH": str(self.folder), FILE: str(told)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.faults.witness", "-p", "no:cacheprovider", *tests]
-        with self.folder.with_suffix(".log").open("w+") as log:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                log.write(f"\nnot over after {timeout_s:.0f} s\n")
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            log.seek(0)
-            printed = log.read()
+        arguments = ["-q", "-p", "tests.faults.witness", "-p", "no:cacheprovider", *tests]
+        process = self._server.Process(target=session.run, args=(arguments, str(self.folder), environment, str(log)))
+        process.start()
+        process.join(timeout_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        printed = log.read_text() if log.exists() else ""
         lines = told.read_text().splitlines() if told.exists() else []
         return [Ended.model_validate(json.loads(line)) for line in lines], printed
