@@ -3,6 +3,7 @@
 # make long    the same properties in more layouts, models and releases; launches that compile, or that take a minute each
 # make streams what only a GPU would show, on CPU ranks: streams, hardware queues, compiled fusions, userbuffers, the dry run of the GPU check
 # make quick   what needs no ranks, and a handful that does: three minutes, for while you write (the other releases are not tried)
+# make faults  does the suite see what it is there for? Puts faults into a copy of the package, one by one (tests/faults)
 # make check   style and types
 # make clean   remove what was built (.venv stays)
 #
@@ -24,7 +25,7 @@ FOLDERS := $(foreach release,$(OTHERS),MEGATRON_CORE_$(subst .,_,$(basename $(re
 # file's tests share is made once.
 TWO := -n 2 --dist loadfile
 
-.PHONY: demo test long streams releases quick check clean
+.PHONY: demo test long streams faults releases quick check clean
 
 demo: $(VENV)/installed
 	$(BIN)/megatron-lynx profile jobs/demo -o $(DEMO)/profile.yaml
@@ -40,6 +41,9 @@ long: releases
 
 streams: releases
 	$(FOLDERS) $(BIN)/python -m pytest -m streams
+
+faults: releases
+	$(FOLDERS) $(BIN)/python -u -m tests.faults
 
 releases: $(VENV)/installed $(OTHERS:%=build/megatron-core-%/downloaded) $(TE_RELEASES:%=build/transformer-engine-%/downloaded)
 

@@ -18,7 +18,7 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
-from megatron_lynx.planner.filling import Filler
+from megatron_lynx.planner.filling import Filler, _waits
 from megatron_lynx.planner.packing import LONG, Linear, Put, Ways
 from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
 from megatron_lynx.planner.summary import summary
@@ -62,6 +62,13 @@ drawn = st.fixed_dictionaries(
         "seq": st.just(2048),
     }
 )
+
+
+def test_in_cool_down_the_receive_takes_what_waits_for_a_forward():
+    """No forward comes there. What waits for a window of its own backward needs no other."""
+    assert _waits("fwd.mlp.0", receives=True) == ("fwd.mlp.0", "pipe.recv_backward")
+    assert _waits("fwd.mlp.0", receives=False) == ("fwd.mlp.0",)
+    assert _waits("bwd.mlp.0", receives=True) == ("bwd.mlp.0",)
 
 
 @given(drawn, st.floats(0.05, 1.0))

@@ -26,10 +26,12 @@ from ..long import long
 from ..plan.strategies import drawn, plans_for
 from ..profiler.on_ranks import bytes_saved_by_items
 from ..te_releases import pool_with, pools_with
+from ..transparency import test_benefit as benefit
 from ..transparency.offloaded import offloading
 from ..transparency.plans import plan_for, replayable
 from ..transparency.test_every_bit import checked
 from ..transparency.test_experts import STATEFUL
+from ..transparency.timeline import timelines
 from ..transparency.trials import Trial, compare_with_stock
 from . import on_ranks, te_on_ranks
 
@@ -197,6 +199,44 @@ def test_what_only_column_parallel_linears_read_hides_behind_the_own_gradient(po
         rule["windows"] = {"mlp": "bwd.mlp.0"}
     for outcome in checked(pool_of, job, [Plan.model_validate(raw)]):
         assert outcome[0].planned.counts[0].hidden == job.model.layers * job.microbatches
+
+
+@pytest.mark.parametrize("layout", ["TP2", "TP2+SP"])
+def test_tasks_run_beside_its_collectives(pool_of, layout):
+    """Each of them is issued before, and waited for behind, what the plan puts into its window."""
+    job = te_job("llama", layers=2, **LAYOUTS[layout])
+    waits = benefit.collectives(*((2, 3) if job.parallel.sequence_parallel else (1, 1)))
+    replaying = plan_for(job, lambda layer: replayable(job, gather=True))
+    found = benefit.checked(pool_of, job, [replaying, *benefit.weight_gradients(benefit.kept(job), waits)])
+    assert benefit.windows_of(found, "weight gradient") == {*waits}
+    assert benefit.windows_of(found, "replay") == {waits[-1], waits[-1].replace("mlp", "attention")}
+
+
+def fp8_job():
+    """With one scale for all ranks' parts FP8 reduces amaxes, a few bytes, before each gather."""
+    return te_job("llama", layers=2, dtype="bf16", fp8={"recipe": "tensorwise"}, **LAYOUTS["TP2+SP"])
+
+
+def test_windows_in_fp8_are_those_of_other_layers(pool_of):
+    """Though amaxes are reduced between them."""
+    job = fp8_job()
+    waits = [wait for wait in benefit.collectives(2, 3) if wait not in WAITED_FOR_AT_ONCE]
+    found = benefit.checked(pool_of, job, benefit.weight_gradients(benefit.kept(job), waits))
+    assert any(event.name == "allreduce" for timeline in found for event in timeline.events)
+    assert benefit.works_in(found) == {wait: benefit.OF_SEQUENCE_PARALLELISM[wait] for wait in waits}
+
+
+WAITED_FOR_AT_ONCE = ("bwd.attention.0", "bwd.mlp.0")
+
+
+def test_in_fp8_a_hopper_waits_for_a_gradient_where_its_gather_is_issued(pool_of):
+    """Transformer Engine does, to transpose its bytes: GEMMs of a Hopper read them by rows. What a plan puts there is right, and
+    hides nothing. (Where that is no longer so, `WAITED_FOR_AT_ONCE` is empty.)"""
+    job = fp8_job()
+    plans = benefit.weight_gradients(benefit.kept(job), WAITED_FOR_AT_ONCE)
+    for found in pool_of(2).run(timelines, job, plans, {"ddp": True}, benefit.FUSED):
+        assert benefit.windows_of(found, "weight gradient") == {*WAITED_FOR_AT_ONCE}
+        assert not any(timeline.window_of(task) for timeline in found for task in timeline.tasks)
 
 
 def test_a_norm_alone_runs_no_gemm(pool_of):

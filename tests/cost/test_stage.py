@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 
 from megatron_lynx.anatomy import ATTENTION, MLP
-from megatron_lynx.cost.communication import gather_once_s, window_lengths_s
+from megatron_lynx.cost.communication import (
+    _behind_gather_s,
+    _carried_bytes,
+    gather_lost_and_spared_s,
+    gather_once_s,
+    head_of,
+    message_bytes_of,
+    window_lengths_s,
+)
 from megatron_lynx.cost.in_flight import microbatches_in_flight
-from megatron_lynx.cost.memory import HalfMemory, peak_bytes
+from megatron_lynx.cost.memory import HalfMemory, peak_bytes, smallest_offloaded_bytes
 from megatron_lynx.cost.stage import Phases, StageSeconds, phases_of, step_s
+from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
 
 SMALL = HalfMemory(resident=10, regenerated=5, tail=12)
@@ -31,6 +41,19 @@ def test_peak_is_where_the_largest_half_is_whole():
 
 def test_a_half_regenerated_ahead_meets_what_the_one_before_still_needs():
     assert peak_bytes([SMALL, LARGE_AHEAD], in_flight=1) == 10 + 12 + 40
+
+
+@pytest.mark.parametrize(
+    ("moment", "peak"), [("ahead4", 10 + 100 + 20), ("ahead3", 100 + 20), ("ahead2", 10 + 100 + 10), ("ahead", 100 + 10)]
+)
+def test_what_is_there_ahead_of_time_meets_the_halves_before(moment, peak):
+    """Of the third half: while the first begins, while it ends, while the second begins, while it ends."""
+    ahead = HalfMemory(resident=10, regenerated=0, tail=0, **{moment: 100})
+    assert peak_bytes([HalfMemory(10, 0, 0), HalfMemory(10, 0, 0), ahead], in_flight=1) == peak
+
+
+def test_large_blocks_may_go_to_the_host_and_in_small_layers_smaller_ones():
+    assert [smallest_offloaded_bytes(size) for size in (64 * MIB, 4 * MIB, MIB)] == [MIB, MIB, MIB // 4]
 
 
 def test_what_is_regenerated_early_is_held_once_until_its_backward():
@@ -97,3 +120,39 @@ def test_phases_and_micro_batches_in_flight():
     assert [phases_of(job, stage) for stage in range(4)] == [Phases(3, 3), Phases(4, 2), Phases(5, 1), Phases(6, 0)]
     assert [microbatches_in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert microbatches_in_flight(tiny_job(pipeline=4, microbatches=2), 0) == 2
+
+
+def with_links(link_s, **layout):
+    """Sequence parallelism, and every collective takes so long; with the bytes of a message."""
+    job = tiny_job(tensor=2, sequence_parallel=True, **layout)
+    profile = made_up_profile(job, link_s)
+    return profile, message_bytes_of(profile)
+
+
+def test_an_early_gather_spares_the_backward_what_its_own_would_have_exposed():
+    """The backward of the half before hides it whole; the own dgrad would have hidden a part."""
+    dgrad_s = with_links(1.0)[0].attention.items["linear_qkv"].dgrad_s
+    behind_s = _behind_gather_s(with_links(1.0)[0], MLP, whole=True)
+    assert dgrad_s < behind_s
+    gather_s = (dgrad_s + behind_s) / 2
+    profile, message = with_links(gather_s)
+    lost_s, spared_s = gather_lost_and_spared_s(profile, ATTENTION, MLP, message, whole=True)
+    assert (lost_s, spared_s) == (0.0, pytest.approx(gather_s - dgrad_s))
+
+
+def test_the_head_waits_for_both_its_collectives_behind_a_third_of_its_backward():
+    profile, message = with_links(1e-3)
+    head = BlockProfile(forward_s=2e-3, backward_s=1.5e-3, saved_bytes=0)
+    profile = profile.model_copy(update={"head": head})
+    found = head_of(profile, message)
+    assert found.forward_s == pytest.approx(2e-3 + 1e-3)
+    assert found.backward_s == pytest.approx(1.5e-3 + 2 * (1e-3 - 0.5e-3))
+
+
+@pytest.mark.parametrize(("fp8", "part"), [(None, 2), ("delayed", 1), ("tensorwise", 1), ("mxfp8", 2)])
+def test_a_gradient_with_block_scales_is_gathered_by_rows_and_by_columns(fp8, part):
+    """In halves of a BF16 message."""
+    profile, message = with_links(1e-3)
+    profile = profile.model_copy(update={"shape": profile.shape.model_copy(update={"fp8": fp8})})
+    [gradient] = [one for one in MLP.collectives("bwd", True) if one.carries == "gradient" and one.kind == "all_gather"]
+    assert _carried_bytes(profile, MLP, gradient, message) == part * message // 2

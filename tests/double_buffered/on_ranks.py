@@ -116,6 +116,30 @@ def differing(rank: int, job: Job, how: dict[str, Any], batches: int = 4) -> lis
     return [name for name in ("losses", "parameters") if not same(vars(expected)[name], vars(run)[name])]
 
 
+def sent_too_early(rank: int, job: Job, how: dict[str, Any]) -> tuple[int, list[str]]:
+    """How many messages were sent, and those that were sent while an earlier one of the same direction was under way."""
+    from megatron_lynx.testbed.posted import WorkListener, listening_to_works
+
+    class Sent(WorkListener):
+        def __init__(self) -> None:
+            self.count, self.early = 0, list[str]()
+            self.under_way: dict[Any, Any] = {}
+
+        def posted(self, work: Any, posted: Any, args: Any) -> None:
+            if posted.operation == "send":
+                self.early += [f"{posted} behind {other}" for other in self.under_way.values() if other.pair == posted.pair]
+                self.under_way[work] = posted
+                self.count += 1
+
+        def waits(self, work: Any) -> None:
+            self.under_way.pop(work, None)
+
+    sent = Sent()
+    with listening_to_works(sent):
+        trained_twice(rank, job, how, batches=3)
+    return sent.count, [*sent.early, *map(str, sent.under_way.values())]
+
+
 def reference(job: Job, how: dict[str, Any], training: Any, batches: range, run: Trained) -> None:
     """Megatron's own schedule, a flush per batch: batch j runs on W(j-1), put there by hand, and its update is made to W(j).
 

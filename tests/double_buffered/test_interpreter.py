@@ -28,3 +28,11 @@ def test_1f1b_equals_stock(pool_of, layout, how, setting):
         assert stock.equals(interpreted), f"rank {rank}"
         assert all(stock.gradients)
         assert len(stock.losses) in (0, 2 * job.microbatches)
+
+
+def test_a_message_is_sent_when_the_one_before_has_arrived(pool_of):
+    """Deferred updates post messages and go on. What is sent lives until somebody has waited for it, and not longer."""
+    job = tiny_job("gpt", pipeline=2, microbatches=3)
+    for sent, early in pool_of(2).run(on_ranks.sent_too_early, job, {**MEGATRON, "defer_updates": True}):
+        assert sent > 2 * job.microbatches
+        assert early == []

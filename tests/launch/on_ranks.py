@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,14 +18,26 @@ def agreeing(rank: int, wrong: list[int], contents: list[str]) -> tuple[int | No
     """The exit status that a rank would end with, and what it said. Ranks in `wrong` have an error."""
     from megatron_lynx.launch.agreement import agree
 
+    error = ConfigError("no plan", [Problem("plan.yaml", "no such file", "a plan")]) if rank in wrong else None
+    return _ended(partial(agree, error, same=contents[rank], what="--lynx-plan plan.yaml"))
+
+
+def preparing(rank: int, plans: list[str], args: dict[str, Any]) -> tuple[int | None, str]:
+    """The same of a launch in which every rank is given a plan of its own, and Megatron's arguments `args`."""
+    from megatron_lynx.launch.flags import Flags
+    from megatron_lynx.launch.launch import Launch
+
+    return _ended(partial(Launch(Flags(lynx_plan=plans[rank])).prepare, SimpleNamespace(**args, rank=rank)))
+
+
+def _ended(run: Callable[[], None]) -> tuple[int | None, str]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    error = ConfigError("no plan", [Problem("plan.yaml", "no such file", "a plan")]) if rank in wrong else None
     said = io.StringIO()
     status = None
     with contextlib.redirect_stderr(said):
         try:
-            agree(error, same=contents[rank], what="--lynx-plan plan.yaml")
+            run()
         except SystemExit as end:
             status = end.code
     return status, said.getvalue()

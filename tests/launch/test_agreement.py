@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lynx.planner import uniform_plan
+from megatron_lynx.testbed.tiny_jobs import tiny_job
+
 from . import on_ranks
+from .launched import saved
 
 
 def test_ranks_that_agree_go_on(pool_of):
@@ -28,3 +32,25 @@ def test_ranks_that_agree_go_on(pool_of):
 )
 def test_all_end_together(pool_of, wrong, contents, says):
     assert pool_of(2).run(on_ranks.agreeing, wrong, contents) == [(2, says), (2, "")]
+
+
+def test_ranks_with_other_plans_end_before_they_train(pool_of, tmp_path):
+    """A path may mean another file on another node. Ranks with other windows would wait for each other for ever."""
+    job = tiny_job("gpt")
+    other = uniform_plan(job).model_copy(update={"batch": uniform_plan(job).batch.model_copy(update={"microbatches": 3})})
+    plans = [str(saved(plan, tmp_path / f"{name}.yaml")) for name, plan in (("one", uniform_plan(job)), ("other", other))]
+    args = {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "num_layers": job.model.layers,
+        "hidden_size": job.model.hidden,
+        "ffn_hidden_size": job.model.ffn,
+        "num_attention_heads": job.model.heads,
+        "seq_length": job.model.seq,
+        "micro_batch_size": job.batch.micro,
+    }
+    assert pool_of(2).run(on_ranks.preparing, plans[:1] * 2, args) == [(None, "")] * 2
+    (status, said), other_rank = pool_of(2).run(on_ranks.preparing, plans, args)
+    assert (status, other_rank) == (2, (2, ""))
+    assert f"--lynx-plan {plans[0]}: found other contents on rank 1 than on rank 0" in said

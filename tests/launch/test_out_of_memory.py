@@ -140,6 +140,34 @@ def test_what_was_planned_is_said_by_kind():
     assert explained(ValueError("another"), Rank(decision.plan, 0), "", "") is None
 
 
+TWO_STAGES = tiny_job("gpt", pipeline=2, microbatches=4, vocab=2048)
+
+
+def test_what_was_planned_is_that_of_the_own_stage():
+    """Every stage once was told what the first one should hold."""
+    plan = decide(TWO_STAGES, made_up_profile(TWO_STAGES, 1e-5)).plan
+    first, last = (format_bytes(stage.predicted.memory_bytes) for stage in plan.stages)
+    assert first != last
+    for stage, planned in enumerate((first, last)):
+        error = torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB"))
+        said = str(explained(error, Rank(plan, stage), "in step 1 of this run", "plan.yaml"))
+        assert f"planned: {planned} at the stage's fullest" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "half", "embedding"),
+    [(0, (1, "attention"), True), (0, (2, "attention"), False), (0, (1, "mlp"), False), (1, (3, "attention"), False)],
+    ids=["first half of all", "another layer", "another half", "first half of the last stage"],
+)
+def test_only_behind_the_models_first_half_comes_the_embeddings_backward(stage, half, embedding):
+    error = torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB"))
+    note(error, Whereabouts("backward", 0, half=half))
+    moment = moment_of(error, Rank(uniform_plan(TWO_STAGES), stage))
+    assert moment is not None
+    assert ("embedding" in moment.words) == embedding
+    assert moment.planned == (("backward", "embedding_backward") if embedding else ("backward",))
+
+
 def test_the_load_of_experts_is_said_where_it_is_more_than_planned():
     plan = uniform_plan(LONG_SEQUENCES)
     more = "experts: found 1.52 of a balanced share of tokens on this rank, in this step, needed 1.00"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,23 @@ from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of,
 from megatron_lynx.launch.outcome.reporter import path_of
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
 from megatron_lynx.launch.outcome.table import lines
-from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, load_outcome, save_outcome
+from megatron_lynx.measure.run_outcome import (
+    FILE_NAME,
+    Report,
+    RunOutcome,
+    StageMeasured,
+    StagePredicted,
+    StageRow,
+    load_outcome,
+    save_outcome,
+)
 from megatron_lynx.plan import load_plan
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.replay_clock import ON_DEMAND, ReplayClock, ReplaySeconds
 from megatron_lynx.testbed.tiny_jobs import tiny_job
+from megatron_lynx.units import format_bytes, format_seconds
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved
@@ -83,6 +94,24 @@ def test_columns_stand_below_their_names(predicting):
     _, heading, names, *table = lines(report(predicting, figures(0), figures(1)))
     assert len({len(line) for line in (heading, names, *table)}) == 1
     assert heading.index("forwards and backwards") < names.index("measured") < heading.index("whole")
+
+
+def test_every_figure_stands_below_its_own_name():
+    """What was predicted and what was measured of hidden replays once could change places, and nobody saw it."""
+    predicted = StagePredicted(passes_s=1.0, memory_bytes=1024, hidden_replay_s=2.0, exposed_replay_s=3.0)
+    measured = StageMeasured(
+        ranks=1, passes_s=4.0, step_s=5.0, allocated_bytes=2048, reserved_bytes=4096, in_windows_s=6.0, on_demand_s=7.0
+    )
+    row = StageRow(stage=3, predicted=predicted, measured=measured.model_copy(update={"in_windows": 8, "on_demand": 9}))
+    *_, names, figures = lines(Report(when="step", step=2, stages=(row,)))
+    assert names.split() == ["stage", *BYTES, "predicted", "measured", "step", "predicted", "in", "windows", "predicted", *BEHIND]
+    units = re.sub(r"(?<=\d) (?=[a-zA-Z])", "", figures).split()
+    bytes_of = [format_bytes(size).replace(" ", "") for size in (1024, 2048, 4096)]
+    seconds_of = [format_seconds(seconds).replace(" ", "") for seconds in (1.0, 4.0, 5.0, 2.0, 6.0, 3.0, 7.0)]
+    assert units == ["3", *bytes_of, *seconds_of, "8", "+", "9"]
+
+
+BYTES, BEHIND = ["predicted", "allocated", "reserved"], ["on", "demand", "+", "on", "demand"]
 
 
 def outcome(predicting) -> RunOutcome:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megatron_lynx.plan.order import halves_ahead
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.transparency.plans import plan_for, replayable
@@ -39,6 +40,28 @@ def test_a_layer_above_the_stage() -> None:
     raw = raw_plan(tensor=2, pipeline=2, microbatches=4)
     raw["stages"][0]["rules"][1]["windows"]["attention"] = "bwd.mlp.0+1"
     assert "windows.attention of layer 2 (bwd.mlp.0+1, steady) is no window of this stage" in refused(raw)
+
+
+EARLY = {"steady": "fwd.attention.0", "cooldown": "pipe.recv_backward"}
+
+
+@pytest.mark.parametrize(
+    ("windows", "ahead"),
+    [
+        ({}, (1, 1)),
+        ({"attention": "bwd.mlp.0", "mlp": "on_demand"}, (2, 1)),
+        ({"attention": "bwd.attention.0+1", "mlp": "bwd.attention.0+1"}, (3, 2)),
+        ({"attention": EARLY, "mlp": "pipe.recv_backward"}, (1, 1)),
+    ],
+    ids=["on demand", "the half before", "the layer above", "no backward"],
+)
+def test_how_many_halves_before_its_own_backward_a_replay_begins(windows: dict[str, Any], ahead: tuple[int, int]) -> None:
+    """What goes to the host half by half has to be back by then."""
+    raw = raw_plan(tensor=2, pipeline=2, microbatches=4)
+    raw["stages"][0]["ahead_depth"] = 3
+    raw["stages"][0]["rules"][0]["windows"] = windows
+    stage = Plan.model_validate(raw).stages[0]
+    assert (halves_ahead(stage, (1, "attention")), halves_ahead(stage, (1, "mlp"))) == ahead
 
 
 def test_a_gather_behind_the_window_that_needs_it() -> None:

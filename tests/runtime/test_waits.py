@@ -162,6 +162,14 @@ def test_gathers_run_behind_the_wait() -> None:
     assert stage.engine.take_counts().gathered == 3
 
 
+def test_a_replay_whose_gather_was_missed_does_not_gather_in_its_window() -> None:
+    """Rule R2: it would queue behind what the window hides, and what comes behind it too. It is replayed on demand."""
+    stage = Stage([Windows(during={"steady": {backward_of(2): (Replay(half(1)),)}}, ahead_depth=1)], gathers=True)
+    assert [window for *_, window in stage.run()] == ["on_demand"] * 3
+    backward = stage.log[stage.log.index("waited fwd 3") + 1 :]
+    assert backward == ["waited bwd 3", "gather", "waited bwd 2", "gather", "waited bwd 1", "gather"]
+
+
 def test_a_replay_over_two_windows() -> None:
     """It is one replay, which counts where it ends, and none of its sites runs twice."""
     during: Any = {backward_of(3): (Replay(half(1), until=FC1),), backward_of(2): (Replay(half(1)),)}
@@ -273,6 +281,19 @@ def test_tasks_of_any_kind_run_in_order_until_one_has_no_room() -> None:
     where = "in bwd.mlp.0@3 for 0"
     assert log[3:6] == [f"a {where}", f"b {where}", "waited bwd 3"]
     assert log[6] == f"d {where}"
+
+
+def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
+    """Where a receive is waited for with a send, a second window would take a second weight gradient of each linear."""
+    log: list[str] = []
+    stage = Stage([Windows(during={"cooldown": {RECV_BACKWARD: (Noted("a", log),)}})], PHASES, log=log)
+    for micro_batch in (0, 1):
+        stage.forward(micro_batch, 0)
+    stage.backward(0, 0)
+    log.clear()
+    for work in stage.engine.receive([Work(log, "first"), Work(log, "second")]):
+        work.wait()
+    assert log == ["a in pipe.recv_backward for 1", "waited first", "waited second"]
 
 
 def test_a_replay_that_communicates_is_refused() -> None:

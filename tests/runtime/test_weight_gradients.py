@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
+from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
 from megatron_lynx.runtime.task import WeightGradient
+from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.waits import _fillers
+from megatron_lynx.runtime.weight_gradients import WeightGradients
 from megatron_lynx.runtime.windows import Windows
 
 FC1, QKV = (3, "linear_fc1"), (3, "linear_qkv")
@@ -74,6 +79,19 @@ def test_experts_share_the_block_of_their_rows() -> None:
     assert (pending.bytes_of(0), pending.take_oldest(0), pending.bytes) == (110, experts[3], 0)
 
 
+def test_a_wait_takes_those_of_one_micro_batch() -> None:
+    """Of experts that run one by one all of them. What is left has later waits, as the plan counts on."""
+    progress, ran = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Counts()), []
+    gradients = WeightGradients(progress, (), Surroundings(()), reduced_in_backward=False)  # type: ignore[arg-type]
+    for number in range(6):
+        computing = partial(ran.append, (number // 2, number % 2))
+        progress.pending.add(Entry(FC1, "mlp", 0, number // 2, computing, {next(ADDRESSES): 10}))
+    for micro_batch in range(3):
+        gradients.run(FC1, "pipe.recv_backward")
+        assert ran == [(done, expert) for done in range(micro_batch + 1) for expert in range(2)]
+    assert progress.counts.filled == 6
+
+
 @pytest.mark.parametrize(("completing", "ends"), [(None, [(1, 0), (1, 1)]), ({(0, 1)}, [(0, 1)])])
 def test_gradients_are_whole_behind_a_chunks_last_backward(
     completing: set[tuple[int, int]] | None, ends: list[tuple[int, int]]
@@ -106,3 +124,5 @@ def test_counts_add_up() -> None:
     """What was done is summed, what was held at once is the larger."""
     both = Counts(deferred=3, filled=2, flushed=1, deferred_bytes=7) + Counts(deferred=1, filled=1, deferred_bytes=5)
     assert (both.deferred, both.filled, both.flushed, both.deferred_bytes) == (4, 3, 1, 7)
+    held = Counts(live_ahead=1, host_bytes=5, expert_load=1.5) + Counts(live_ahead=2, host_bytes=3, expert_load=1.25)
+    assert (held.live_ahead, held.host_bytes, held.expert_load) == (2, 5, 1.5)

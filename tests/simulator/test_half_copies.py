@@ -84,6 +84,12 @@ def test_a_half_that_is_not_back_waits() -> None:
     assert (back.seconds, back.copy_wait_s) == (17.0, 1.0)
 
 
+def test_copies_back_follow_each_other() -> None:
+    """Both are asked for when backward comes to the third half; the link brings one after the other."""
+    halves = leaving(3.0, (2, 3), (3, 3))
+    assert copies(backward(halves)) == [(4.0, 7.0), (7.0, 10.0)]
+
+
 def test_a_replay_ahead_of_time_waits_for_its_half() -> None:
     made, halves = walk(), leaving(5.0, (2, 3))
     coming = ComingBack(halves)

@@ -70,6 +70,17 @@ def test_replays_run_while_the_gradient_is_awaited() -> None:
     assert simulation.bubble_s(0) == 9.5 - 6.0 - 0.5
 
 
+def test_beside_a_message_replays_take_longer() -> None:
+    """1.5 times: of the first one 2 / 1.5 s are hidden, of the second 1 / 1.5 s; the rest runs alone, as fast as ever."""
+    plain = plain_passes(1.0, 2.0)
+    replaying = ChunkPasses(plain.forward, plain.backward, dict.fromkeys(PHASES, TimedPass(1.5)))
+    schedule = one_f_one_b(2, 2)
+    schedule = Schedule((tuple(with_replays(schedule.orders[0])), schedule.orders[1]), schedule.warmups)
+    simulation = simulate(schedule, [[replaying], [plain]], interference=1.5)
+    assert simulation.hidden_replay_s(0) + simulation.exposed_replay_s(0) == pytest.approx(3.0)
+    assert simulation.exposed_replay_s(0) == pytest.approx((1.5 - 2.0 / 1.5) + (1.5 - (1.0 - (1.5 - 2.0 / 1.5)) / 1.5))
+
+
 def test_a_replay_that_outlasts_its_receive_is_shown_in_two_parts() -> None:
     plain = plain_passes(1.0, 2.0)
     span = Span("replay", 0.0, 1.5, window="pipe.recv_backward")

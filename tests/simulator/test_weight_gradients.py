@@ -183,3 +183,11 @@ def test_the_other_half_is_priced_where_a_profile_does_not_know_it():
         update={"items": {name: item.model_copy(update={"wgrad_s": 0.0}) for name, item in profile.mlp.items.items()}}
     )
     assert weight_gradient(profile.model_copy(update={"mlp": half}), MLP, "linear_fc1").seconds == 1.0
+
+
+def test_a_wait_runs_its_linears_in_the_order_of_the_plan():
+    """What does not fit is left over of the last one."""
+    first, second = (LinearOf(1, "mlp", name) for name in ("linear_fc2", "linear_fc1"))
+    entries = [Entry(linear, 0, A_SECOND) for linear in (second, first)]
+    queue = Queue(0, PLENTY, {at("bwd", "mlp"): (first, second)}, tuple(entries))
+    assert [entry.of for entry in queue.due(at("bwd", "mlp"))] == [first, second]

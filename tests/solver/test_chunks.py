@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from megatron_lynx.config.job import Budget
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.solver.stage_budget import layers_budget_bytes
 from megatron_lynx.solver.stages import Stages
 from tests.config.jobs import catalogued_job
 
@@ -29,3 +30,12 @@ def test_chunks_in_flight_leave_the_last_one_room_where_that_exposes_less() -> N
 def test_more_memory_never_exposes_more_on_a_stage_with_chunks() -> None:
     exposed_s = [last_stage(memory_gib).exposed_s for memory_gib in (45, 48, 51, 54, 57, 60, 63, 66)]
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(exposed_s))
+
+
+def test_all_chunks_together_keep_the_budget() -> None:
+    """The model's last chunk gets what the others leave. It once could have been given all: 58.75 GiB at a budget of 57."""
+    job = catalogued_job("gpt-22b", "a100-80g", gpus=32, batch=64, parallel=LAYOUT, policy="planned")
+    for memory_gib in (45, 51, 57):
+        bound = layers_budget_bytes(job.model_copy(update={"budget": Budget(memory_gib=memory_gib)}), 7)
+        assert bound is not None
+        assert last_stage(memory_gib).peak_bytes <= bound, f"{memory_gib} GiB"

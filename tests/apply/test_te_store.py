@@ -1,0 +1,81 @@
+"""What takes the place of Transformer Engine's `WeightGradStore`: when it computes, what it catches up with, and what it counts.
+
+Transformer Engine itself is not needed here: its linears hand over operands and a function.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lynx.apply.hooks.te_weight_gradients import _Store
+from megatron_lynx.apply.linears import LinearOf
+from megatron_lynx.runtime.context import Surroundings
+from megatron_lynx.runtime.counts import Counts
+from megatron_lynx.runtime.pending import Pending
+from megatron_lynx.runtime.policy import DeferralPolicy
+from megatron_lynx.runtime.trace import Trace
+from megatron_lynx.runtime.weight_gradients import WeightGradients
+
+FC1 = LinearOf(1, "mlp", "linear_fc1", "column_parallel")
+
+
+class Backward:
+    """A linear whose backward runs in one micro-batch after the other, with gradients reduced while the last one's does."""
+
+    def __init__(self) -> None:
+        policy = SimpleNamespace(layer=1, chunk=0, half="mlp")
+        self._frame = SimpleNamespace(key=FC1.frame, policy=policy, micro_batch=SimpleNamespace(number=0))
+        self._ledger = SimpleNamespace(entered=self._frame, running=object(), completes_gradients=False)
+        self.progress = SimpleNamespace(pending=Pending(), trace=Trace(), counts=Counts(), scope=None, ledger=self._ledger)
+        deferral = DeferralPolicy(frozenset([FC1.linear]), 10**6)
+        progress: Any = self.progress
+        self.gradients = WeightGradients(progress, [deferral], Surroundings(()), reduced_in_backward=True)
+        module = SimpleNamespace(apply_bias=False, gemm_bias_unfused_add=False)
+        self.store = _Store(None, self.gradients, FC1, module)  # type: ignore[arg-type]
+        self.order: list[int] = []
+
+    def of(self, micro_batch: int, *, last: bool = False) -> None:
+        """As a linear's backward asks its store."""
+        self._frame.micro_batch.number, self._ledger.completes_gradients = micro_batch, last
+        compute = partial(self._compute, micro_batch)
+        if self.store.delay_wgrad_compute():
+            self.store.put([torch.ones(3, 4), torch.ones(3, 5)], compute)
+        else:
+            compute()
+
+    def _compute(self, micro_batch: int, *operands: Any) -> tuple[None, None]:
+        self.order.append(micro_batch)
+        return None, None
+
+
+def test_what_is_pending_is_computed_before_the_linears_last_gradient() -> None:
+    """In cool-down no forward takes it. Behind the last gradient it would be added in another order, and after the reduction
+    that the gradient starts: sixteen gradients of a model came out wrong."""
+    backward = Backward()
+    for micro_batch in (0, 1):
+        backward.of(micro_batch)
+    assert backward.order == []
+    backward.of(2, last=True)
+    assert backward.order == [0, 1, 2]
+
+
+def test_operands_count_until_a_wait_computes_with_them() -> None:
+    """The input, and the gradient of the output."""
+    backward = Backward()
+    backward.of(0)
+    assert backward.progress.pending.bytes == (3 * 4 + 3 * 5) * 4
+    backward.gradients.run(FC1.linear, "fwd.mlp.0@1")
+    assert (backward.progress.pending.bytes, backward.order) == (0, [0])
+
+
+@pytest.mark.parametrize("entered", [None, (2, "mlp")])
+def test_a_backward_that_is_no_half_of_its_own_decides_nothing(entered: Any) -> None:
+    """A forward asks, too: since 2.15 the store reaches backward only if it is told yes there."""
+    backward = Backward()
+    backward.progress.ledger.entered = None if entered is None else SimpleNamespace(key=entered, policy=None)
+    assert backward.store.delay_wgrad_compute()

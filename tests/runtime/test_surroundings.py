@@ -1,0 +1,37 @@
+"""What a replay runs under is what its record ran under: torch's autocast, of the GPU as of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_lynx.runtime.context import Autocast
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    """As in Megatron's forward step on a GPU. (`torch.autocast("cuda")` turns itself off where there is none.)"""
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+    torch.set_autocast_dtype("cuda", dtype)
+
+
+def test_autocast_of_a_gpu_is_captured(on_cuda: None) -> None:
+    """A replay in backward would run in FP32 what its forward ran in BF16."""
+    captured = {kind: dtype for kind, dtype, _ in Autocast().capture()}
+    assert captured == {"cuda": torch.bfloat16, "cpu": None}
+
+
+def test_autocast_is_as_captured_inside_and_as_before_behind() -> None:
+    autocast = Autocast()
+    with torch.autocast("cpu", torch.bfloat16):
+        recorded = autocast.capture()
+    before = autocast.capture()
+    with autocast.as_captured(recorded):
+        assert autocast.capture() == recorded != before
+    assert autocast.capture() == before
