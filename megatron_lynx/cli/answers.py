@@ -88,6 +88,7 @@ def show_estimate(answer: Estimate) -> None:
 
     from rich.table import Table
 
+    from megatron_lynx.config.device_reserve import reserve_in_words
     from megatron_lynx.units import GIB, format_bytes, format_seconds
 
     named = [memory.named for memory in answer.stages]
@@ -101,6 +102,10 @@ def show_estimate(answer: Estimate) -> None:
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    if reserve := reserve_in_words(answer.job):
+        typer.echo(reserve)
+    if answer.on_host is not None:
+        typer.echo(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")

@@ -12,6 +12,7 @@ from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rou
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.counts import Counts
@@ -85,7 +86,8 @@ def test_what_no_half_does_is_told_by_who_ran(pool_of, place, name, words):
 
 def test_what_the_allocator_says_is_read():
     allocator = Allocator.of(torch.OutOfMemoryError(ON_CUDA.format(unused="1.25 GiB")))
-    assert allocator == Allocator(2 * GIB, round(70.5 * GIB), round(1.25 * GIB), round(1.05 * GIB))
+    assert allocator == Allocator(2 * GIB, round(70.5 * GIB), round(1.25 * GIB), round(1.05 * GIB), round(79.11 * GIB))
+    assert allocator.outside_bytes == pytest.approx((79.11 - 70.5 - 1.25 - 1.05) * GIB, abs=2)
     assert allocator.limit_bytes == round(70.5 * GIB) + round(1.25 * GIB) + round(1.05 * GIB)
     assert allocator.lacking_bytes == 0, "fragmentation alone"
     short = Allocator.of(torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB")))
@@ -96,7 +98,8 @@ def test_what_the_allocator_says_is_read():
 
 def test_the_stand_in_says_what_the_allocator_says():
     read = Allocator.of(torch.OutOfMemoryError(out_of_memory(3 * KIB, 20 * MIB, 18 * MIB, MIB)))
-    assert read == Allocator(3 * KIB, 18 * MIB, MIB, MIB)
+    assert read == Allocator(3 * KIB, 18 * MIB, MIB, MIB, 20 * MIB)
+    assert read.outside_bytes == 0
 
 
 def test_a_command_that_would_fit():
@@ -125,6 +128,35 @@ def test_what_was_planned_is_said_by_kind():
     assert "stage 0, outside of passes and updates: found 70.50 GiB allocated and 2.00 GiB asked for, of 72.05 GiB" in said
     assert f"planned: {format_bytes(predicted.memory_bytes)} at the stage's fullest" in said
     assert explained(ValueError("another"), Rank(decision.plan, 0), "", "") is None
+
+
+@pytest.mark.parametrize(
+    ("unused", "outside_gib", "words"),
+    [
+        (
+            "512.00 MiB",
+            6.0,
+            "(context, libraries, NCCL, other processes): found 7.06 GiB, needed at most 6.00 GiB",
+        ),
+        ("2.50 GiB", 8.0, "reserve, reserved and not allocated: found 2.50 GiB, needed at most 1.20 GiB"),
+        ("512.00 MiB", 8.0, "reserve: large enough in each of its parts"),
+    ],
+    ids=["outside", "slack", "neither"],
+)
+def test_the_part_of_the_reserve_that_was_too_small_is_named(unused, outside_gib, words):
+    device = PlannedDevice(
+        memory_bytes=round(79.1 * GIB),
+        budget_bytes=round(70 * GIB),
+        reserve_bytes={"context": GIB, "nccl": round((outside_gib - 1) * GIB), "allocator": round(1.2 * GIB)},
+    )
+    plan = uniform_plan(LONG_SEQUENCES)
+    error = torch.OutOfMemoryError(ON_CUDA.format(unused=unused))
+    said = str(explained(error, Rank(plan.model_copy(update={"device": device}), 0), "in step 1 of this run", "plan.yaml"))
+    assert words in said
+    assert said.count("reserve, ") + said.count("reserve: ") == 1
+    assert "reserve" not in str(explained(error, Rank(plan, 0), "", "")).replace("reserved and not", ""), (
+        "a plan that does not say"
+    )
 
 
 def test_the_load_of_experts_is_said_where_it_is_more_than_planned():
