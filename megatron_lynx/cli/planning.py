@@ -102,6 +102,8 @@ def plan(
     if reading is None:
         typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(decision.job))}")
     else:
+        if optimizer_offload is not None and not own and reading.given["optimizer_cpu_offload"]:
+            typer.echo("leave out --optimizer-cpu-offload: the plan has all of the optimizer on the device")
         typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output, own)}")
 
 
