@@ -11,6 +11,7 @@ import torch
 from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rounded_down
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
+from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
 from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
@@ -157,6 +158,15 @@ def test_the_part_of_the_reserve_that_was_too_small_is_named(unused, outside_gib
     assert "reserve" not in str(explained(error, Rank(plan, 0), "", "")).replace("reserved and not", ""), (
         "a plan that does not say"
     )
+
+
+def test_what_an_optimizer_has_on_the_host_is_not_held_on_the_device():
+    """Megatron's optimizer that is on the host in part has states of both sides in one mapping."""
+    model = torch.nn.Linear(8, 8, bias=False, device="meta")
+    optimizer = SimpleNamespace(param_groups=[], state={model.weight: {"exp_avg": torch.zeros(64)}})
+    assert states_held([model], optimizer) == {"parameters": 256}
+    there = SimpleNamespace(param_groups=[], state={0: {"exp_avg": torch.zeros(64)}})
+    assert states_held([torch.nn.Linear(8, 8, bias=False)], there) == {"parameters": 256, "optimizer": 256}
 
 
 def test_the_load_of_experts_is_said_where_it_is_more_than_planned():
