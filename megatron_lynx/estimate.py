@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_lynx.config.device_reserve import reserve_as_json
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, policy_host_s
+from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import memory_of_stages
@@ -20,6 +22,7 @@ from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
+from megatron_lynx.planner.optimizer_share import least_share_that_fits
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -44,6 +47,9 @@ class Estimate:
     """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock."""
     against_windows: AgainstWindows | None = None
     """With userbuffers and policy planned: how that compares with a plan without them."""
+
+    on_host: OnHost | None = None
+    """An optimizer that is on the host, wholly or in part."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -76,7 +82,9 @@ class Estimate:
             "fits": self.fits,
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,
+            "device": reserve_as_json(self.job),
             "stages": stages,
+            **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             "step_s": None if self.step is None else self.step.total_s,
             **at_best,
             **({} if self.against_windows is None else {"userbuffers": self.against_windows.as_json}),
@@ -96,6 +104,7 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
     if job.policy == "planned":
         return _planned(job, profile)
     _check_stays(job)
+    job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
     ratio, missing = _ratio(job)
     costs = _costs(job, profile)
     return Estimate(
@@ -107,6 +116,7 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         step=None if costs is None else _step(job, costs, ratio),
         host=None if costs is None else host_report(job, costs),
         step_at_best=None if costs is None else _step_at_best(job, costs, ratio),
+        on_host=_on_host(job, costs),
     )
 
 
@@ -180,7 +190,13 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         host=decision.host,
         step_at_best=None if compared is None else _simulated(compared.at_best, costs),
         against_windows=compared,
+        on_host=_on_host(decision.job, costs),
     )
+
+
+def _on_host(job: Job, costs: Profile | None) -> OnHost | None:
+    adam = None if costs is None or costs.host_time is None else costs.host_time.adam
+    return OnHost.of(job, adam, priced=costs is not None)
 
 
 def _simulated(decision: Decision, costs: Profile) -> StepSeconds:

@@ -25,6 +25,8 @@ LAUNCHES = ("gpt_13b", "llama3_8b", "gpt_175b", "llama3_70b")
 """Launches in scripts/launches/. The one for CPUs is planned from what its machine measures."""
 
 CLUSTERS = ("a100-80g", "h800-80g")
+MEMORY_GIB = 64.6
+"""Of 80 GB, for ready launches: less than a card has, so that replays have something to do. Ready jobs state the same."""
 
 
 def jobs() -> Iterator[tuple[Path, Job, str]]:
@@ -36,7 +38,7 @@ def jobs() -> Iterator[tuple[Path, Job, str]]:
     for name in LAUNCHES:
         for cluster in CLUSTERS:
             path = plan_path(name, cluster)
-            command = f"megatron-lynx plan --cluster {cluster} -o {path.relative_to(ROOT)}"
+            command = f"megatron-lynx plan --cluster {cluster} --memory-gib {MEMORY_GIB} -o {path.relative_to(ROOT)}"
             yield path, launch_job(name, cluster), f"{command} -- $(SETTING=none scripts/launches/{name}.sh --print)"
 
 
@@ -47,7 +49,7 @@ def plan_path(name: str, cluster: str) -> Path:
 
 def launch_job(name: str, cluster: str) -> Job:
     """What a ready launch trains, where layers may still be moved."""
-    return job_of(read_launch(launch_words(name, cluster, "none")), cluster)
+    return job_of(read_launch(launch_words(name, cluster, "none")), cluster, {"budget.memory_gib": MEMORY_GIB})
 
 
 def launch_words(name: str, cluster: str, setting: str) -> list[str]:

@@ -21,7 +21,7 @@ from megatron_lynx.config.host_time import LAYERS, Implementation
 from megatron_lynx.testbed.host_time import Asked, measured_here
 from megatron_lynx.testbed.transformer_engine.imports import PACKAGE
 from megatron_lynx.whole_file import write_whole
-from megatron_lynx.yaml_file import FlowMapping, write_yaml
+from megatron_lynx.yaml_file import FlowMapping, read_yaml, write_yaml
 
 HEADER = """\
 # Host time: microseconds of the CPU to issue one half of a layer, for one micro-batch, under each setting (config/host_time.py).
@@ -41,11 +41,17 @@ def main() -> None:
     kinds = [kind for kind in here if options.layers in (None, kind)]
     every = {"gathered": True, "offloaded": True, "deferred": True}
     asked = [Asked(kind, **every, rounds=options.rounds, steps=options.steps) for kind in kinds]
-    measured = measured_here(*asked).model_dump(mode="json", exclude_none=True)
+    measured = measured_here(*asked).model_dump(mode="json", exclude_none=True) | _kept(options.output)
     for kind in kinds:
         measured[kind] = _as_lines(measured[kind], options.note)
     write_whole(options.output, HEADER.format(path=options.output) + write_yaml(measured))
     print(f"wrote {options.output}")
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What the file has that is not measured here: Adam's figures, for which all ranks of a node are needed."""
+    adam = read_yaml(path).get("adam") if path.exists() else None
+    return {} if adam is None else {"adam": adam}
 
 
 def _as_lines(layer: dict[str, Any], note: str | None) -> dict[str, object]:

@@ -19,6 +19,7 @@ from megatron_lynx.config import Job, load_job
 from megatron_lynx.config.loader import bundled_configs
 from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import uniform_plan
+from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.simulator.timeline import Timeline
 from megatron_lynx.testbed.comparison import Comparison
 from megatron_lynx.testbed.fused_gradient import deferring
@@ -104,7 +105,9 @@ def test_from_a_job_to_a_comparison(tmp_path: Path) -> None:
     """The three commands of `make demo`, on a job of seconds. Its weight gradients may be deferred, as the demo's."""
     job = job_file(tmp_path, deferring(SMALL))
     profile, plan, folder = tmp_path / "new" / "profile.yaml", tmp_path / "plan.yaml", tmp_path / "out"
-    assert lynx("profile", job, "-o", profile).exit_code == 0
+    assert "AdamW      on the host: " in lynx("profile", job, "-o", profile).stdout
+    adam = load_profile(profile).host_time.adam
+    assert adam.alone_million_per_s >= adam.together_million_per_s > 0
     summary = json.loads(lynx("plan", job, "--profile", profile, "-o", plan, "--json").stdout)
     assert [stage["layers"] for stage in summary["stages"]] == ["1-2"]
     result = lynx("compare", job, "--plan", plan, "-o", folder, "--rounds", 1, "--steps-warmup", 0, "--json")

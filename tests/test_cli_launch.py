@@ -91,6 +91,28 @@ def test_layouts_of_a_launch_do_not_depend_on_its_own() -> None:
     assert best("") == best("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --micro-batch-size 2")
 
 
+def test_the_host_steps_as_much_as_the_launch_says_or_as_is_asked_for(tmp_path: Path) -> None:
+    """A launch keeps its own share; asked, the plan chooses one, and the launch that is printed has it."""
+    aware = (
+        "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.75"
+    )
+    words = ["--cluster", "h100-80g", "-o", tmp_path / "plan.yaml"]
+    kept = lynx("plan", *words, "--", *shlex.split(f"{LAUNCH} {aware}"))
+    assert kept.exit_code == 0, kept.output
+    assert "optimizer on the host: 0.75 of it, " in kept.stdout
+    assert kept.stdout.count("--optimizer-offload-fraction 0.75") == 1
+    asked = lynx("plan", *words, "--optimizer-offload", 0.5, "--", *shlex.split(f"{LAUNCH} {aware}"))
+    assert asked.exit_code == 0, asked.output
+    assert "optimizer on the host: 0.5 of it, " in asked.stdout
+    assert "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --lynx-plan" in asked.stdout
+    assert "--optimizer-offload 0.5" in load_plan(tmp_path / "plan.yaml").provenance.asked  # type: ignore[operator]
+    none = lynx("plan", *words, "--optimizer-offload", 0, "--", *shlex.split(f"{LAUNCH} {aware}"))
+    assert "leave out --optimizer-cpu-offload" in none.stdout
+    refused = lynx("plan", *words, "--optimizer-offload", "auto", "--", *shlex.split(LAUNCH))
+    assert refused.exit_code == 2
+    assert "offload auto needs precision_aware: true (--use-precision-aware-optimizer)" in refused.stderr
+
+
 def test_a_budget_of_ones_own() -> None:
     for words in (("jobs/llama-65b",), ("--cluster", "a100-80g", "--", *shlex.split(LAUNCH))):
         result = lynx("estimate", "--memory-gib", 0.5, "--json", *words)

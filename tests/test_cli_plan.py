@@ -72,7 +72,7 @@ def test_simulate_takes_a_clusters_figures_for_its_job(tmp_path: Path) -> None:
 
 def test_a_job_that_cannot_fit_says_no(tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "configs" / f"{JOB}.yaml").read_text()
-    (tmp_path / "job.yaml").write_text(f"{text}budget: {{memory_gib: 30}}\n")
+    (tmp_path / "job.yaml").write_text(text.replace("memory_gib: 64.6", "memory_gib: 30"))
     result = lynx("plan", tmp_path / "job.yaml", "-o", tmp_path / "plan.yaml")
     assert result.exit_code == 1
     assert "memory of a device, stage 0: found at least" in result.stderr

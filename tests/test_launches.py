@@ -21,7 +21,7 @@ from megatron_lynx.launch_arguments import read_launch
 from megatron_lynx.launch_arguments.command_line import without_plan
 from megatron_lynx.plan import load_plan
 from megatron_lynx.plan.layout import layer_flags
-from scripts.make_plans import CLUSTERS, LAUNCHES, launch_words, plan_path
+from scripts.make_plans import CLUSTERS, LAUNCHES, MEMORY_GIB, launch_words, plan_path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts/launches"
@@ -60,7 +60,7 @@ def test_a_launch_is_for_its_plan(name: str, cluster: str) -> None:
 def test_planned_from_a_shell_a_launch_leads_to_its_plan(tmp_path: Path) -> None:
     """With the layers left open, as the ready plan was made; each word on a line, so that xargs need not guess."""
     script, path = FOLDER / "llama3_70b.sh", tmp_path / "plan.yaml"
-    lynx = f"{shlex.quote(sys.executable)} -m megatron_lynx.cli plan --cluster a100-80g -o {path} --"
+    lynx = f"{shlex.quote(sys.executable)} -m megatron_lynx.cli plan --cluster a100-80g --memory-gib {MEMORY_GIB} -o {path} --"
     command = f"SETTING=none bash {script} --print | xargs -d '\\n' {lynx}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from megatron_lynx.cli.terminal import show
 
 if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
+    from megatron_lynx.config.host_time import HostAdam
     from megatron_lynx.doctor import Finding
     from megatron_lynx.estimate import Estimate
     from megatron_lynx.profiler.profile import Profile
@@ -79,7 +80,15 @@ def _host_time(measured: Profile) -> list[str]:
     figures = f"stock none {format_seconds(layer.layer_s('none'))}, stock full {format_seconds(layer.layer_s('full'))}"
     keeps, replays = format_seconds(layer.layer_s("kept")), format_seconds(layer.layer_s("replayed"))
     ours = f"a plan that keeps all {keeps}, replays all {replays}"
-    return [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
+    return [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})", *_adam(host_time.adam)]
+
+
+def _adam(adam: HostAdam | None) -> list[str]:
+    """How fast the host steps parameters."""
+    if adam is None:
+        return []
+    alone, together = f"{adam.alone_million_per_s:g}", f"{adam.together_million_per_s:g}"
+    return [f"AdamW      on the host: {alone} million parameters a second of a rank alone, {together} of each if all step"]
 
 
 def show_estimate(answer: Estimate) -> None:
@@ -88,6 +97,7 @@ def show_estimate(answer: Estimate) -> None:
 
     from rich.table import Table
 
+    from megatron_lynx.config.device_reserve import reserve_in_words
     from megatron_lynx.units import GIB, format_bytes, format_seconds
 
     named = [memory.named for memory in answer.stages]
@@ -101,6 +111,10 @@ def show_estimate(answer: Estimate) -> None:
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
+    if reserve := reserve_in_words(answer.job):
+        typer.echo(reserve)
+    if answer.on_host is not None:
+        typer.echo(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -77,9 +77,11 @@ def job_or_launch(
     return job, reading
 
 
-def words_asked(words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None) -> str:
+def words_asked(
+    words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None, optimizer_offload: str | None = None
+) -> str:
     """The words of a shell that ask for the same job, or the same launch, again."""
-    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file}
+    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file, "--optimizer-offload": optimizer_offload}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return shlex.join([*options, *(["--"] if cluster is not None else []), *words])
 
@@ -90,15 +92,16 @@ def understood_as_json(reading: Reading | None) -> dict[str, object]:
     return {} if reading is None else {"understood": as_json(reading)}
 
 
-def command_with(reading: Reading, job: Job, made: Plan, path: Path) -> str:
-    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them."""
+def command_with(reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = ()) -> str:
+    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
+    it gets besides, of which Megatron takes the last."""
     from megatron_lynx.plan.layout import layer_flags, schedule_flags
     from megatron_lynx.planner.summary import job_environment
 
     layers = layer_flags(made) if job.parallel.partition == "auto" else ()
     said = {word.partition("=")[0] for word in reading.command.arguments}
     schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
-    return reading.command.under_plan(os.fspath(path), [*layers, *schedule], job_environment(job, made))
+    return reading.command.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made))
 
 
 def named_in(text: str) -> list[str]:

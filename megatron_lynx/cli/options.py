@@ -58,6 +58,10 @@ def finite(figure: float | None) -> float | None:
     return figure
 
 
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option("--optimizer-offload", metavar="SHARE", help="Of the optimizer, to the host: in [0, 1], or auto."),
+]
 MemoryOption = Annotated[
     float | None,
     typer.Option("--memory-gib", callback=finite, metavar="GIB", help="Of each device. Without: the job's, else the cluster's."),

@@ -19,6 +19,7 @@ from megatron_lynx.cli.inputs import (
     job_or_launch,
     job_path,
     measured_here,
+    number_or_word,
     understood_as_json,
     words_asked,
 )
@@ -30,6 +31,7 @@ from megatron_lynx.cli.options import (
     JobOrLaunch,
     LayersOption,
     MemoryOption,
+    OptimizerOption,
     PlanFile,
     finite,
 )
@@ -64,23 +66,26 @@ def plan(
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
     memory_gib: MemoryOption = None,
+    optimizer_offload: OptimizerOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
+    from megatron_lynx.cost.host_optimizer import OnHost
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.explanation import explanation
     from megatron_lynx.planner import against_windows, decide
-    from megatron_lynx.planner.summary import job_environment, job_flags, summary
+    from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags, summary
 
-    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes: dict[str, float | str] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
     check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
         compared = against_windows(decision, job, costs)
-    words = words_asked(asked, cluster, gpus, profile_file)
+    words = words_asked(asked, cluster, gpus, profile_file, optimizer_offload)
     made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
     save_plan(made, output)
     if as_json:
@@ -88,13 +93,19 @@ def plan(
         show_json({"plan": os.fspath(output), **summary(decision, costs), **found, **understood_as_json(reading)})
         return
     show(explanation(decision.plan))
+    on_host = OnHost.of(decision.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
+    if on_host is not None:
+        typer.echo(on_host.in_words)
+    own = [] if optimizer_offload is None else host_optimizer_flags(decision.job)
     said = [*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]
     typer.echo("\n".join([*said, *([] if compared is None else [compared.in_words])]))
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
-        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join([*variables, *job_flags(job)])}")
+        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join([*variables, *job_flags(decision.job)])}")
     else:
-        typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output)}")
+        if optimizer_offload is not None and not own and reading.given["optimizer_cpu_offload"]:
+            typer.echo("leave out --optimizer-cpu-offload: the plan has all of the optimizer on the device")
+        typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output, own)}")
 
 
 @app.command()

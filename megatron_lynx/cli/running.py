@@ -10,7 +10,7 @@ import typer
 from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
-from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, ProfileOption
+from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, MemoryOption, ProfileOption
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
@@ -30,6 +30,7 @@ def compare(
         "build/compare"
     ),
     cluster: ClusterOption = None,
+    memory_gib: MemoryOption = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings that fit, simulated."),
@@ -47,7 +48,8 @@ def compare(
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
-    job, _ = job_or_launch(asked, cluster, None, planning=True, quiet=as_json)
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    job, _ = job_or_launch(asked, cluster, None, planning=True, quiet=as_json, changes=changes)
     if cluster is not None and not simulate:
         problem = Problem("--cluster", cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])

@@ -17,6 +17,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_lynx.config.host_time import HostTime
+from megatron_lynx.config.reserve import Reserve
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.validation import Part
 
@@ -131,9 +132,11 @@ class Cluster(Part):
     name: str
     device: Literal["cpu", "cuda"]
     memory_gib: float = Field(gt=0, le=1e9)
-    """Memory of one device."""
+    """Memory of one device, as PyTorch reports it."""
+    reserve: Reserve | None = None
+    """Left alone on each device, in parts (`config.device_reserve`). None: nothing."""
     reserve_gib: float = Field(default=0.0, ge=0)
-    """Left alone on each device: driver and library contexts, communication buffers outside the allocator, fragmentation."""
+    """The same in one piece, instead of the parts. 0: not stated."""
     link_mbit_per_s: float | None = Field(default=None, gt=0)
     """Testbed only: the rate to which the link between the two emulated hosts is shaped; none leaves it unshaped."""
     matmul: Matmul | None = None

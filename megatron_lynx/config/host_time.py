@@ -89,6 +89,21 @@ class LayerHostTime(Part):
         return sum(each.forward_s + each.backward_s for each in (self.half(half).under(setting) for half in HALVES))
 
 
+class HostAdam(Part):
+    """How fast PyTorch's fused AdamW steps fp32 parameters on a node's CPUs (Megatron's `--optimizer-cpu-offload`)."""
+
+    made_by: str
+    """With what it was measured, with how many threads; or where the figures are from."""
+    alone_million_per_s: float = Field(gt=0)
+    """Parameters of one rank, if no other rank of the node steps."""
+    together_million_per_s: float = Field(gt=0)
+    """Of each rank, if all of a node do."""
+
+    def parameters_per_s(self, ranks: int, node_ranks: int) -> float:
+        """Of each of so many ranks of a node, which share what its memory and its cores can do."""
+        return 1e6 * min(self.alone_million_per_s, self.together_million_per_s * node_ranks / ranks)
+
+
 class HostTime(Part):
     """The host time of layers on one CPU. An implementation that was not measured there is counted as the other."""
 
@@ -96,6 +111,8 @@ class HostTime(Part):
     """The processor that the figures were taken on, as it names itself."""
     local: LayerHostTime | None = None
     transformer_engine: LayerHostTime | None = None
+    adam: HostAdam | None = None
+    """None: not known."""
 
     @model_validator(mode="before")
     @classmethod

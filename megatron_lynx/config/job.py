@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.device_reserve import reserve_bytes
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
@@ -46,7 +48,10 @@ class Budget(Part):
     activation_mib: float | None = Field(default=None, gt=0, le=1e12)
     """Resident activations of one stage's layers, all micro-batches in flight, per rank."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e9)
-    """Everything on one device. None: the cluster's memory, less its reserve."""
+    """Everything on one device that PyTorch allocates. None: the cluster's memory, less its reserve."""
+    expandable_segments: bool = True
+    """Whether the run has PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves less unused. It decides how much is
+    reserved for that."""
 
 
 class Job(Part):
@@ -91,6 +96,8 @@ class Job(Part):
             problems.append("optimizer.gradients bf16 needs weights in 16 bits, found model.dtype fp32")
         if self.optimizer.precision_aware and not parallel.distributed_optimizer:
             problems.append("optimizer.precision_aware needs parallel.distributed_optimizer: true, found false")
+        if self.optimizer.offload != 0 and self.cluster.device == "cpu":
+            problems.append(f"optimizer.offload {self.optimizer.offload} needs cluster.device cuda, found cpu")
         if self.overlap.parameters and not parallel.distributed_optimizer:
             problems.append("overlap.parameters needs parallel.distributed_optimizer: true, found false: else none are gathered")
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
@@ -170,9 +177,14 @@ class Job(Part):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """What may be used of one device."""
+        """What may be used of one device, by what PyTorch allocates; below 0 where nothing is left beside the reserve."""
         stated = self.budget.memory_gib
-        return int(GIB * (self.cluster.memory_gib - self.cluster.reserve_gib if stated is None else stated))
+        return int(GIB * self.cluster.memory_gib) - sum(self.reserve_bytes.values()) if stated is None else int(GIB * stated)
+
+    @property
+    def reserve_bytes(self) -> Mapping[str, int]:
+        """What is left alone on one device beside that, by part; counted, whether a budget is stated or not."""
+        return reserve_bytes(self)
 
     @property
     def host_sharers(self) -> int:
@@ -209,7 +221,7 @@ class Job(Part):
 
         Host time is not in it: it is measured anew with every release, and makes another plan only where a stage is host-bound.
         """
-        parts = {"model": self.model, "parallel": self.parallel}
+        parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
         off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 

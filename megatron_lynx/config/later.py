@@ -33,6 +33,8 @@ LATER: dict[str, dict[str, Any]] = {
         "context_exchange": "p2p",
         "context_levels": None,
     },
+    "budget": {"expandable_segments": True},
+    "optimizer": {"offload": 0.0, "overlap_copies": False},
 }
 """Fields by their part."""
 
@@ -58,6 +60,8 @@ def left_out(parts: Mapping[str, BaseModel], overlap: Overlap, cluster: Cluster,
     else:
         off["overlap"] = {name for name in IN_OVERLAP if getattr(overlap, name) == getattr(Overlap(), name)}
     off["cluster"] = {"host_time": True} if fp8 else {"host_time": True, "fp8": True}
+    if cluster.reserve is None:
+        off["cluster"]["reserve"] = True
     if "deterministic" in off["model"]:
         off["cluster"]["ordered_attention"] = True
     if fp8 and cluster.fp8 is not None and cluster.fp8.efficiency is None:

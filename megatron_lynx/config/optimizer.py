@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megatron_lynx.validation import Part
 
@@ -22,6 +22,10 @@ class Optimizer(Part):
     """What is stepped. remainder: of fp32 only the half that bf16 weights lack, as a precision-aware optimizer holds it."""
     first_moment: Moment = "fp32"
     second_moment: Moment = "fp32"
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of what a rank owns that is stepped on the host. auto: what makes a plan fastest; it is 0 until that is known."""
+    overlap_copies: bool = False
+    """Whether its gradients are copied to the host while others are stepped there."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Optimizer:
@@ -33,4 +37,12 @@ class Optimizer(Part):
         if smaller and not self.precision_aware:
             found = ", ".join(f"{name} {value}" for name, value in smaller.items())
             raise ValueError(f"{found} needs precision_aware: true (--use-precision-aware-optimizer), found false")
+        if self.offload != 0 and not self.precision_aware:
+            found = f"offload {self.offload} needs precision_aware: true (--use-precision-aware-optimizer)"
+            raise ValueError(f"{found}, found false, as Megatron refuses it")
         return self
+
+    @property
+    def offloaded(self) -> float:
+        """The share, 0 where it is still to be found."""
+        return 0.0 if self.offload == "auto" else self.offload

@@ -8,6 +8,7 @@
     reduction            gradients are reduced; those that tensor-parallel ranks share are copied side by side
     first_update         the optimizer allocates its state, and copies in fp32 what it is given in less
     update               every later one: its state is there all the time
+    optimizer_made       with an optimizer that is on the host in part: before the first step it is made of whole parameters
 
 What is held of the layers at each is the same for stock's policies and for plans, so both are counted by `Parts`.
 """
@@ -18,7 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-Moment = Literal["forward", "loss", "head_backward", "backward", "embedding_backward", "reduction", "first_update", "update"]
+Moment = Literal[
+    "forward", "loss", "head_backward", "backward", "embedding_backward", "reduction", "first_update", "update", "optimizer_made"
+]
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
@@ -102,6 +105,8 @@ class Parts:
     update_copies: int = 0
     update_in_hand: int = 0
     """What an update needs for one parameter after the other."""
+    optimizer_made: int = 0
+    """What making the optimizer takes beyond its state (`cost.host_optimizer`)."""
     remembered: int = 0
     """What dispatchers of tokens keep of their last call, when what its backward reads is gone: they let go of it in the next."""
     activations: int = 0
@@ -125,6 +130,7 @@ class Parts:
         """Those that the stage has: only the last one has logits, only the first one an embedding."""
         missing = {"loss", "head_backward"} if self.logits == 0 else set()
         missing |= {"embedding_backward"} if self.embedding_gradient == 0 else set()
+        missing |= {"optimizer_made"} if self.optimizer_made == 0 else set()
         return tuple(moment for moment in MOMENTS if moment not in missing)
 
     @property
@@ -138,6 +144,8 @@ class Parts:
         return replace(self.states, moment=moment, **beside)
 
     def _beside_states(self, moment: Moment) -> dict[str, int]:
+        if moment == "optimizer_made":
+            return {"update_copies": self.optimizer_made}
         if moment == "reduction":
             return {"in_hand": self.reduced + self.remembered}
         if moment in ("first_update", "update"):

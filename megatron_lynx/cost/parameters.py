@@ -6,6 +6,7 @@
     bf16, gradients in bf16           2         2      12    the same; and in updates 4 for the gradient in fp32
     precision-aware                   2    4 or 2      10    the half of the main parameter that a bf16 weight lacks, two moments;
                                                              less where these are held in less
+on the host, wholly or in part    2    4 or 2      12 where it stays, and 4 more for gradients in 16 bits (`cost.host_optimizer`)
 With the distributed optimizer the last column is shared by all ranks that hold the same parameters: context x data parallel.
 fp16 weights are counted as bf16 ones. Their loss scale is one number.
 
@@ -19,6 +20,7 @@ time: `zero_grad` frees it before the next forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
@@ -27,6 +29,8 @@ from megatron_lynx.latent_sizes import LatentSizes
 from megatron_lynx.profiler.quantized import weight_bytes
 
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "remainder": 2}
+FP32_BYTES, MOMENTS_BYTES = 4, 8
+"""Of one number; and both moments of Adam in fp32."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,15 @@ class BytesEach:
     """The copy in fp32 that is made for the update."""
     state_copies: int = 0
     """Copies in fp32 of what is held in less, made for the update."""
+    lasting_copy: int = 0
+    """A copy of the gradient in fp32 that nobody lets go of."""
+    stays: float = 1.0
+    """Of a rank's share of the optimizer, what is on the device."""
 
     @property
-    def optimizer(self) -> int:
-        return self.main_parameter + self.moments
+    def optimizer(self) -> float:
+        """On the device."""
+        return self.stays * (self.main_parameter + self.moments + self.lasting_copy)
 
     @property
     def update_copies(self) -> int:
@@ -58,6 +67,9 @@ def bytes_each(job: Job) -> BytesEach:
     moments = TYPE_BYTES[asked.first_moment] + TYPE_BYTES[asked.second_moment]
     gradient = TYPE_BYTES[asked.gradients]
     main, copy, states = (4 if half else 0), (0 if gradient == 4 else 4), 0
+    if asked.offloaded:
+        stays = 1 - asked.offloaded
+        return BytesEach(job.model.element_bytes, gradient, FP32_BYTES, MOMENTS_BYTES, 0, lasting_copy=copy, stays=stays)
     if asked.precision_aware:
         main, copy = TYPE_BYTES[asked.main_parameters], 0
         held = (asked.first_moment, asked.second_moment, asked.main_parameters)
@@ -192,21 +204,27 @@ def reduced_bytes(job: Job, parameters: Parameters) -> int:
 def update_in_hand_bytes(job: Job, parameters: Parameters) -> int:
     """What an update needs beside states and copies, at most.
 
-    Fused optimizers step in place. PyTorch's AdamW on a CPU has the root of one parameter's second moment in fp32, twice, and
-    that of the parameter before.
+    Fused optimizers step in place. Copies to the host and back convert on the device, one parameter at a time. PyTorch's AdamW on
+    a CPU has the root of one parameter's second moment in fp32, twice, and that of the parameter before.
     """
     if job.cluster.device != "cpu":
-        return 0
+        ways = 0 if not job.optimizer.offloaded else 1 + (job.optimizer.gradients != "fp32")  # back, and out
+        return ways * FP32_BYTES * min(parameters.largest, owned_parameters(job, parameters))
     return 3 * 4 * min(parameters.largest, _shared(job, parameters.total, parameters.experts, 1))
 
 
-def _shared(job: Job, count: int, experts: int, each: int) -> int:
+def owned_parameters(job: Job, parameters: Parameters) -> int:
+    """How many parameters a rank steps, rounded up."""
+    return _shared(job, parameters.total, parameters.experts, 1)
+
+
+def _shared(job: Job, count: int, experts: int, each: float) -> int:
     sharded = job.parallel.distributed_optimizer
     sharers = job.parallel.context * job.replicas if sharded else 1
     of_experts = 0
     if experts:
-        of_experts = -(-experts * each // (expert_sharers(job) if sharded else 1))
-    return -(-(count - experts) * each // sharers) + of_experts
+        of_experts = ceil(experts * each / (expert_sharers(job) if sharded else 1))
+    return ceil((count - experts) * each / sharers) + of_experts
 
 
 def _mlp_biases(model: Model, tensor: int) -> int:

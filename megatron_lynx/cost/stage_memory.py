@@ -45,6 +45,7 @@ from megatron_lynx.cost.ends import (
     logits_gradient_bytes,
     tied_gradients_bytes,
 )
+from megatron_lynx.cost.host_optimizer import made_bytes
 from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import kept_bytes, layers_bytes
@@ -140,6 +141,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         reduced=states.reduced,
         update_copies=states.update_copies,
         update_in_hand=states.update_in_hand,
+        optimizer_made=states.optimizer_made,
         remembered=experts * remembered_bytes(shape) if experts else 0,
     )
 
@@ -152,6 +154,7 @@ class _States:
     reduced: int
     update_copies: int
     update_in_hand: int
+    optimizer_made: int
 
 
 def _states(job: Job, stage: int) -> _States:
@@ -168,7 +171,8 @@ def _states(job: Job, stage: int) -> _States:
         second_gradients=gradients if without_flushes and job.defer_updates and stage > 0 else 0,
     )
     copies = update_copies_bytes(job, parameters.total, parameters.experts)
-    return _States(states, reduced_bytes(job, parameters), copies, update_in_hand_bytes(job, parameters))
+    in_hand, made = update_in_hand_bytes(job, parameters), made_bytes(job, parameters)
+    return _States(states, reduced_bytes(job, parameters), copies, in_hand, made)
 
 
 def _messages(job: Job, shape: LayerShape) -> int:

@@ -6,6 +6,8 @@
     parameters           ... B | reduce | Adam | first | F ...       bucket by bucket behind the first forward, which waits for
                                                gather ......         the first one
 
+An optimizer on the host comes on top (`cost.host_optimizer`); the device's own part of it is short, and counted before it.
+
 Beside these come kernels, small all-reduces and waits of the host that are there however few parameters there are (`cost.fixed`).
 
 What is hidden is not free: GEMMs beside a collective lose a share of their rate (`matmul.beside_collective`). What there is to
@@ -20,7 +22,8 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.cost.buckets import bucket_parameters, buckets
 from megatron_lynx.cost.expert_parameters import expert_sharers
 from megatron_lynx.cost.fixed import fixed_s
-from megatron_lynx.cost.parameters import bytes_each, stage_parameters
+from megatron_lynx.cost.host_optimizer import host_seconds
+from megatron_lynx.cost.parameters import FP32_BYTES, bytes_each, owned_parameters, stage_parameters
 from megatron_lynx.cost.stage import StageSeconds, of_every_stage, stage_seconds
 from megatron_lynx.profiler.link_levels import fewest_in_a_node
 from megatron_lynx.profiler.profile import Profile
@@ -69,7 +72,9 @@ def update_s(job: Job, profile: Profile) -> float:
         behind = stage_seconds(job, profile, stage, LayerShape.of(job).gathered_bytes)
     sharers = layout.context * job.replicas
     one = bucket_parameters(job, stage, most, sharers)
+    adam = None if profile.host_time is None else profile.host_time.adam
     seconds = _updated(job, most.others, sharers, layout.tensor, one).exposed_s(job, behind)
+    seconds += host_seconds(job, owned_parameters(job, most), adam).total_s
     if most.experts:
         one = bucket_parameters(job, stage, most, expert_sharers(job))
         own = _updated(job, most.experts, expert_sharers(job), layout.expert_tensor_size * layout.expert, one)
@@ -103,11 +108,14 @@ def _cast_bytes(job: Job) -> int:
     return casts.of(matrices, both=True)[0]
 
 
-def _stepped_bytes(job: Job) -> int:
+def _stepped_bytes(job: Job) -> float:
     """Read and written for each parameter that a rank steps: the gradient (norm 1, clipping 2, Adam 1; first copied, if need be),
     Adam's state, twice, and the parameter: from the main parameter, in place, or (precision-aware) together with its other half.
     Beside these, gradients are cleared, looked through for what is no number, and averaged in place if shared."""
     each = bytes_each(job)
+    if job.optimizer.offloaded:  # norm and clipping of all gradients; what stays is stepped in fp32
+        stepped = 2 * (each.main_parameter + each.moments) + FP32_BYTES + each.weight
+        return 3 * each.gradient + each.stays * (2 * each.lasting_copy + each.gradient + stepped)
     gradient = 5 * each.gradient_copy + each.gradient if each.gradient_copy else 4 * each.gradient
     parameter = 2 * each.weight if job.optimizer.precision_aware else 4 + each.weight
     return gradient + 2 * (each.main_parameter + each.moments) + parameter

@@ -63,7 +63,8 @@ READ = names_in(
     cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap multi_latent_attention q_lora_rank kv_lora_rank
     qk_head_dim qk_pos_emb_head_dim v_head_dim deterministic_mode ddp_bucket_size ddp_num_buckets
     ddp_pad_buckets_for_high_nccl_busbw bias_dropout_fusion bias_gelu_fusion
-    bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser
+    bias_swiglu_fusion masked_softmax_fusion apply_rope_fusion disable_jit_fuser optimizer_cpu_offload
+    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `latent_facts`, `layer_facts`, `context_facts`,
@@ -78,7 +79,6 @@ _TOO_OLD = "Megatron itself no longer takes it"
 _UNBALANCED = "experts are priced for a balanced load, without dropped or padded tokens"
 _ONE_PARAMETER = "experts that share one parameter are not modelled"
 _SHARDED = "sharded parameters are not modelled"
-_OPTIMIZER = "all of the optimizer's state on the device"
 
 REFUSED = {
     "cache_mla_latents": "it is for inference",
@@ -219,8 +219,7 @@ PRICED_AS = {
     "add_qkv_bias": "no bias: some thousand parameters",
     "no_rope_freq": "rotary positions in every layer",
     "fp16_lm_cross_entropy": "a loss in fp32, which holds more",
-    "optimizer_cpu_offload": _OPTIMIZER,
-    "optimizer_offload_fraction": _OPTIMIZER,
+    "pin_cpu_grads": "gradients in pinned memory, which copies are faster to",
     "gradient_accumulation_fusion": "weight gradients that are added up in place",
     "overlap_p2p_comm_warmup_flush": "messages as the simulator has them for this schedule",
 }
@@ -279,7 +278,7 @@ NO_MATTER: dict[str, frozenset[str]] = {
         use_mamba_mem_eff_path fp4_param_gather mrope_section
         max_seqlen_per_dp_cp_rank tp_comm_overlap_cfg relative_attention_max_distance rope_type use_mup flash_decode
         mlp_chunks_for_prefill nccl_all_reduce_for_prefill symmetric_ar_type bert_binary_head optimizer_cuda_graph
-        overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_torch_optimizer_for_cpu_offload
+        pin_cpu_params use_torch_optimizer_for_cpu_offload
         """
     ),
     "numerics": names_in(

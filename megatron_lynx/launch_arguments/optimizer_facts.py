@@ -14,6 +14,7 @@ from megatron_lynx.launch_arguments.given import Given
 
 AWARE = "use_precision_aware_optimizer"
 SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
+ON_HOST, SHARE, OVERLAPPED = "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
 STATE = {"first_moment": "exp_avg_dtype", "second_moment": "exp_avg_sq_dtype"}
 
 
@@ -22,6 +23,8 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     yield _gradients(given, problems)
     types = {name: given[name] for name in (*STATE.values(), "main_params_dtype", "main_grads_dtype")}
     if not given[AWARE]:
+        if given[ON_HOST]:
+            problems.append(Problem(given.origin(ON_HOST), "given", "--use-precision-aware-optimizer beside it"))
         for name, value in types.items():
             if value not in (None, "fp32"):
                 problems.append(Problem(given.origin(name), str(value), "--use-precision-aware-optimizer beside it"))
@@ -29,6 +32,9 @@ def optimizer_facts(given: Given, problems: list[Problem]) -> Iterator[Fact]:
     if not given["use_distributed_optimizer"]:
         problems.append(Problem(given.origin(AWARE), "given", "--use-distributed-optimizer beside it"))
     yield Fact("optimizer.precision_aware", True, given.origin(AWARE))
+    if given[ON_HOST]:
+        yield Fact("optimizer.offload", given[SHARE], given.origin(SHARE if SHARE in given.values else ON_HOST))
+        yield Fact("optimizer.overlap_copies", given[OVERLAPPED], given.origin(OVERLAPPED))
     for place, name in STATE.items():
         yield Fact(f"optimizer.{place}", types[name], given.origin(name))
     if types["main_params_dtype"] == "fp32" and given["bf16"]:

@@ -50,6 +50,10 @@ class StageMeasured(Part):
     """The most that was allocated on the device since the run began."""
     reserved_bytes: int | None = None
     """The most that PyTorch's allocator held; null where there is no such allocator."""
+    outside_bytes: int | None = None
+    """What is used on the device, and not by PyTorch's allocator: context, libraries, NCCL; null where that is not known."""
+    slack_bytes: int | None = None
+    """The most that was reserved less the most that was allocated; null where there is no such allocator."""
     in_windows_s: float | None = None
     on_demand_s: float | None = None
     """Seconds of one step's replays that ran in windows, and of those that backward waited for."""
@@ -69,6 +73,15 @@ class StageRow(Part):
     measured: StageMeasured
 
 
+class PlannedReserve(Part):
+    """What a plan left alone on each device."""
+
+    outside_bytes: int
+    """For what PyTorch does not allocate."""
+    slack_bytes: int
+    """For what PyTorch has reserved and not allocated."""
+
+
 class Report(Part):
     """All stages at one time."""
 
@@ -77,6 +90,8 @@ class Report(Part):
     step: int = Field(ge=1)
     """The latest step, counted from 1 in this run."""
     stages: tuple[StageRow, ...] = Field(min_length=1)
+    reserve: PlannedReserve | None = None
+    """None: the plan does not say."""
     planned_load: float | None = None
     """The load of experts that the plan was made for, on the same scale as `expert_load`. None: the model has none."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
@@ -21,6 +22,8 @@ class PlanContents(Part):
     defer_updates: bool = True
     """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
     stages: tuple[Stage, ...]
+    device: PlannedDevice | None = None
+    """The devices that it was made for. None: CPU ranks, or not known."""
     provenance: Provenance
 
     def chunks_of(self, stage: int) -> tuple[Stage, ...]:

@@ -24,6 +24,7 @@ from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
 from megatron_lynx.planner.load import loads_that_fit
 from megatron_lynx.planner.nearest import nearest_change
+from megatron_lynx.planner.optimizer_share import best_share
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
@@ -81,6 +82,8 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
+    if job.optimizer.offload == "auto":
+        return best_share(job, profile, decide)
     check_plannable(job)
     check_profile(job, profile)
     try:

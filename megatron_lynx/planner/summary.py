@@ -34,7 +34,16 @@ def summary(decision: Decision, profile: Profile) -> dict[str, Any]:
 def job_flags(job: Job) -> list[str]:
     """Flags of a launch that a plan does not know of."""
     optimizer = ["--use-distributed-optimizer"] if job.parallel.distributed_optimizer else []
-    return [*expert_flags(job), *optimizer, f"--global-batch-size {job.batch.global_}"]
+    return [*expert_flags(job), *optimizer, *host_optimizer_flags(job), f"--global-batch-size {job.batch.global_}"]
+
+
+def host_optimizer_flags(job: Job) -> list[str]:
+    """Flags that say how much of the optimizer is on the host."""
+    if not job.optimizer.offloaded:
+        return []
+    overlapped = ["--overlap-cpu-optimizer-d2h-h2d"] if job.optimizer.overlap_copies else []
+    share = f"--optimizer-offload-fraction {job.optimizer.offloaded:g}"
+    return ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", share, *overlapped]
 
 
 def job_environment(job: Job, plan: Plan) -> dict[str, str]:

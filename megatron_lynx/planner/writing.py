@@ -18,6 +18,7 @@ from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
 from megatron_lynx.plan import order
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -38,7 +39,7 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers
-from megatron_lynx.units import SECOND_DIGITS
+from megatron_lynx.units import GIB, SECOND_DIGITS
 from megatron_lynx.version import __version__
 
 
@@ -150,8 +151,17 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
         schedule=job.schedule,
         defer_updates=job.defer_updates,
         stages=stages,
+        device=planned_device(job),
         provenance=provenance,
     )
+
+
+def planned_device(job: Job) -> PlannedDevice | None:
+    """What a plan states of a job's devices: of GPUs what is left alone."""
+    if job.cluster.device != "cuda":
+        return None
+    memory_bytes = int(GIB * job.cluster.memory_gib)
+    return PlannedDevice(memory_bytes=memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes=dict(job.reserve_bytes))
 
 
 def stage_of(

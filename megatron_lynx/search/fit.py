@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible
@@ -55,6 +56,9 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
     """`offload`: whether activations may go to the host. `job.policy` is not `planned`, of which only a plan knows."""
     budget = job.memory_budget_bytes
     stage, kept = fullest(job, 0.0)
+    if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
+        limit = job.cluster.node.host_memory_gib * GIB
+        return Excess(job, stage, kept, limit - left, limit, host=True)
     if kept.total <= budget:
         return Fits(0.0, kept)
     if not offload or job.model.experts is not None:  # of experts everything stays, so one share of all is out of reach
@@ -88,4 +92,4 @@ def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:
     roomy = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": float("inf")})})
     ratio = smallest_ratio(job.model_copy(update={"cluster": roomy}))
     needed = job.host_sharers * max(host_bytes(job, each, ratio) for each in range(job.parallel.pipeline))
-    return Excess(job, stage, least, needed, node.host_memory_gib * GIB, host=True)
+    return Excess(job, stage, least, needed, least_left_bytes(job), host=True)

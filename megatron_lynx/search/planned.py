@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.plan.experts import replays_beside_forwards
@@ -154,4 +155,4 @@ def _excess(job: Job, stages: Stages) -> Excess:
     if memory[stage].total > job.memory_budget_bytes or job.cluster.node is None:
         return Excess(job, stage, memory[stage], memory[stage].total, job.memory_budget_bytes)
     needed = job.host_sharers * max(stages.least(each).host_bytes for each in range(len(memory)))
-    return Excess(job, stage, memory[stage], needed, job.cluster.node.host_memory_gib * GIB, host=True)
+    return Excess(job, stage, memory[stage], needed, least_left_bytes(job), host=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import in_words, least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.units import GIB, format_bytes
+from megatron_lynx.units import format_bytes
 
 STEPS = 1000
 """A share is given in thousandths, rounded up."""
@@ -21,7 +22,7 @@ STEPS = 1000
 
 def smallest_ratio(job: Job) -> float:
     """Raises `Infeasible`, saying for every stage by how much, where not even offloading everything fits."""
-    if _fits(job, 0.0):
+    if _fits(job, 0.0) and _host_shortage(job, 0.0) is None:
         return 0.0
     if problems := shortages(job, 1.0):
         raise Infeasible("no share of offloaded activations makes this job fit", problems)
@@ -44,7 +45,8 @@ def shortages(job: Job, ratio: float) -> list[Problem]:
             found = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
             short = f"{format_bytes(memory.total - budget)} too much"
             problems.append(Problem(f"stage {stage}", found, f"at most {format_bytes(budget)}", short))
-    return problems
+    on_host = _host_shortage(job, ratio) if job.optimizer.offloaded else None
+    return problems if on_host is None else [*problems, on_host]
 
 
 def _largest(memory: StageMemory) -> str:
@@ -56,11 +58,11 @@ def _largest(memory: StageMemory) -> str:
 def _host_shortage(job: Job, ratio: float) -> Problem | None:
     """Host memory is shared by a node's devices; each is taken to be of the stage that offloads most."""
     node = job.cluster.node
-    if node is None or ratio == 0:
+    if node is None or (ratio == 0 and not job.optimizer.offloaded):
         return None
-    devices = job.host_sharers
+    devices, left = job.host_sharers, least_left_bytes(job)
     needed = devices * max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline))
-    if needed <= node.host_memory_gib * GIB:
+    if needed <= left:
         return None
     found = f"{format_bytes(needed)} for {devices} devices"
-    return Problem("host memory of a node", found, f"at most {node.host_memory_gib:g} GiB", "offload less: lower the batch")
+    return Problem("host memory of a node", found, in_words(job, left), "offload less: lower the batch")

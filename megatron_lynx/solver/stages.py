@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from math import ceil, floor
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import in_words, left_for_activations_bytes
 from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED
@@ -37,7 +38,7 @@ from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
 from megatron_lynx.solver.within import Leaver, goes_within
-from megatron_lynx.units import GIB, SECOND_DIGITS, format_bytes
+from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
 STEPS = 20
 """Shares are multiples of a twentieth."""
@@ -205,11 +206,11 @@ class Stages:
         return round(self.job.microbatches * late_s + answer.exposed_copies_s, SECOND_DIGITS)
 
     def _host_shortage(self, answer: StageAnswer) -> Problem | None:
-        node, devices = self.job.cluster.node, self.job.host_sharers
-        if node is None or answer.host_bytes * devices <= node.host_memory_gib * GIB:
+        left_bytes, devices = left_for_activations_bytes(self.job, answer.stage), self.job.host_sharers
+        if answer.host_bytes * devices <= left_bytes:
             return None
         found = f"{format_bytes(answer.host_bytes * devices)} for {devices} devices at share {answer.offload_ratio:g}"
-        return Problem(f"host memory of a node, stage {answer.stage}", found, f"at most {node.host_memory_gib:g} GiB")
+        return Problem(f"host memory of a node, stage {answer.stage}", found, in_words(self.job, left_bytes))
 
     def _shortage(self, stage: int, error: Infeasible) -> list[Problem]:
         """Says by how much the device's memory is exceeded, if that is what binds; else what the solver says."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import in_words, least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.profiler.profile import Profile
@@ -77,6 +78,6 @@ def least_bytes(job: Job, setting: StockSetting) -> int:
 def host_problem(job: Job, price: Priced) -> str | None:
     """Why a node's host memory does not hold what is offloaded; None where it does."""
     node, needed = job.cluster.node, job.host_sharers * price.host_bytes
-    if node is None or needed <= node.host_memory_gib * GIB:
+    if node is None or needed <= (left := least_left_bytes(job)):
         return None
-    return f"needs {needed / GIB:.0f} GiB of a node's {node.host_memory_gib:g} GiB of host memory"
+    return f"needs {needed / GIB:.0f} GiB of a node's host memory, where there are {in_words(job, left)}"

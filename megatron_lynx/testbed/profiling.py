@@ -4,6 +4,7 @@ each rank on its core     a layer of one tensor-parallel shard, without a group 
    (all at once, as       embedding, and head with loss, of the same shard ──measure_block──> seconds
     in training)          messages over the job's own groups and links ──measure_links──> points
                           tiny layers under every setting ──measure_layers──────> host time
+                          AdamW on the CPU, together and alone ──measure_adam───> of an optimizer on the host
 parent                    the slowest rank's figures ──> Profile
 """
 
@@ -24,6 +25,7 @@ from megatron_lynx.measure.machine import this_machine
 from megatron_lynx.profiler.profile import BlockProfile, HalfProfile, LinkPoint, Profile, Source, shape_of
 from megatron_lynx.runtime.device import device_for, present_device
 from megatron_lynx.testbed.fusions import fusions_of
+from megatron_lynx.testbed.host_adam import AdamFigures, adam_of_ranks, measure_adam
 from megatron_lynx.testbed.hosts import Hosts
 from megatron_lynx.version import __version__
 
@@ -42,6 +44,7 @@ class RankFigures:
     host_time: LayerHostTime | None
     """None where a stand-in's kernels would be in it."""
     stood_in_for: str | None = None
+    adam: AdamFigures | None = None
 
     @property
     def layer_s(self) -> float:
@@ -74,8 +77,15 @@ def measure_profile(job: Job, hosts: Hosts, announce: Callable[[str], AbstractCo
         embedding=slowest.embedding,
         head=slowest.head,
         interference=max(each.interference for each in figures),
-        host_time=host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], machine.cpu),
+        host_time=_host_time(job, figures, machine.cpu),
     )
+
+
+def _host_time(job: Job, figures: list[RankFigures], cpu: str) -> HostTime | None:
+    """That of the layers, with how fast the CPU steps parameters."""
+    found = host_time_of_ranks(job, [each.host_time for each in figures if each.host_time is not None], cpu)
+    adams = [each.adam for each in figures if each.adam is not None]
+    return found if found is None or not adams else found.model_copy(update={"adam": adam_of_ranks(adams)})
 
 
 def host_time_of_ranks(job: Job, measured: list[LayerHostTime], cpu: str) -> HostTime | None:
@@ -98,7 +108,8 @@ def measure_rank(rank: int, job: Job, repetitions: int) -> RankFigures:
     links = _messages(job, device, repetitions)
     interference, missing = _interference(job, links, device, repetitions), stood_in_for(job)
     host_time = measure_layers(rank, job.gpus, asked_by(job)) if missing is None else None
-    return RankFigures(halves, embedding, head, links, interference, host_time, missing)
+    adam = measure_adam(rank) if missing is None else None
+    return RankFigures(halves, embedding, head, links, interference, host_time, missing, adam)
 
 
 def _of_one_layer(job: Job, repetitions: int) -> tuple[dict[Half, HalfProfile], BlockProfile, BlockProfile, torch.device]:

@@ -8,6 +8,9 @@ from megatron_lynx.config import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.yaml_file import read_yaml
 
+TIGHT_GIB = {"a100-40g": 32.3, "h200-141g": 113.0, "b200-180g": 135.0, "gb200-nvl72": 139.7}
+"""Four fifths of a device, by cluster; where none is named, of 80 GB. So tight that plans have something to do."""
+
 
 def catalogued_job(
     model: str = "llama-65b",
@@ -23,12 +26,14 @@ def catalogued_job(
     parallel: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Job:
-    """Yuan et al.'s job of figure 7, but for what is given. `fp8`: a recipe."""
+    """Yuan et al.'s job of figure 7, but for what is given. `fp8`: a recipe. Without a `budget`, four fifths of a device."""
     shape = read_yaml(bundled_configs() / "models" / f"{model}.yaml")
     layout = {"tensor": 2, "pipeline": 8, "layers_per_chunk": 2, "sequence_parallel": True, "distributed_optimizer": True}
     recipe = {"fp8": {"recipe": fp8}, "implementation": "transformer_engine"} if fp8 else {}
     recipe |= {"implementation": implementation} if implementation else {}
+    budget = {} if cluster == "testbed" else {"memory_gib": TIGHT_GIB.get(cluster, 64.6)}
     data = {
+        "budget": budget,
         "model": shape | recipe | ({"seq": seq} if seq else {}),
         "cluster": cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml"),
         "gpus": gpus,

@@ -12,7 +12,9 @@ from megatron_lynx.launch.out_of_memory import watch
 from megatron_lynx.launch.out_of_memory.advice import budget_bytes, command, rounded_down
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.explanation import explained
+from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Rank, moment_of
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.counts import Counts
@@ -86,7 +88,8 @@ def test_what_no_half_does_is_told_by_who_ran(pool_of, place, name, words):
 
 def test_what_the_allocator_says_is_read():
     allocator = Allocator.of(torch.OutOfMemoryError(ON_CUDA.format(unused="1.25 GiB")))
-    assert allocator == Allocator(2 * GIB, round(70.5 * GIB), round(1.25 * GIB), round(1.05 * GIB))
+    assert allocator == Allocator(2 * GIB, round(70.5 * GIB), round(1.25 * GIB), round(1.05 * GIB), round(79.11 * GIB))
+    assert allocator.outside_bytes == pytest.approx((79.11 - 70.5 - 1.25 - 1.05) * GIB, abs=2)
     assert allocator.limit_bytes == round(70.5 * GIB) + round(1.25 * GIB) + round(1.05 * GIB)
     assert allocator.lacking_bytes == 0, "fragmentation alone"
     short = Allocator.of(torch.OutOfMemoryError(ON_CUDA.format(unused="512.00 MiB")))
@@ -97,7 +100,8 @@ def test_what_the_allocator_says_is_read():
 
 def test_the_stand_in_says_what_the_allocator_says():
     read = Allocator.of(torch.OutOfMemoryError(out_of_memory(3 * KIB, 20 * MIB, 18 * MIB, MIB)))
-    assert read == Allocator(3 * KIB, 18 * MIB, MIB, MIB)
+    assert read == Allocator(3 * KIB, 18 * MIB, MIB, MIB, 20 * MIB)
+    assert read.outside_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,44 @@ def test_only_behind_the_models_first_half_comes_the_embeddings_backward(stage, 
     assert moment is not None
     assert ("embedding" in moment.words) == embedding
     assert moment.planned == (("backward", "embedding_backward") if embedding else ("backward",))
+
+
+@pytest.mark.parametrize(
+    ("unused", "outside_gib", "words"),
+    [
+        (
+            "512.00 MiB",
+            6.0,
+            "(context, libraries, NCCL, other processes): found 7.06 GiB, needed at most 6.00 GiB",
+        ),
+        ("2.50 GiB", 8.0, "reserve, reserved and not allocated: found 2.50 GiB, needed at most 1.20 GiB"),
+        ("512.00 MiB", 8.0, "reserve: large enough in each of its parts"),
+    ],
+    ids=["outside", "slack", "neither"],
+)
+def test_the_part_of_the_reserve_that_was_too_small_is_named(unused, outside_gib, words):
+    device = PlannedDevice(
+        memory_bytes=round(79.1 * GIB),
+        budget_bytes=round(70 * GIB),
+        reserve_bytes={"context": GIB, "nccl": round((outside_gib - 1) * GIB), "allocator": round(1.2 * GIB)},
+    )
+    plan = uniform_plan(LONG_SEQUENCES)
+    error = torch.OutOfMemoryError(ON_CUDA.format(unused=unused))
+    said = str(explained(error, Rank(plan.model_copy(update={"device": device}), 0), "in step 1 of this run", "plan.yaml"))
+    assert words in said
+    assert said.count("reserve, ") + said.count("reserve: ") == 1
+    assert "reserve" not in str(explained(error, Rank(plan, 0), "", "")).replace("reserved and not", ""), (
+        "a plan that does not say"
+    )
+
+
+def test_what_an_optimizer_has_on_the_host_is_not_held_on_the_device():
+    """Megatron's optimizer that is on the host in part has states of both sides in one mapping."""
+    model = torch.nn.Linear(8, 8, bias=False, device="meta")
+    optimizer = SimpleNamespace(param_groups=[], state={model.weight: {"exp_avg": torch.zeros(64)}})
+    assert states_held([model], optimizer) == {"parameters": 256}
+    there = SimpleNamespace(param_groups=[], state={0: {"exp_avg": torch.zeros(64)}})
+    assert states_held([torch.nn.Linear(8, 8, bias=False)], there) == {"parameters": 256, "optimizer": 256}
 
 
 def test_the_load_of_experts_is_said_where_it_is_more_than_planned():

@@ -18,6 +18,7 @@ from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
 from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import (
     FILE_NAME,
+    PlannedReserve,
     Report,
     RunOutcome,
     StageMeasured,
@@ -32,7 +33,7 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.replay_clock import ON_DEMAND, ReplayClock, ReplaySeconds
 from megatron_lynx.testbed.tiny_jobs import tiny_job
-from megatron_lynx.units import format_bytes, format_seconds
+from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 from ..profiler.made_up import made_up_profile
 from .launched import MODEL, SIZE, flags_of, saved
@@ -61,6 +62,19 @@ def test_of_a_stages_ranks_the_slowest_and_the_fullest_count(predicting):
     assert (first.measured.ranks, second.measured.ranks) == (2, 1)
     assert (first.measured.passes_s, first.measured.step_s, first.measured.in_windows_s) == (2.0, 2.5, 0.5)
     assert (first.measured.allocated_bytes, first.measured.reserved_bytes) == (3000, None)
+
+
+def test_how_much_of_the_reserve_was_used_is_said_where_a_device_tells(predicting):
+    """Of a stage's ranks the most counts; slack is the difference of one rank's peaks, not of two ranks'."""
+    used = [Peak(60 * GIB, 61 * GIB, 4 * GIB), Peak(70 * GIB, 70 * GIB + 100, 5 * GIB)]
+    ranks = [replace(figures(stage), peak=peak) for stage, peak in enumerate(used)]
+    found = report(predicting, *ranks)
+    words = "reserve: 5.00 GiB outside PyTorch's allocator (context, libraries, NCCL), 1.00 GiB reserved and not allocated"
+    assert lines(found)[-1].strip() == words
+    planned = found.model_copy(update={"reserve": PlannedReserve(outside_bytes=6 * GIB, slack_bytes=2 * GIB)})
+    assert "reserve: 5.00 GiB of 6.00 GiB used outside PyTorch's" in lines(planned)[-1]
+    assert "1.00 GiB of 2.00 GiB used reserved" in lines(planned)[-1]
+    assert not [line for line in lines(report(predicting, figures(0), figures(1))) if "reserve:" in line], "on a CPU"
 
 
 def test_what_a_plan_does_not_predict_is_said_and_is_no_zero(predicting):

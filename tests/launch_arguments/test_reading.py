@@ -336,6 +336,21 @@ def test_a_precision_aware_optimizer() -> None:
     assert "needed --use-distributed-optimizer beside it" in problems(f"{SMALL} --use-precision-aware-optimizer")
 
 
+def test_an_optimizer_on_the_host_is_read() -> None:
+    """Megatron's default share is all of it; the flag alone says so, as in launches of reinforcement learning."""
+    aware = "--use-distributed-optimizer --use-precision-aware-optimizer"
+    on_host = facts(f"{SMALL} {aware} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d")
+    assert (on_host["optimizer.offload"], on_host["optimizer.overlap_copies"]) == (1.0, True)
+    half = facts(f"{SMALL} {aware} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert (half["optimizer.offload"], half["optimizer.overlap_copies"]) == (0.5, False)
+    assert "optimizer.offload" not in facts(f"{SMALL} {aware} --optimizer-offload-fraction 0.5"), (
+        "without the flag it says nothing"
+    )
+    assert problems(f"{SMALL} --optimizer-cpu-offload") == (
+        "--optimizer-cpu-offload: found given, needed --use-precision-aware-optimizer beside it"
+    )
+
+
 def test_a_batch_that_grows_is_planned_for_at_its_end() -> None:
     assert facts(f"{SMALL} --global-batch-size 64 --rampup-batch-size 16 16 1000")["batch.global"] == 64
     assert facts(f"{SMALL} --step-batch-size-schedule '0:16 2.4B:320'")["batch.global"] == 320

@@ -14,6 +14,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan import order, weight_gradients
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
@@ -73,7 +74,9 @@ def plans(
     if whole:
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
-    plan = Plan(version=1, model=model, parallel=parallel, batch=batch, stages=tuple(stages), provenance=draw(provenance))
+    device = draw(st.sampled_from([None, DEVICE]))
+    parts = {"model": model, "parallel": parallel, "batch": batch, "stages": tuple(stages), "device": device}
+    plan = Plan(version=1, **parts, provenance=draw(provenance))
     return draw(deferring(plan)) if defers and draw(st.booleans()) else plan
 
 
@@ -281,6 +284,7 @@ def _collectives(passing: Pass, parallel: ParallelFacts) -> list[str]:
     return [f"{passing}.{half}.{n}" for half in HALVES for n in ordinals]
 
 
+DEVICE = PlannedDevice(memory_bytes=80, budget_bytes=74, reserve_bytes={"context": 1, "nccl": 4, "allocator": 1})
 HELD = {"always": {"parameters": 2, "gradients": 4}, "loss": {"logits": 6}}
 
 

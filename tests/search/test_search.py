@@ -235,6 +235,7 @@ def test_nothing_fits_names_what_binds_and_what_would_help() -> None:
 
 def test_other_policies_and_offloading_are_changes_that_help() -> None:
     job = catalogued_job("gpt-175b", "a100-80g", gpus=1, batch=64, parallel={}, policy="none")
+    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_gib": 80.0})})
     with pytest.raises(Infeasible) as refusal:
         search(job, 64, policies=["none"], offload=False)
     changes = {problem.where: problem for problem in refusal.value.problems[1:]}

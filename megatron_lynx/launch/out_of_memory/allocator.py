@@ -13,6 +13,7 @@ from megatron_lynx.units import GIB, KIB, MIB
 
 _UNITS = {"B": 1, "bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 _SIZE = r"([\d.]+) (B|bytes|KiB|MiB|GiB)"
+_CAPACITY = re.compile(rf"total capac\w+ of {_SIZE}")
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
 _FREE = re.compile(rf"of which {_SIZE} is free")
 _ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated")
@@ -29,11 +30,18 @@ class Allocator:
     """Reserved and not allocated."""
     free_bytes: int
     """Not even reserved."""
+    capacity_bytes: int | None = None
+    """Of the device; None where the message does not say."""
 
     @property
     def limit_bytes(self) -> int:
         """What PyTorch could use of the device."""
         return self.allocated_bytes + self.unused_bytes + self.free_bytes
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """What others than PyTorch's allocator use: context, libraries, NCCL, other processes."""
+        return None if self.capacity_bytes is None else max(0, self.capacity_bytes - self.limit_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -51,7 +59,7 @@ class Allocator:
         asked, allocated = _bytes(_ASKED, text), _bytes(_ALLOCATED, text)
         if asked is None or allocated is None:
             return None
-        return cls(asked, allocated, _bytes(_UNUSED, text) or 0, _bytes(_FREE, text) or 0)
+        return cls(asked, allocated, _bytes(_UNUSED, text) or 0, _bytes(_FREE, text) or 0, _bytes(_CAPACITY, text))
 
 
 def _bytes(pattern: re.Pattern[str], text: str) -> int | None:

@@ -11,6 +11,7 @@ from megatron_lynx.launch.out_of_memory.advice import command
 from megatron_lynx.launch.out_of_memory.allocator import Allocator
 from megatron_lynx.launch.out_of_memory.held import states_held
 from megatron_lynx.launch.out_of_memory.moment import Moment, Rank, moment_of
+from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.stage import Predicted
 from megatron_lynx.runtime.whereabouts import whereabouts_of
 from megatron_lynx.units import format_bytes
@@ -58,6 +59,7 @@ def _problems(error: BaseException, moment: Moment, rank: Rank, predicted: Predi
     if allocator is not None:
         yield Problem("held", _held(states_held(rank.chunks, rank.optimizer), allocator), "")
         yield Problem("fragmentation", _fragmented(allocator), "")
+        yield from _reserve(allocator, rank.plan.device)
         to_do = command(allocator, at_most and at_most[0], plan, rank.plan.provenance.asked, may_grow=rank.may_grow)
         yield Problem("nearest change that fits", to_do, "")
 
@@ -94,6 +96,27 @@ def _largest(kinds: Mapping[str, int]) -> str:
     words = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in ordered[:LARGEST]]
     others = sum(size for _, size in ordered[LARGEST:])
     return ", ".join([*words, *([f"others {format_bytes(others)}"] if others else [])])
+
+
+def _reserve(allocator: Allocator, device: PlannedDevice | None) -> Iterator[Problem]:
+    """Which part of what the plan left alone was too small, if one was; nothing where the plan does not say its parts."""
+    if device is None or device.outside_bytes is None or device.slack_bytes is None or allocator.outside_bytes is None:
+        return
+    parts = (
+        (
+            "outside PyTorch's allocator (context, libraries, NCCL, other processes)",
+            allocator.outside_bytes,
+            device.outside_bytes,
+        ),
+        ("reserved and not allocated", allocator.unused_bytes, device.slack_bytes),
+    )
+    short = [(name, found, planned) for name, found, planned in parts if found > planned]
+    for name, found, planned in short:
+        yield Problem(
+            f"reserve, {name}", format_bytes(found), f"at most {format_bytes(planned)}, as planned: this part was too small"
+        )
+    if not short:
+        yield Problem("reserve", "large enough in each of its parts", "")
 
 
 def _fragmented(allocator: Allocator) -> str:

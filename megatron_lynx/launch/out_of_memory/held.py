@@ -10,14 +10,16 @@ from torch.nn import Module
 
 
 def states_held(models: Iterable[Module], optimizer: Any) -> dict[str, int]:
-    """Bytes by kind, without kinds of which there are none. Memory that several tensors share counts once."""
+    """Bytes by kind, without kinds of which there are none. Memory that several tensors share counts once, and what an optimizer
+    has on the host not at all."""
     parameters = [parameter for model in models for parameter in model.parameters()]
+    devices = {parameter.device.type for parameter in parameters}
     gradients = [gradient for parameter in parameters for gradient in (getattr(parameter, "main_grad", None), parameter.grad)]
     counted: set[int] = set()
     kinds: dict[str, Iterable[Tensor]] = {
         "parameters": parameters,
         "gradients": [gradient for gradient in gradients if gradient is not None],
-        "optimizer": _tensors_of(optimizer),
+        "optimizer": [tensor for tensor in _tensors_of(optimizer) if not devices or tensor.device.type in devices],
     }
     found = {kind: _bytes(tensors, counted) for kind, tensors in kinds.items()}
     return {kind: size for kind, size in found.items() if size}

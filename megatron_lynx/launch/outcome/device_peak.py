@@ -1,6 +1,7 @@
 """The most that a rank's device held.
 
-    CUDA    the caching allocator's own figures, since the run began: allocated, and reserved
+    CUDA    the caching allocator's own figures, since the run began: allocated, and reserved. When it is asked for: what the
+            driver says is used beside the allocator (context, libraries, NCCL; other processes, too)
     a CPU   counted in the first two steps, with PyTorch's profiler (`measure.cpu_memory`): allocated. Nothing is reserved.
             Where the testbed sets a limit, that one counts, all the time and behind operators only
 
@@ -25,6 +26,8 @@ from megatron_lynx.testbed.device_memory import LimitedMemory
 class Peak(NamedTuple):
     allocated_bytes: int | None
     reserved_bytes: int | None
+    outside_bytes: int | None = None
+    """Used on the device, and not by PyTorch's allocator. None: not asked, or no such device."""
 
 
 class DevicePeak:
@@ -54,6 +57,14 @@ class DevicePeak:
         if isinstance(mode := _get_current_dispatch_mode(), LimitedMemory):
             return Peak(mode.most_bytes, None)
         return Peak(self._most, None)
+
+    def with_outside(self) -> Peak:
+        """The same, with what is used outside of the allocator. It asks the driver, so not in every step."""
+        peak = self.most()
+        if not self._on_cuda:
+            return peak
+        free_bytes, all_bytes = torch.cuda.mem_get_info()
+        return peak._replace(outside_bytes=all_bytes - free_bytes - torch.cuda.memory_reserved())
 
 
 def _cpu_total() -> CpuTotal | None:

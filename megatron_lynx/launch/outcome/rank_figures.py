@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lynx.launch.outcome.device_peak import Peak
 from megatron_lynx.launch.outcome.step_clock import StepSeconds
-from megatron_lynx.measure.run_outcome import StageMeasured, StagePredicted, StageRow
+from megatron_lynx.measure.run_outcome import PlannedReserve, StageMeasured, StagePredicted, StageRow
 from megatron_lynx.plan import Plan
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.replay_clock import ReplaySeconds
@@ -54,6 +54,14 @@ def predicted_of(plan: Plan, stage: int) -> StagePredicted | None:
     )
 
 
+def reserve_of(plan: Plan) -> PlannedReserve | None:
+    """What the plan left alone on each device; None where it does not say of what that consists."""
+    device = plan.device
+    if device is None or device.outside_bytes is None or device.slack_bytes is None:
+        return None
+    return PlannedReserve(outside_bytes=device.outside_bytes, slack_bytes=device.slack_bytes)
+
+
 def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
     steps = [each.step for each in ranks if each.step is not None]
     replays = [each.replays for each in ranks if each.replays is not None]
@@ -63,6 +71,8 @@ def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
         step_s=_most(step.step_s for step in steps),
         allocated_bytes=_most(each.peak.allocated_bytes for each in ranks),
         reserved_bytes=_most(each.peak.reserved_bytes for each in ranks),
+        outside_bytes=_most(each.peak.outside_bytes for each in ranks),
+        slack_bytes=_most(_slack_bytes(each.peak) for each in ranks),
         in_windows_s=_most(seconds.in_windows_s for seconds in replays),
         on_demand_s=_most(seconds.on_demand_s for seconds in replays),
         in_windows=max(each.counts.hidden for each in ranks),
@@ -71,6 +81,12 @@ def _measured(ranks: Sequence[RankFigures]) -> StageMeasured:
         host_bytes=max(each.counts.host_bytes for each in ranks),
         expert_load=max(each.counts.expert_load for each in ranks),
     )
+
+
+def _slack_bytes(peak: Peak) -> int | None:
+    if peak.allocated_bytes is None or peak.reserved_bytes is None:
+        return None
+    return peak.reserved_bytes - peak.allocated_bytes
 
 
 def _most(figures: Iterable[Any]) -> Any:

@@ -22,7 +22,7 @@ from megatron_lynx.apply.releases import installed_version
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.launch.agreement import gathered_on_rank_0, on_rank_0
 from megatron_lynx.launch.outcome.device_peak import DevicePeak
-from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, rows
+from megatron_lynx.launch.outcome.rank_figures import RankFigures, predicted_of, reserve_of, rows
 from megatron_lynx.launch.outcome.step_clock import StepClock, StepSeconds
 from megatron_lynx.launch.outcome.table import lines
 from megatron_lynx.measure.run_outcome import FILE_NAME, Report, RunOutcome, save_outcome
@@ -111,11 +111,13 @@ class Reporter:
     def _tell(self, when: Literal["step", "end"], seconds: StepSeconds | None) -> None:
         self._seconds = seconds or self._seconds
         counts = replace(self._counts, expert_load=self._load)
-        mine = RankFigures(self._stage, self._seconds, self._peak.most(), self._replays, counts)
+        mine = RankFigures(self._stage, self._seconds, self._peak.with_outside(), self._replays, counts)
         if not (ranks := gathered_on_rank_0(mine)):
             return
         load = self._plan.model.moe_load if self._plan.model.moe_layers else None
-        report = Report(when=when, step=self._step, stages=rows(self._plan, ranks), planned_load=load)
+        report = Report(
+            when=when, step=self._step, stages=rows(self._plan, ranks), planned_load=load, reserve=reserve_of(self._plan)
+        )
         self._reports.append(report)
         on_rank_0("megatron-lynx: " + "\n".join(lines(report)))
         if self._path is not None:

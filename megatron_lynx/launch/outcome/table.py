@@ -82,7 +82,22 @@ def _notes(report: Report) -> list[str]:
     notes += [f"{_stages(forgetful)}: the plan does not say what a device holds"] if forgetful else []
     notes += ["seconds: not measured, as this step ran more than once, to be checked, or was traced"] if untimed else []
     notes += ["bytes: not measured, as something else profiles, or PyTorch does not tell"] if uncounted else []
-    return [*notes, *_load(report)]
+    return [*notes, *_reserve(report), *_load(report)]
+
+
+def _reserve(report: Report) -> Iterator[str]:
+    """How much was used of what the plan left alone, where a device tells."""
+    outside = [row.measured.outside_bytes for row in report.stages if row.measured.outside_bytes is not None]
+    slack = [row.measured.slack_bytes for row in report.stages if row.measured.slack_bytes is not None]
+    if not outside or not slack:
+        return
+    planned = (None, None) if report.reserve is None else (report.reserve.outside_bytes, report.reserve.slack_bytes)
+    others = f"{_used(max(outside), planned[0])} outside PyTorch's allocator (context, libraries, NCCL)"
+    yield f"reserve: {others}, {_used(max(slack), planned[1])} reserved and not allocated"
+
+
+def _used(found: int, planned: int | None) -> str:
+    return format_bytes(found) if planned is None else f"{format_bytes(found)} of {format_bytes(planned)} used"
 
 
 def _load(report: Report) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""The communicators of NCCL that a layout makes, and what their buffers take of each device.
+
+    who              ranks                      for
+    world            all                        barriers, the loss's time
+    tensor           t                          collectives of layers
+    context          c                          the exchange of keys and values: around a ring, gathered, or traded
+    data             c x d                      gradients, parameters
+    optimizer        all                        norms, with the distributed optimizer
+    model            t x p                      norms, whether a step counts
+    pipeline         p                          messages to both neighbours
+    embedding        2                          the gradient of a shared embedding, on the ends of a pipeline
+    expert           ep                         exchanges of tokens
+    expert tensor    etp                        collectives of experts
+    routing          etp x ep                   how many tokens go where
+    expert data      what remains               gradients of experts
+
+PyTorch makes a communicator when a group is first used; those that Megatron makes and does not use are not here. Buffers, as NCCL
+2.18 to 2.28 allocated them:
+
+    collectives   16 MiB + 28 MiB a channel; of two ranks 22     4 A100: 688 and 544 MB, 24 channels (NVIDIA/nccl #964)
+    multicast     32 MiB for each rank of a node, of 8 at most   8 H100: nvlsTotalSize 268435456 in NCCL's log
+    peers         14 MiB a channel and peer of the same node     8 H100: 3.28e9 B for an exchange, 32 channels, 7 peers (#1685)
+                  512 MiB for all those in other nodes           a pool of its own: 536870912 B (#2363, a B300)
+
+Together, a check on a run that chose none of them: of a GB300 with t 4, p 8, d 8 6.2 GiB were not PyTorch's
+(NVIDIA-NeMo/Megatron-Bridge #2221: 275.82 in use, of which 210.08 + 59.51 PyTorch's); its context and this are 5.6.
+Newer releases connect what is used, when it is used, which makes these the most, not the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron_lynx.config.reserve import NcclChannels
+from megatron_lynx.units import MIB
+
+if TYPE_CHECKING:
+    from megatron_lynx.config.job import Job
+
+Use = Literal["collectives", "exchange", "messages"]
+
+BASE_MIB, CHANNEL_MIB, CHANNEL_OF_TWO_MIB = 16, 28, 22
+MULTICAST_MIB, MULTICAST_RANKS = 32, 8
+PEER_MIB, OTHER_NODES_MIB = 14, 512
+NEIGHBOURS = 2
+"""Ranks that a stage, or a place on a ring, exchanges messages with."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A group of ranks that NCCL connects. `within`: how many of them are in one node."""
+
+    name: str
+    ranks: int
+    within: int
+    use: Use = "collectives"
+
+    def buffer_bytes(self, nccl: NcclChannels) -> int:
+        """On one device."""
+        mib = BASE_MIB + (self._of_collectives_mib(nccl) if self.use == "collectives" else self._of_peers_mib(nccl))
+        return mib * MIB
+
+    def _of_collectives_mib(self, nccl: NcclChannels) -> int:
+        channels = nccl.within_node if self.within == self.ranks else nccl.between_nodes
+        multicast = MULTICAST_MIB * min(self.within, MULTICAST_RANKS) if nccl.multicast and self.within > 2 else 0
+        return channels * (CHANNEL_OF_TWO_MIB if self.ranks == 2 else CHANNEL_MIB) + multicast
+
+    def _of_peers_mib(self, nccl: NcclChannels) -> int:
+        peers = self.ranks - 1 if self.use == "exchange" else min(NEIGHBOURS, self.ranks - 1)
+        near = min(peers, self.within - 1)
+        return near * nccl.of_peers * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
+
+
+def communicators(job: Job) -> tuple[Communicator, ...]:
+    """Those of a rank at a pipeline's end, which has the most. Groups of one rank need none."""
+    return tuple(each for each in _of_all(job) if each.ranks > 1)
+
+
+def _of_all(job: Job) -> Iterator[Communicator]:
+    layout, gpus, model = job.parallel, job.gpus, job.model
+    stage_ranks = gpus // layout.pipeline
+    replicas = layout.context * job.replicas
+    yield _every(job, "world", gpus, 1)
+    yield _every(job, "tensor", layout.tensor, 1)
+    yield _every(job, "context", layout.context, layout.tensor, _use_of_context(job))
+    yield _every(job, "data", replicas, layout.tensor)
+    if layout.distributed_optimizer:
+        yield _every(job, "optimizer", gpus, 1)
+    model_ranks = layout.tensor * layout.pipeline
+    yield Communicator("model", model_ranks, model_ranks if gpus <= _node(job) else min(layout.tensor, _node(job)))
+    yield _every(job, "pipeline", layout.pipeline, stage_ranks, "messages")
+    if model.tied_embeddings and layout.pipeline > 1:
+        yield _every(job, "embedding", 2, stage_ranks * (layout.pipeline - 1))
+    if model.experts is not None:
+        both = layout.expert_tensor_size * layout.expert
+        yield _every(job, "expert", layout.expert, layout.expert_tensor_size, "exchange")
+        yield _every(job, "expert tensor", layout.expert_tensor_size, 1)
+        yield _every(job, "routing", both, 1)
+        yield _every(job, "expert data", stage_ranks // both, both)
+
+
+def _every(job: Job, name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
+    """A group of every `stride`th rank."""
+    return Communicator(name, ranks, min(ranks, max(1, _node(job) // stride)), use)
+
+
+def _use_of_context(job: Job) -> Use:
+    uses: dict[str, Use] = {"p2p": "messages", "all_gather": "collectives"}
+    return uses.get(job.parallel.context_exchange, "exchange")
+
+
+def _node(job: Job) -> int:
+    return job.gpus if job.cluster.node is None else job.cluster.node.gpus

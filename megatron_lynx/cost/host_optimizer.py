@@ -1,0 +1,147 @@
+"""An optimizer on the host (Megatron's `--optimizer-cpu-offload`): bytes that stay on the device, bytes of the host, seconds.
+
+Megatron's `HybridDeviceOptimizer` steps a share f of the parameters that a rank owns on the CPU, whole tensors at a time:
+
+    bytes of one parameter        device                              host
+      that stays (1 - f)          main 4, moments 8; of gradients     -
+                                  in 16 bits a copy in fp32, 4
+      that goes (f)               -                                   main 4, moments 8; gradient 4, pinned
+
+    an update     gradients ── 4 B, pinned ──> host ── fused AdamW, all in fp32 ──> 4 B, pageable ──> weights
+    not overlapped     | out | step | back |
+    overlapped         | out ...                each tensor is stepped when its own gradient is there. The way back is
+                         | step back step back  pageable, so the host waits for it: it stays in line with the steps
+
+Types that a precision-aware optimizer is given for its state (`exp_avg_dtype`, `main_params_dtype`) do not count here: what is
+stepped has copies in fp32. The copy of a 16-bit gradient in fp32 is let go by nobody until the next one takes its place.
+
+It is made twice: first of whole parameters, of which those that stay are copied in fp32 on the device, then of what the rank
+owns. Read in megatron-core 0.16.1 and 0.19.0 (`hybrid_optimizer.py`, `distrib_optimizer.py`, `get_megatron_optimizer`). Copies
+between types convert on the device if they do not block (PyTorch, `Copy.cu`), so both ways move four bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_lynx.config.host_time import HostAdam
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.parameters import FP32_BYTES, MOMENTS_BYTES, Parameters, owned_parameters, stage_parameters
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.units import GIB, format_bytes, format_seconds
+
+PINNED_ROUNDING = 2
+"""PyTorch's pinned blocks are powers of two (`CachingHostAllocator`): at most twice what was asked for."""
+PAGEABLE = 4.5
+"""How many times as long a copy takes from memory that is not pinned: DeepSpeed's fix of such copies made them 4 to 5 times as
+fast on nodes of eight GPUs, and 6 times on one (deepspeedai/DeepSpeed, pull request 5301)."""
+
+
+@dataclass(frozen=True)
+class HostSeconds:
+    """One rank's update of what it has on the host, while the node's other ranks make theirs."""
+
+    out_s: float
+    """Gradients to the host."""
+    step_s: float
+    back_s: float
+    """Parameters to the device."""
+    overlapped: bool
+
+    @property
+    def total_s(self) -> float:
+        in_line_s = self.step_s + self.back_s
+        return max(self.out_s, in_line_s) if self.overlapped else self.out_s + in_line_s
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """An optimizer on the host, as it is told."""
+
+    share: float
+    rank_bytes: int
+    """Host memory of the rank that needs most."""
+    seconds: HostSeconds | None
+    """None where the cluster's description has no rates."""
+
+    @classmethod
+    def of(cls, job: Job, adam: HostAdam | None, *, priced: bool) -> OnHost | None:
+        """None where there is none. `priced`: whether there are figures to price it with."""
+        if not job.optimizer.offloaded:
+            return None
+        stages = range(job.parallel.pipeline)
+        most = max((stage_parameters(job, stage) for stage in stages), key=lambda parameters: parameters.total)
+        seconds = host_seconds(job, owned_parameters(job, most), adam) if priced else None
+        return cls(job.optimizer.offloaded, max(optimizer_host_bytes(job, stage) for stage in stages), seconds)
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        told = None if self.seconds is None else {**asdict(self.seconds), "total_s": self.seconds.total_s}
+        return {"share": self.share, "rank_bytes": self.rank_bytes, "seconds": told}
+
+    @property
+    def in_words(self) -> str:
+        held = f"optimizer on the host: {self.share:g} of it, {format_bytes(self.rank_bytes)} of each rank"
+        if self.seconds is None:
+            return held
+        spent = (("gradients out", self.seconds.out_s), ("AdamW", self.seconds.step_s), ("parameters back", self.seconds.back_s))
+        how = "overlapped" if self.seconds.overlapped else "one after the other"
+        parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in spent)
+        return f"{held}; {format_seconds(self.seconds.total_s)} a step ({parts}, {how})"
+
+
+def host_seconds(job: Job, owned: float, adam: HostAdam | None) -> HostSeconds:
+    """Of a rank that owns so many parameters. Raises `ConfigError` where nobody knows how fast the nodes' CPUs are."""
+    count, cluster = job.optimizer.offloaded * owned, job.cluster
+    if not count:
+        return HostSeconds(0.0, 0.0, 0.0, overlapped=False)
+    if adam is None:
+        todo = "name a file that has it (host_time: hosts/intel-xeon-h100), or measure it: megatron-lynx profile"
+        raise ConfigError(
+            "an update on the host cannot be priced", [Problem("cluster: host_time.adam", "nothing", "parameters a second", todo)]
+        )
+    copied_s = 0.0 if cluster.pcie is None else cluster.pcie.shared_s(FP32_BYTES * count)
+    node_gpus = job.host_sharers if cluster.node is None else cluster.node.gpus
+    step_s = count / adam.parameters_per_s(job.host_sharers, node_gpus)
+    return HostSeconds(copied_s, step_s, PAGEABLE * copied_s, job.optimizer.overlap_copies)
+
+
+def optimizer_host_bytes(job: Job, stage: int) -> int:
+    """The most of host memory that one rank's optimizer takes, at once, with what PyTorch keeps of pinned blocks."""
+    share, parameters = job.optimizer.offloaded, stage_parameters(job, stage)
+    if not share:
+        return 0
+    owned, element_bytes = owned_parameters(job, parameters), job.model.element_bytes
+    stepped = (FP32_BYTES + MOMENTS_BYTES) * owned
+    made = FP32_BYTES * (parameters.total + owned)  # both times, before there are moments
+    pinned = element_bytes * parameters.total + (element_bytes + FP32_BYTES) * owned
+    return round(share * (max(stepped, made) + PINNED_ROUNDING * pinned))
+
+
+def made_bytes(job: Job, parameters: Parameters) -> int:
+    """What is on the device while the optimizer is made, beyond what its state will take there: copies of whole parameters."""
+    if not job.optimizer.offloaded:
+        return 0
+    share = 1 - job.optimizer.offloaded
+    return max(0, round(share * (FP32_BYTES * parameters.total - MOMENTS_BYTES * owned_parameters(job, parameters))))
+
+
+def left_for_activations_bytes(job: Job, stage: int) -> float:
+    """Host memory of a node less the optimizers of its ranks, each taken to be of this stage. Endless where none is described."""
+    if job.cluster.node is None:
+        return float("inf")
+    return job.cluster.node.host_memory_gib * GIB - job.host_sharers * optimizer_host_bytes(job, stage)
+
+
+def least_left_bytes(job: Job) -> float:
+    """The same for the stage that leaves least."""
+    return min(left_for_activations_bytes(job, stage) for stage in range(job.parallel.pipeline))
+
+
+def in_words(job: Job, left_bytes: float) -> str:
+    """What of host memory may be used, and why it is less than the node has."""
+    assert job.cluster.node is not None, "there is a limit"
+    if not job.optimizer.offloaded:
+        return f"at most {job.cluster.node.host_memory_gib:g} GiB"
+    return f"at most {format_bytes(max(0.0, left_bytes))} beside the optimizer, of {job.cluster.node.host_memory_gib:g} GiB"

@@ -1,0 +1,106 @@
+"""The card's real budget: what PyTorch reports, less parts that say what they are; more communicators leave less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lynx.config import load_job
+from megatron_lynx.config.communicators import Communicator, communicators
+from megatron_lynx.config.device_reserve import reserve_as_json, reserve_in_words
+from megatron_lynx.config.loader import bundled_configs, cluster_data
+from megatron_lynx.config.reserve import NcclChannels
+from megatron_lynx.units import GIB, MIB
+
+from .jobs import catalogued_job
+
+A100 = NcclChannels(within_node=24, between_nodes=16, of_peers=32)
+H100 = A100.model_copy(update={"multicast": True})
+DENSE = {"tensor": 1, "distributed_optimizer": True}
+CLUSTERS = [file.stem for file in (bundled_configs() / "clusters").glob("*.yaml") if file.stem != "testbed"]
+
+
+def unbudgeted(cluster: str = "h100-80g", gpus: int = 8, **fields):
+    """Llama 3 8B without a stated budget."""
+    return catalogued_job("llama3-8b", cluster, gpus=gpus, policy="planned", **{"parallel": DENSE, "budget": {}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("group", "nccl", "published_bytes"),
+    [
+        (Communicator("of two", 2, 2), A100, 544 * MIB),
+        (Communicator("of four", 4, 4), A100, 688 * MIB),
+        (Communicator("an exchange", 8, 8, "exchange"), H100, 3.28e9),
+    ],
+    ids=["NVIDIA/nccl #964, two ranks", "NVIDIA/nccl #964, four", "NVIDIA/nccl #1685"],
+)
+def test_buffers_of_communicators_are_what_people_have_found(
+    group: Communicator, nccl: NcclChannels, published_bytes: float
+) -> None:
+    assert group.buffer_bytes(nccl) == pytest.approx(published_bytes, rel=0.01)
+
+
+def test_the_layout_decides_which_communicators_there_are() -> None:
+    def names(**fields) -> list[str]:
+        return [each.name for each in communicators(unbudgeted(**fields))]
+
+    assert names(gpus=1) == []
+    assert names() == ["world", "data", "optimizer"]
+    wide = {"tensor": 2, "context": 2, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    assert names(gpus=16, parallel=wide) == ["world", "tensor", "context", "data", "optimizer", "model", "pipeline"]
+    mixtral = load_job("jobs/mixtral-8x7b-h100-80g")
+    assert {"expert", "routing", "expert data"} <= {each.name for each in communicators(mixtral)}
+
+
+def test_groups_that_leave_a_node_have_other_channels() -> None:
+    (data,) = [each for each in communicators(unbudgeted(gpus=64)) if each.name == "data"]
+    assert (data.ranks, data.within) == (64, 8)
+    assert data.buffer_bytes(A100) == (16 + 16 * 28) * MIB
+    far = Communicator("experts", 64, 8, "exchange")
+    assert far.buffer_bytes(A100) - Communicator("experts", 8, 8, "exchange").buffer_bytes(A100) == 512 * MIB
+
+
+def test_the_budget_is_the_device_less_the_parts() -> None:
+    job = unbudgeted()
+    parts = job.reserve_bytes
+    assert job.memory_budget_bytes == int(GIB * 79.1) - sum(parts.values())
+    assert 74.0 < job.memory_budget_bytes / GIB < 74.3
+    assert set(parts) == {"context", "libraries", "nccl", "allocator"}
+    assert parts["nccl"] == sum(reserve_as_json(job)["nccl_bytes"].values())
+    fixed = unbudgeted(budget={"expandable_segments": False})
+    assert job.memory_budget_bytes - fixed.memory_budget_bytes == pytest.approx((3.1 - 1.2) * GIB, abs=2)
+
+
+def test_a_stated_reserve_and_a_stated_budget_go_before_the_parts(tmp_path: Path) -> None:
+    """Job files may still say `reserve_gib`, as those of Yuan et al.'s margin did."""
+    job = unbudgeted()
+    cluster = job.cluster.model_copy(update={"reserve_gib": 15.4})
+    stated = job.model_copy(update={"cluster": cluster})
+    assert stated.memory_budget_bytes == int(GIB * 79.1) - int(GIB * 15.4)
+    assert reserve_in_words(stated) == "device 79.10 GiB: stated 15.40; left 63.70"
+    asked = unbudgeted(budget={"memory_gib": 64.6})
+    assert asked.memory_budget_bytes == int(GIB * 64.6)
+    assert reserve_in_words(asked).endswith("left 74.13; stated 64.60")
+    (tmp_path / "old.yaml").write_text("name: old\ndevice: cuda\nmemory_gib: 80\nreserve_gib: 15.4\n")
+    (tmp_path / "job.yaml").write_text("model: models/llama3-8b\ncluster: old\ngpus: 8\nbatch: {micro: 1, global: 8}\n")
+    assert load_job(tmp_path / "job.yaml").memory_budget_bytes == int(GIB * 80) - int(GIB * 15.4)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_every_cluster_of_the_catalogue_has_the_parts_of_its_reserve(cluster: str) -> None:
+    data = cluster_data(bundled_configs() / "clusters" / f"{cluster}.yaml")
+    assert "reserve_gib" not in data
+    used = unbudgeted(cluster).memory_budget_bytes / GIB / data["memory_gib"]
+    assert 0.88 < used < 0.985
+
+
+def test_the_parts_add_up_to_what_a_known_run_had_outside_of_pytorch() -> None:
+    """Megatron-Bridge #2221: 275.82 GiB in use of a GB300, 210.08 + 59.51 of them PyTorch's. No constant was chosen for it."""
+    layout = {"tensor": 4, "pipeline": 8, "sequence_parallel": True, "distributed_optimizer": True}
+    job = catalogued_job(
+        "llama3-405b", "gb200-nvl72", gpus=256, batch=1536, parallel={**layout, "partition": "auto"}, policy="planned"
+    )
+    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_gib": 276.5})})
+    outside = sum(size for part, size in job.reserve_bytes.items() if part != "allocator")
+    assert outside / GIB == pytest.approx(275.82 - 210.08 - 59.51, rel=0.25)

@@ -1,0 +1,245 @@
+"""An optimizer on the host: bytes as Megatron's HybridDeviceOptimizer makes them, seconds by hand, and who shares the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from pydantic import ValidationError
+
+from megatron_lynx.config.host_time import HostAdam
+from megatron_lynx.cost.host_optimizer import (
+    PAGEABLE,
+    HostSeconds,
+    OnHost,
+    host_seconds,
+    left_for_activations_bytes,
+    made_bytes,
+    optimizer_host_bytes,
+)
+from megatron_lynx.cost.parameters import bytes_each, owned_parameters, stage_parameters
+from megatron_lynx.cost.stage_memory import memory_of_stages, stage_parts
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.estimate import estimate
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.units import GIB
+from tests.config.jobs import catalogued_job
+
+SIZES = [(64, 32), (64,), (128, 16), (32, 32), (256,), (96, 32)]
+LAYOUT = {"tensor": 1, "pipeline": 2, "distributed_optimizer": True}
+
+
+def offloading(share: float | str, *, gradients: str = "fp32", **fields: Any):
+    optimizer = {"precision_aware": True, "offload": share, "gradients": gradients, **fields.pop("optimizer", {})}
+    return catalogued_job("llama3-8b", "h100-80g", **{"gpus": 8, "parallel": LAYOUT, "optimizer": optimizer, **fields})
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU: Megatron's optimizer asks each, and moves what it offloads by these methods."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class Stream:
+    """CPU tensors need none."""
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+    def wait(self, other: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the optimizer asks of CUDA itself; the rest is Megatron's and PyTorch's own."""
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+
+def stepped(share: float, gradients: torch.dtype, *, overlapped: bool) -> tuple[HybridDeviceOptimizer, list[torch.Tensor]]:
+    """As Megatron makes it for bf16 parameters (`get_megatron_optimizer`), after two updates."""
+    parameters = [torch.randn(size).bfloat16().as_subclass(OnDevice) for size in SIZES]
+    optimizer = HybridDeviceOptimizer(
+        [{"params": parameters}],
+        offload_fraction=share,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        overlap_cpu_optimizer_d2h_h2d=overlapped,
+        pin_cpu_grads=False,
+        param_update_in_fp32=True,
+        lr=1e-3,
+        weight_decay=0.0,
+        fused=True,
+    )
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.decoupled_grad = torch.randn(parameter.shape).to(gradients).as_subclass(OnDevice)  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, parameters
+
+
+def bytes_of(optimizer: HybridDeviceOptimizer, device: bool) -> dict[str, int]:
+    """Bytes by kind that the inner optimizers hold, on the device or on the host."""
+    found = {"main": 0, "moments": 0, "gradients": 0}
+    for inner in optimizer.sub_optimizers:
+        for parameter in (each for group in inner.param_groups for each in group["params"]):
+            if isinstance(parameter, OnDevice) != device:
+                continue
+            found["main"] += parameter.nbytes
+            found["moments"] += inner.state[parameter]["exp_avg"].nbytes + inner.state[parameter]["exp_avg_sq"].nbytes
+            found["gradients"] += 0 if parameter.grad is None else parameter.grad.nbytes
+    return found
+
+
+@pytest.mark.usefixtures("without_cuda")
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@pytest.mark.parametrize("share", [0.25, 0.6, 1.0])
+def test_bytes_are_those_that_megatrons_optimizer_makes(share: float, gradients: str) -> None:
+    """Whole tensors go, until the share is reached. Gradients in bf16 leave a copy in fp32 on the device; those in fp32 none."""
+    made, parameters = stepped(share, torch.bfloat16 if gradients == "bf16" else torch.float32, overlapped=share != 0.6)
+    device, host = bytes_of(made, device=True), bytes_of(made, device=False)
+    count = sum(parameter.numel() for parameter in parameters)
+    gone = sum(copy.numel() for copy in made.gpu_params_map_cpu_copy.values())
+    assert share * count <= gone < share * count + max(parameter.numel() for parameter in parameters)
+    each = bytes_each(offloading(share, gradients=gradients))
+    stays = count - gone
+    assert (device["main"], device["moments"]) == (each.main_parameter * stays, each.moments * stays)
+    assert (host["main"], host["moments"], host["gradients"]) == (4 * gone, 8 * gone, 4 * gone)
+    of_grad_buffer = 4 * stays if gradients == "fp32" else 0  # no copy: it is the buffer's own gradient
+    assert device["gradients"] - of_grad_buffer == each.lasting_copy * stays
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_types_of_a_precision_aware_optimizer_do_not_count_on_the_host() -> None:
+    smaller = {"first_moment": "bf16", "second_moment": "bf16", "main_parameters": "remainder"}
+    on_device, half = (bytes_each(offloading(share, optimizer=smaller)) for share in (0.0, 0.5))
+    assert on_device.optimizer == 2 + 4
+    assert half.optimizer == 0.5 * (4 + 8)
+    made, _ = stepped(0.5, torch.float32, overlapped=True)
+    types = {tensor.dtype for inner in made.sub_optimizers for state in inner.state.values() for tensor in state.values()}
+    assert types == {torch.float32}
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_making_it_copies_what_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distributed optimizer makes it a second time, of what a rank owns: the first one's copies are of whole parameters."""
+    made, parameters = stepped(0.25, torch.float32, overlapped=False)
+    copies = [copy for copy in made.param_to_fp32_param.values() if isinstance(copy, OnDevice)]
+    stays = sum(copy.numel() for copy in copies)
+    assert {copy.dtype for copy in copies} == {torch.float32}
+    assert stays == sum(parameter.numel() for parameter in parameters) - sum(
+        copy.numel() for copy in made.gpu_params_map_cpu_copy.values()
+    )
+    job = offloading(0.25, gpus=64, batch=64)
+    parameters_0 = stage_parameters(job, 0)
+    owned = owned_parameters(job, parameters_0)
+    assert made_bytes(job, parameters_0) == round(0.75 * (4 * parameters_0.total - 8 * owned))
+    assert "optimizer_made" in stage_parts(job, 0).moments
+    assert made_bytes(offloading(1.0, gpus=64, batch=64), parameters_0) == 0
+    assert "optimizer_made" not in stage_parts(offloading(0.0, gpus=64, batch=64), 0).moments
+
+
+def test_states_of_a_stage_by_hand() -> None:
+    """Llama 3 8B, two stages of four ranks: each owns a quarter of its stage's parameters."""
+    full, half, none = (memory_of_stages(offloading(share, policy="full"))[0] for share in (1.0, 0.5, 0.0))
+    count = stage_parameters(offloading(0.0), 0).total
+    assert full.optimizer == 0
+    assert half.optimizer == pytest.approx(0.5 * 12 * count / 4, abs=4)
+    assert none.optimizer == pytest.approx(12 * count / 4, abs=4)
+    assert full.gradients == none.gradients == 4 * count
+    host = optimizer_host_bytes(offloading(1.0), 0)
+    assert host == pytest.approx(20 * count / 4 + 2 * (2 * count + 6 * count / 4), rel=1e-6)
+
+
+def test_seconds_by_hand() -> None:
+    """A million parameters out of two: 4 MB each way over PCIe, a tenth of a second of steps; the way back is pageable."""
+    adam = HostAdam(made_by="a test", alone_million_per_s=20.0, together_million_per_s=10.0)
+    job = offloading(0.5)
+    pcie = job.cluster.pcie
+    assert pcie is not None
+    copy_s = pcie.latency_us * 1e-6 + 4e6 / pcie.byte_per_s
+    found = host_seconds(job, 2e6, adam)
+    assert found == HostSeconds(copy_s, 0.1, PAGEABLE * copy_s, overlapped=False)
+    assert found.total_s == pytest.approx((1 + PAGEABLE) * copy_s + 0.1)
+    overlapped = host_seconds(offloading(0.5, optimizer={"overlap_copies": True}), 2e6, adam)
+    assert overlapped.total_s == pytest.approx(0.1 + PAGEABLE * copy_s)
+    assert [adam.parameters_per_s(ranks, 8) for ranks in (1, 4, 8)] == [20e6, 20e6, 10e6]
+    assert host_seconds(offloading(0.0), 2e6, None).total_s == 0
+
+
+def test_it_takes_what_others_have_measured() -> None:
+    """Qwen3-0.6B on one H100 (NVIDIA-NeMo/RL #3628) takes 0.435 s more with half of its optimizer on the host; that run chose
+    nothing. Qwen3.5-35B-A3B on two nodes of eight (ISEEKYAN/Megatron-LM #188) took 15.5 s, with two cores for eight ranks."""
+    adam = analytic_profile(offloading(0.5)).host_time.adam  # type: ignore[union-attr]
+    one = offloading(0.5, gpus=1, parallel={"distributed_optimizer": True}, batch=1)
+    assert host_seconds(one, 0.596e9, adam).total_s == pytest.approx(1.187 - 0.752, rel=0.2)
+    sixteen = offloading(1.0, gpus=16, batch=16)
+    assert host_seconds(sixteen, 35e9 / 16, adam).total_s == pytest.approx(15.5, rel=0.35)
+
+
+def test_an_update_takes_so_much_longer() -> None:
+    own, gone = (offloading(share) for share in (0.0, 1.0))
+    profile = analytic_profile(gone)
+    most = max(stage_parameters(gone, stage).total for stage in range(2)) / 4
+    added_s = host_seconds(gone, most, profile.host_time.adam).total_s  # type: ignore[union-attr]
+    assert update_s(gone, profile) - update_s(own, profile) == pytest.approx(added_s, rel=0.01)
+    unknown = profile.model_copy(update={"host_time": None})
+    with pytest.raises(ConfigError, match=r"host_time\.adam: found nothing"):
+        update_s(gone, unknown)
+    assert update_s(own, unknown) > 0
+
+
+def test_host_memory_is_shared_with_activations() -> None:
+    job = offloading(1.0)
+    node = job.cluster.node
+    assert node is not None
+    assert left_for_activations_bytes(job, 0) == node.host_memory_gib * GIB - 8 * optimizer_host_bytes(job, 0)
+    assert left_for_activations_bytes(offloading(0.0), 0) == node.host_memory_gib * GIB
+    small = job.cluster.model_copy(update={"node": node.model_copy(update={"host_memory_gib": 64.0})})
+    answer = estimate(job.model_copy(update={"cluster": small, "policy": "full"}))
+    assert [problem.where for problem in answer.shortages] == ["host memory of a node"]
+    assert "beside the optimizer, of 64 GiB" in answer.shortages[0].needed
+
+
+def test_what_megatron_refuses_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"offload 0\.5 needs precision_aware: true"):
+        offloading(0.5, optimizer={"precision_aware": False})
+    with pytest.raises(ValidationError, match=r"needs cluster\.device cuda, found cpu"):
+        catalogued_job(
+            "tiny-llama",
+            "testbed",
+            gpus=2,
+            batch=2,
+            parallel={"distributed_optimizer": True},
+            optimizer={"precision_aware": True, "offload": 1.0},
+        )
+
+
+def test_it_is_told() -> None:
+    answer = estimate(offloading(1.0, policy="full"))
+    assert answer.on_host is not None
+    assert answer.on_host.in_words.startswith("optimizer on the host: 1 of it, ")
+    assert answer.as_json["optimizer_on_host"]["seconds"]["total_s"] == answer.on_host.seconds.total_s  # type: ignore[union-attr]
+    assert OnHost.of(offloading(0.0), None, priced=True) is None
+    auto = estimate(offloading("auto", policy="none", budget={"memory_gib": 68}))
+    assert auto.fits
+    assert 0 < auto.job.optimizer.offloaded < 1
