@@ -25,6 +25,7 @@ FOUNDATION = {
     "silence",
     "validation",
     "whole_file",
+    "writable",
     "yaml_file",
     "version",
 }
