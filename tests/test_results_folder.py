@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-FOLDER = re.compile(r'add_argument\(\s*(?:"-o", )?"(--out(?:put)?)"')
+FOLDER = re.compile(r'add_argument\((?:"-o", )?"(--out(?:put)?)"|add_out\(')
 MORE = {"benchmarks.simulated_against_real": ["jobs/demo"]}
 """What else some of them have to be told."""
 
@@ -23,7 +23,7 @@ def those_that_write() -> Iterator[tuple[str, str]]:
     for file in sorted(BENCHMARKS.rglob("*.py")):
         if file.name != "results_folder.py" and (found := FOLDER.search(file.read_text())):
             name = ".".join(file.relative_to(BENCHMARKS.parent).with_suffix("").parts)
-            yield name, found[1]
+            yield name, found[1] or "--out"
 
 
 def module_that_measures(name: str) -> ModuleType:
