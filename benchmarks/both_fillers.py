@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 
 from benchmarks.overlap_sweep import job_of
+from benchmarks.results_folder import results_folder
 from megatron_lynx.config.job import Batch, Budget, Job
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.measure.machine import this_machine
@@ -36,6 +36,7 @@ from megatron_lynx.testbed.hosts import Hosts, hosts_for
 from megatron_lynx.testbed.profiling import measure_profile
 from megatron_lynx.testbed.race import Lap, race
 from megatron_lynx.units import GIB
+from megatron_lynx.whole_file import write_whole
 
 LAYERS, MICROBATCHES = 16, 3
 RATES = (1000.0, 400.0)
@@ -114,21 +115,21 @@ def markdown(found: Sequence[Row], rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder")
+    parser.add_argument("-o", "--output", type=results_folder, required=True, help="folder")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), metavar="MBIT")
     parser.add_argument("--modes", nargs="+", choices=("no", "yes"), default=["no", "yes"], help="sequence parallelism")
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
-    found = []
+    stem = chosen.output / f"{date.today()}-both-fillers"
+    with hosts_for(training(False, chosen.rates[0])) as hosts:
+        machine = this_machine(hosts.links, "cpu").model_dump(mode="json")
+    found: list[Row] = []
     for row in measure(chosen.modes, chosen.rates, chosen.rounds):
         found.append(row)
         print(row, flush=True)
-    with hosts_for(training(False, chosen.rates[0])) as hosts:
-        machine = this_machine(hosts.links, "cpu").model_dump(mode="json")
-    stem = chosen.output / f"{date.today()}-both-fillers"
-    stem.with_suffix(".md").write_text(markdown(found, chosen.rounds))
-    answer = {"machine": machine, "rounds": chosen.rounds, "rows": [asdict(row) for row in found]}
-    stem.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
+        answer = {"machine": machine, "rounds": chosen.rounds, "rows": [asdict(row) for row in found]}
+        write_whole(stem.with_suffix(".json"), json.dumps(answer, indent=1) + "\n")
+        write_whole(stem.with_suffix(".md"), markdown(found, chosen.rounds))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.learning_ranks import Course, learned
+from benchmarks.results_folder import results_folder
 from megatron_lynx.testbed.ranks import run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--pipeline", type=int, default=2, help="stages; the rule is the same with any number, and 1 needs one core"
     )
-    parser.add_argument("-o", "--out", type=Path, default=Path())
+    parser.add_argument("-o", "--out", type=results_folder, default=Path())
     given = parser.parse_args()
     sizes: dict[str, Any] = {"hidden": 64, "ffn": 256, "seq": 64, "vocab": 128, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     job = tiny_job("gpt", pipeline=given.pipeline, microbatches=2, micro=given.micro, **sizes)

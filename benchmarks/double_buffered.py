@@ -17,9 +17,9 @@ import statistics
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+from benchmarks.results_folder import results_folder
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
@@ -110,7 +110,7 @@ def markdown(found: list[Row], words: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
+    parser.add_argument("-o", "--output", type=results_folder, help="folder for the results")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batches", type=int, default=7, help="of each run, of which all but the first two and the last count")
     parser.add_argument("--mbit", type=float, default=1000.0, help="rate of the link between the stages")

@@ -18,10 +18,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from benchmarks.results_folder import results_folder
 from scripts.gpu_check.copies import least_s
 
 CYCLES = 20_000_000
@@ -52,7 +52,7 @@ def main() -> int:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 8], help="values of CUDA_DEVICE_MAX_CONNECTIONS")
-    parser.add_argument("--out", type=Path, help="a folder for the page")
+    parser.add_argument("--out", type=results_folder, help="a folder for the page")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

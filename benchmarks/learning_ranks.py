@@ -1,4 +1,4 @@
-"""What the ranks of `benchmarks.delayed_gradients` do: train a small language model on text, and evaluate it now and then."""
+"""What the ranks of `benchmarks.delayed_gradients` and `delayed_optimizers` do: train a small language model, and evaluate it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ class Course:
     """Updates of a linear rise to `rate`."""
     decay: bool = False
     """A cosine down to nearly zero at the end, behind the warm-up; else the rate stays."""
+    optimizer: tuple[tuple[str, Any], ...] = ()
+    """Settings of Megatron's optimizer other than of its AdamW with clipping at 1."""
 
     def rate_of(self, update: int) -> float:
         """The rate of an update, counted from 0."""
@@ -67,7 +69,8 @@ def curve(job: Job, without_flushes: bool, course: Course, seed: int) -> Iterato
     from megatron_lynx.testbed.tiny_models import build_model
     from megatron_lynx.testbed.training import Training
 
-    training = Training(job, build_model(job, seed=seed), ddp=True, optimizer="megatron", learning_rate=course.rate)
+    given: dict[str, Any] = {"optimizer": "megatron", "learning_rate": course.rate, "settings": dict(course.optimizer)}
+    training = Training(job, build_model(job, seed=seed), ddp=True, **given)
     sizes: dict[str, Any] = {"microbatches": job.microbatches, "seq_length": job.model.seq, "micro_batch_size": job.batch.micro}
     pipeline = DoubleBuffered(training.chunks, training.optimizer, **sizes) if without_flushes else None
     seed_random_numbers(seed)

@@ -24,10 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from benchmarks.offloaded_steps import Timed, held, timed
+from benchmarks.results_folder import results_folder
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
@@ -174,7 +174,7 @@ def verdict(found: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
+    parser.add_argument("-o", "--output", type=results_folder, help="folder for the results")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of every turn, behind one that is not timed")
     parser.add_argument("--quick", action="store_true")

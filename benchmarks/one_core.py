@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.results_folder import results_folder
 from megatron_lynx.measure.machine import Links, this_machine
 
 Row = TypeVar("Row")
@@ -27,7 +27,7 @@ def run(
     """Ask the command line for `rounds` (this many if it does not say) and a folder, then take, print and write every row."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
     parser.add_argument("--rounds", type=int, default=rounds, help="every figure is the median of so many")
-    parser.add_argument("-o", "--output", type=Path, help="folder for the results")
+    parser.add_argument("-o", "--output", type=results_folder, help="folder for the results")
     asked = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     found: list[Any] = []

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident_bytes import count
+from benchmarks.results_folder import results_folder
 from megatron_lynx.anatomy import COLUMN_PARALLEL, DENSE, REPLAYABLE
 from megatron_lynx.config.job import Job
 from megatron_lynx.measure.machine import this_machine
@@ -188,7 +189,7 @@ def markdown(rows: list[Row], held: dict[str, dict[str, float]], machine: str) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder")
+    parser.add_argument("-o", "--output", type=results_folder, required=True, help="folder")
     parser.add_argument("--name", default="overlap-sweep")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), help="aimed at; the result says what came of it")

@@ -23,6 +23,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.resident_bytes import count
+from benchmarks.results_folder import results_folder
 from megatron_lynx.anatomy.dense import ACTIVATION, CORE_ATTENTION, DENSE
 from megatron_lynx.config import load_job
 from megatron_lynx.config.job import Budget, Job
@@ -165,7 +166,7 @@ def _summary(name: str, errors: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("job", help="a job file, or a bundled one: jobs/demo")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder")
+    parser.add_argument("-o", "--output", type=results_folder, required=True, help="folder")
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     job = load_job(chosen.job)

@@ -28,6 +28,7 @@ FOUNDATION = {
     "torch_release",
     "validation",
     "whole_file",
+    "writable",
     "yaml_file",
     "version",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from benchmarks.gpu_figures.figure import Figure, Part, page
 from benchmarks.gpu_figures.profiles import measured_profile, profile_figures
 from benchmarks.gpu_figures.rates import rates
 from benchmarks.one_gpu.subjects import Subject, subjects
+from benchmarks.results_folder import add_out
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
 from megatron_lynx.measure.machine import Links, this_machine
@@ -29,8 +29,7 @@ PROFILED = ("llama", "gpt", "small")
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where every part that was asked for has figures, else 1."""
     given = _read(arguments)
-    folder = Path(given.out or os.environ.get("OUT", "build/gpu-figures"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = given.out
     known = {subject.name: subject for subject in subjects(dry=given.dry_run, fusions=given.fusions == "all")}
     until_s, parts = time.time() + given.limit_s, list[Part]()
     facts = {"machine": str(this_machine(Links(kind="none"), "cpu" if given.dry_run else "cuda"))}
@@ -71,7 +70,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU rank; measures nothing")
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for all of it; by default %(default)g")
     parser.add_argument("--fusions", choices=["all", "none"], default="all", help="Megatron's, which torch.compile compiles")
-    parser.add_argument("--out", metavar="FOLDER", help="for the results; by default $OUT, else build/gpu-figures")
+    add_out(parser, "build/gpu-figures")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.parts if name not in names]:
         parser.error(f"found {', '.join(unknown)}, needed some of {', '.join(names)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from benchmarks.one_gpu.results import Results
 from benchmarks.one_gpu.running import as_json, run_subject
 from benchmarks.one_gpu.settings import Setting, settings_of
 from benchmarks.one_gpu.subjects import subjects
+from benchmarks.results_folder import add_out
 from megatron_lynx.errors import LynxError
 from megatron_lynx.profiler.profile import load_profile
 from megatron_lynx.whole_file import write_whole
@@ -24,11 +24,10 @@ PAGE = "one-gpu.md"
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where every subject that was asked for has a row for stock none; else 1."""
     given = _read(arguments)
-    folder = Path(given.out or os.environ.get("OUT", "build/one-gpu"))
     if given.read:
         print(page([*_read_again(Path(given.read), given)]))
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = given.out
     until_s, found = time.time() + given.limit_s, list[Results]()
     for name in given.subjects:
         found.append(_run(name, given, folder, until_s, fusions=given.fusions == "all"))
@@ -83,7 +82,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each setting")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="settings with one of these in their names, and stock none")
     parser.add_argument("--fusions", choices=["all", "none"], default="all", help="Megatron's, which torch.compile compiles")
-    parser.add_argument("--out", metavar="FOLDER", help="for the results; by default $OUT, else build/one-gpu")
+    add_out(parser, "build/one-gpu")
     parser.add_argument("--read", metavar="FOLDER", help="print the page of results that are there, and measure nothing")
     parser.add_argument("--again", action="store_true", help="with --read: predict with the prices of today")
     parser.add_argument("--profiles", metavar="FOLDER", help="with --read: of benchmarks.gpu_figures; predict from these")

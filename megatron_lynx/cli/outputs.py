@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryFile
 
-from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.writable import against_file, against_folder
 
 
 def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> None:
@@ -19,7 +19,7 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
             continue
         if (place := _place(file)) in taken:
             problems.append(Problem(os.fspath(file), taken[place], "another place for the answer"))
-        elif (found := _in_the_way(file)) is not None:
+        elif (found := against_file(file)) is not None:
             problems.append(Problem(os.fspath(file), found, "a file that can be written"))
         taken[place] = "another answer's place"
     if problems:
@@ -28,7 +28,7 @@ def check_writable(*files: Path | None, read: Iterable[Path | None] = ()) -> Non
 
 def make_folder(folder: Path) -> None:
     """Make a folder for answers. Raises `ConfigError` where it cannot be written to."""
-    if (found := _against_folder(folder)) is not None:
+    if (found := against_folder(folder)) is not None:
         raise ConfigError(f"{folder} cannot be used", [Problem(os.fspath(folder), found, "a folder that can be written")])
 
 
@@ -39,23 +39,3 @@ def _place(file: Path) -> str:
 def _is_device(file: Path) -> bool:
     """Devices and pipes are left alone, opening one may have an effect."""
     return os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)
-
-
-def _in_the_way(file: Path) -> str | None:
-    """Why the file cannot be written. Its folder is made."""
-    try:
-        if file.is_dir():
-            return in_words(IsADirectoryError())
-        return _against_folder(file.resolve().parent)
-    except OSError as error:
-        return in_words(error)
-
-
-def _against_folder(folder: Path) -> str | None:
-    """Why nothing can be written into the folder. It is made where it is missing."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return in_words(error)

@@ -30,8 +30,11 @@ def share_one_device() -> None:
 class _OnOneDevice(c10d.ProcessGroupGloo):
     """A group as PyTorch would make it, but for its device."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+        """`more`: what later releases of PyTorch say, in words of their options (`enable_reconfigure` from 2.14 on)."""
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        for name, value in more.items():
+            setattr(options, name, value)
         options._devices = _devices()
         options._threads = THREADS * len(options._devices)
         options._timeout = timeout

@@ -11,7 +11,7 @@ It knows nothing of plans: stock runs and planned runs go through the same lines
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,7 @@ class Training:
         overlap_grad_reduce: reduce buckets during backward (needs `ddp`).
         overlap_param_gather: gather parameters during forward (needs the distributed optimizer and `overlap_grad_reduce`).
         learning_rate: of either optimizer.
+        settings: of Megatron's optimizer, in place of what `megatron_optimizer` has (`optimizer="sgd"`, say).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Training:
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         learning_rate: float = 0.1,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.job = job
         self.chunks = list(chunks)
@@ -65,7 +67,7 @@ class Training:
             functions = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
         if optimizer == "megatron":
-            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather)
+            self.optimizer = megatron_optimizer(job, self.chunks, learning_rate, overlap_param_gather, settings)
             config.grad_scale_func = self.optimizer.scale_loss
         elif optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.parameters().values(), lr=learning_rate)
@@ -125,16 +127,21 @@ def around(wrapper: torch.nn.Module, chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def megatron_optimizer(
-    job: Job, chunks: Sequence[torch.nn.Module], learning_rate: float, overlap_param_gather: bool = False
+    job: Job,
+    chunks: Sequence[torch.nn.Module],
+    learning_rate: float,
+    overlap_param_gather: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron's mixed-precision Adam with gradient clipping, distributed over replicas if the job says so."""
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=learning_rate,
-        clip_grad=1.0,
-        bf16=job.model.dtype == "bf16",
-        params_dtype=get_model_config(chunks[0]).params_dtype,
-        use_distributed_optimizer=job.parallel.distributed_optimizer,
-        overlap_param_gather=overlap_param_gather,
-    )
-    return get_megatron_optimizer(config, list(chunks))
+    """Megatron's mixed-precision AdamW with gradient clipping, or as `settings` have it, distributed over replicas if the job
+    says so."""
+    config: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": learning_rate,
+        "clip_grad": 1.0,
+        "bf16": job.model.dtype == "bf16",
+        "params_dtype": get_model_config(chunks[0]).params_dtype,
+        "use_distributed_optimizer": job.parallel.distributed_optimizer,
+        "overlap_param_gather": overlap_param_gather,
+    }
+    return get_megatron_optimizer(OptimizerConfig(**{**config, **(settings or {})}), list(chunks))

@@ -65,7 +65,7 @@ def run_out_of_memory():
 
 
 def have_no_room():
-    check.room_bytes = lambda: 1024 if os.environ["RANK"] == os.environ["RANK_OF_FAULT"] else 2**40
+    check.room_bytes = lambda device: 1024 if os.environ["RANK"] == os.environ["RANK_OF_FAULT"] else 2**40
 
 
 def differ_from_run_to_run():

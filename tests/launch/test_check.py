@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_lynx.launch.check.reference import room_bytes
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
 from megatron_lynx.testbed.tiny_jobs import tiny_job
@@ -106,3 +108,9 @@ def test_one_rank_without_memory_ends_all(faulty):
         "a total capacity of 79.11 GiB of which 1.05 GiB is free); give --lynx-check-against full: its bits are the same",
     ]
     assert "/megatron_lynx/" not in ended.text, "no traceback of ours"
+
+
+def test_a_pytorch_with_cuda_has_no_room_to_ask_for_without_a_gpu(monkeypatch):
+    """It was asked whether PyTorch is built with CUDA, and then how much memory the GPU has that is not there."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert room_bytes(next(torch.nn.Linear(1, 1).parameters()).device) is None

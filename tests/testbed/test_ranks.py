@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
+from megatron_lynx.testbed.gloo import share_one_device
 from megatron_lynx.testbed.ranks import RankError, RankPool, run_ranks
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -64,6 +68,14 @@ def test_all_groups_of_a_rank_share_one_device():
     jobs = [tiny_job("gpt", tensor=2), tiny_job("gpt", pipeline=2, microbatches=4)]
     with RankPool(2) as pool:
         assert pool.run(on_ranks.threads_that_look_for_events, jobs) == [[1, 1], [1, 1]]
+
+
+def test_a_later_pytorch_says_more_of_a_group(monkeypatch):
+    """2.14 says `enable_reconfigure`: no group could be made."""
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", c10d.ProcessGroupGloo)
+    share_one_device()
+    group = c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5), group_name="its name")
+    assert group.options.group_name == "its name"
 
 
 def test_functions_of_main_are_refused():

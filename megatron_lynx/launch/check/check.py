@@ -82,10 +82,11 @@ class Check:
         """Which stock setting this step is compared with; the same on all ranks."""
         if self._against != "fitting":
             return "full" if self._against == "full" else "none"
-        if room_bytes() is not None and self._need is None:
+        device = next(step.run.chunks[0].parameters()).device
+        if room_bytes(device) is not None and self._need is None:
             with enough_memory(self.steps + 1, "the plan"):
                 self._need = step.measured()  # [2]
-        room = room_bytes()  # behind that pass, whose messages made buffers outside of torch's allocator
+        room = room_bytes(device)  # behind that pass, whose messages made buffers outside of torch's allocator
         lacking = None if room is None or self._need is None else self._need.lacking(room)
         short = [(rank, said) for rank, said in enumerate(of_all_ranks(lacking)) if said is not None]
         if short and "full" not in self._settings:

@@ -54,12 +54,12 @@ def stock(setting: ReferenceSetting, chunks: Sequence[Module]) -> Iterator[None]
                 setattr(config, name, value)
 
 
-def room_bytes() -> int | None:
-    """Device memory that is not in use; None where nobody counts it."""
-    if torch.version.cuda is None and torch.version.hip is None:
+def room_bytes(device: torch.device) -> int | None:
+    """Memory that is not in use of the device that a model is on; None for a CPU, where nobody counts it."""
+    if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @dataclass(frozen=True)
