@@ -18,7 +18,7 @@ class Verdict:
 
 
 def verdict_on(fault: Fault, ended: Sequence[Ended], printed: str) -> Verdict:
-    """Every test that the entry names has to fail, in the test itself, with the entry's error."""
+    """Every test that the entry names has to fail, in the test itself, with the entry's error; of its cases at least one."""
     for test in fault.found_by:
         of_test = _of(test, ended)
         failed = [one for one in of_test if one.outcome == "failed"]
