@@ -14,13 +14,15 @@ from megatron_lynx.cost.communication import (
     message_bytes_of,
     window_lengths_s,
 )
-from megatron_lynx.cost.in_flight import microbatches_in_flight
+from megatron_lynx.cost.in_flight import chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.memory import HalfMemory, peak_bytes, smallest_offloaded_bytes
 from megatron_lynx.cost.stage import Phases, StageSeconds, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
+from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import MIB
 from tests.profiler.made_up import made_up_profile
+from tests.schedule.orders import most_in_flight
 
 SMALL = HalfMemory(resident=10, regenerated=5, tail=12)
 LARGE = HalfMemory(resident=10, regenerated=40, tail=12)
@@ -156,3 +158,10 @@ def test_a_gradient_with_block_scales_is_gathered_by_rows_and_by_columns(fp8, pa
     profile = profile.model_copy(update={"shape": profile.shape.model_copy(update={"fp8": fp8})})
     [gradient] = [one for one in MLP.collectives("bwd", True) if one.carries == "gradient" and one.kind == "all_gather"]
     assert _carried_bytes(profile, MLP, gradient, message) == part * message // 2
+
+
+def test_chunks_in_flight_are_those_of_the_schedule():
+    """Four stages of two chunks, in groups of four: as counted in the order that runs."""
+    job = tiny_job(layers=8, pipeline=4, layers_per_chunk=1, microbatches=8)
+    assert chunks_in_flight_by_stage(job) == [11, 9, 7, 5]
+    assert chunks_in_flight_by_stage(job) == [most_in_flight(order) for order in interleaved(4, 8, 2).orders]

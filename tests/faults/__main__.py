@@ -48,18 +48,16 @@ def _without_faults(tried: Sequence[Fault], places: queue.Queue[Workplace], pool
     """Tests that are of no use, because they do not pass where nothing is broken. Those of one file stay together."""
     tests = sorted({test for fault in tried for test in fault.found_by})
     files = sorted({test.partition("::")[0] for test in tests})
-    halves = [
-        [test for test in tests if files.index(test.partition("::")[0]) % SIDE_BY_SIDE == turn] for turn in range(SIDE_BY_SIDE)
-    ]
+    shares = [[test for test in tests if test.partition("::")[0] in files[turn::SIDE_BY_SIDE]] for turn in range(SIDE_BY_SIDE)]
 
-    def run(half: Sequence[str]) -> dict[str, str]:
+    def run(share: Sequence[str]) -> dict[str, str]:
         place = places.get()
         try:
-            return unfit(half, place.run(half, LONGEST_WITHOUT_S)[0]) if half else {}
+            return unfit(share, place.run(share, LONGEST_WITHOUT_S)[0]) if share else {}
         finally:
             places.put(place)
 
-    wrong = {test: how for found in pool.map(run, halves) for test, how in found.items()}
+    wrong = {test: how for found in pool.map(run, shares) for test, how in found.items()}
     print(f"{len(tests)} tests without a fault: {len(tests) - len(wrong)} pass", flush=True)
     return wrong
 

@@ -18,9 +18,9 @@ class Verdict:
 
 
 def verdict_on(fault: Fault, ended: Sequence[Ended], printed: str) -> Verdict:
-    """Every test that the entry names has to fail, in the test itself, with the entry's error."""
+    """Every test that the entry names has to fail, in the test itself, with the entry's error; of its cases at least one."""
     for test in fault.found_by:
-        of_test = [one for one in ended if one.test == test or one.test.startswith(f"{test}[")]
+        of_test = _of(test, ended)
         failed = [one for one in of_test if one.outcome == "failed"]
         if not of_test:
             return Verdict(False, f"{test} did not run:\n{_last_lines(printed)}")
@@ -36,7 +36,7 @@ def unfit(tests: Sequence[str], ended: Sequence[Ended]) -> dict[str, str]:
     """Tests that do not pass without any fault, and how they end."""
     found = {}
     for test in tests:
-        of_test = [one for one in ended if one.test == test or one.test.startswith(f"{test}[")]
+        of_test = _of(test, ended)
         failed = [one for one in of_test if one.outcome == "failed"]
         if not of_test:
             found[test] = "is not there"
@@ -45,6 +45,11 @@ def unfit(tests: Sequence[str], ended: Sequence[Ended]) -> dict[str, str]:
         elif _skipped(of_test):
             found[test] = f"is skipped: {next(one.text for one in of_test if one.outcome == 'skipped')}"
     return found
+
+
+def _of(test: str, ended: Sequence[Ended]) -> list[Ended]:
+    """Those of a test, of all its cases if none is named."""
+    return [one for one in ended if one.test == test or one.test.startswith(f"{test}[")]
 
 
 def _is(error: str, one: Ended) -> bool:

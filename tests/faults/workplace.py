@@ -71,9 +71,12 @@ class Workplace:
         process = self._server.Process(target=session.run, args=(arguments, str(self.folder), environment, str(log)))
         process.start()
         process.join(timeout_s)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
+        if process.is_alive():
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # before it leads a group
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
         printed = log.read_text() if log.exists() else ""
         lines = told.read_text().splitlines() if told.exists() else []
         return [Ended.model_validate(json.loads(line)) for line in lines], printed
