@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_lynx.config.device_reserve import reserve_as_json
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
 from megatron_lynx.cost.host import HostLoad, policy_host_s
@@ -22,7 +21,7 @@ from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
-from megatron_lynx.planner.optimizer_share import least_share_that_fits
+from megatron_lynx.planner.optimizer_share import least_share_that_fits, with_share
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
@@ -82,7 +81,7 @@ class Estimate:
             "fits": self.fits,
             "offload_ratio": self.offload_ratio,
             "budget_bytes": self.budget_bytes,
-            "device": reserve_as_json(self.job),
+            "device": self.job.device_reserve.as_json,
             "stages": stages,
             **({} if self.on_host is None else {"optimizer_on_host": self.on_host.as_json}),
             "step_s": None if self.step is None else self.step.total_s,
@@ -173,7 +172,7 @@ def _planned(job: Job, profile: Profile | None) -> Estimate:
         return Estimate(
             job,
             1.0 if job.offload_ratio == "auto" else job.offload_ratio,
-            least_memory(job, costs),
+            least_memory(job if job.optimizer.offload != "auto" else with_share(job, 1.0), costs),
             job.memory_budget_bytes,
             error.problems,
             None,

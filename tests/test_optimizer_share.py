@@ -12,7 +12,6 @@ from megatron_lynx.errors import Infeasible
 from megatron_lynx.planner import Decision, decide
 from megatron_lynx.planner.optimizer_share import QUARTERS, best_share
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.profiler.profile import Profile
 from tests.config.jobs import catalogued_job
 
 LAYOUT = {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
@@ -39,12 +38,12 @@ def test_where_replays_cannot_spare_enough_some_of_the_optimizer_goes() -> None:
     """No plan fits with all of it on the device; the answer is the fastest of the few shares that were tried, and fits."""
     job, made = job_of(25), {}
 
-    def remembering(own: Job, profile: Profile) -> Decision:
+    def remembering(own: Job) -> Decision:
         made[own.optimizer.offloaded] = None
-        made[own.optimizer.offloaded] = decide(own, profile)
+        made[own.optimizer.offloaded] = decide(own, analytic_profile(job))
         return made[own.optimizer.offloaded]
 
-    decision = best_share(job, analytic_profile(job), remembering)
+    decision = best_share(job, remembering, seconds)
     assert made[0.0] is None, "infeasible"
     assert {*QUARTERS} <= {*made}
     assert len(made) <= 8

@@ -97,7 +97,6 @@ def show_estimate(answer: Estimate) -> None:
 
     from rich.table import Table
 
-    from megatron_lynx.config.device_reserve import reserve_in_words
     from megatron_lynx.units import GIB, format_bytes, format_seconds
 
     named = [memory.named for memory in answer.stages]
@@ -111,8 +110,9 @@ def show_estimate(answer: Estimate) -> None:
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
-    if reserve := reserve_in_words(answer.job):
-        typer.echo(reserve)
+    if reserve := answer.job.device_reserve.in_words:
+        stated = answer.job.budget.memory_gib
+        typer.echo(reserve if stated is None else f"{reserve}; stated {stated:.2f}")
     if answer.on_host is not None:
         typer.echo(answer.on_host.in_words)
     if answer.step is not None and answer.tokens_per_s is not None and answer.mfu is not None:

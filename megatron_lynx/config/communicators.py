@@ -29,15 +29,12 @@ Newer releases connect what is used, when it is used, which makes these the most
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.config.reserve import NcclChannels
 from megatron_lynx.units import MIB
-
-if TYPE_CHECKING:
-    from megatron_lynx.config.job import Job
 
 Use = Literal["collectives", "exchange", "messages"]
 
@@ -73,43 +70,36 @@ class Communicator:
         return near * nccl.of_peers * PEER_MIB + (OTHER_NODES_MIB if near < peers else 0)
 
 
-def communicators(job: Job) -> tuple[Communicator, ...]:
-    """Those of a rank at a pipeline's end, which has the most. Groups of one rank need none."""
-    return tuple(each for each in _of_all(job) if each.ranks > 1)
+def communicators(layout: Parallel, gpus: int, node_gpus: int, *, tied: bool, experts: bool) -> tuple[Communicator, ...]:
+    """Those of a rank at a pipeline's end, which has the most. Groups of one rank need none. `tied`: whether the model's two ends
+    share the embedding; `experts`: whether it has any."""
 
+    def every(name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
+        """A group of every `stride`th rank."""
+        return Communicator(name, ranks, min(ranks, max(1, node_gpus // stride)), use)
 
-def _of_all(job: Job) -> Iterator[Communicator]:
-    layout, gpus, model = job.parallel, job.gpus, job.model
-    stage_ranks = gpus // layout.pipeline
-    replicas = layout.context * job.replicas
-    yield _every(job, "world", gpus, 1)
-    yield _every(job, "tensor", layout.tensor, 1)
-    yield _every(job, "context", layout.context, layout.tensor, _use_of_context(job))
-    yield _every(job, "data", replicas, layout.tensor)
-    if layout.distributed_optimizer:
-        yield _every(job, "optimizer", gpus, 1)
-    model_ranks = layout.tensor * layout.pipeline
-    yield Communicator("model", model_ranks, model_ranks if gpus <= _node(job) else min(layout.tensor, _node(job)))
-    yield _every(job, "pipeline", layout.pipeline, stage_ranks, "messages")
-    if model.tied_embeddings and layout.pipeline > 1:
-        yield _every(job, "embedding", 2, stage_ranks * (layout.pipeline - 1))
-    if model.experts is not None:
+    stage_ranks, model_ranks = gpus // layout.pipeline, layout.tensor * layout.pipeline
+    groups = [
+        every("world", gpus, 1),
+        every("tensor", layout.tensor, 1),
+        every("context", layout.context, layout.tensor, _use_of_context(layout)),
+        every("data", stage_ranks // layout.tensor, layout.tensor),
+        every("optimizer", gpus if layout.distributed_optimizer else 1, 1),
+        Communicator("model", model_ranks, model_ranks if gpus <= node_gpus else min(layout.tensor, node_gpus)),
+        every("pipeline", layout.pipeline, stage_ranks, "messages"),
+        every("embedding", 2 if tied and layout.pipeline > 1 else 1, stage_ranks * max(1, layout.pipeline - 1)),
+    ]
+    if experts:
         both = layout.expert_tensor_size * layout.expert
-        yield _every(job, "expert", layout.expert, layout.expert_tensor_size, "exchange")
-        yield _every(job, "expert tensor", layout.expert_tensor_size, 1)
-        yield _every(job, "routing", both, 1)
-        yield _every(job, "expert data", stage_ranks // both, both)
+        groups += [
+            every("expert", layout.expert, layout.expert_tensor_size, "exchange"),
+            every("expert tensor", layout.expert_tensor_size, 1),
+            every("routing", both, 1),
+            every("expert data", stage_ranks // both, both),
+        ]
+    return tuple(each for each in groups if each.ranks > 1)
 
 
-def _every(job: Job, name: str, ranks: int, stride: int, use: Use = "collectives") -> Communicator:
-    """A group of every `stride`th rank."""
-    return Communicator(name, ranks, min(ranks, max(1, _node(job) // stride)), use)
-
-
-def _use_of_context(job: Job) -> Use:
+def _use_of_context(layout: Parallel) -> Use:
     uses: dict[str, Use] = {"p2p": "messages", "all_gather": "collectives"}
-    return uses.get(job.parallel.context_exchange, "exchange")
-
-
-def _node(job: Job) -> int:
-    return job.gpus if job.cluster.node is None else job.cluster.node.gpus
+    return uses.get(layout.context_exchange, "exchange")

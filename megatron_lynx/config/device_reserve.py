@@ -7,52 +7,61 @@ neither               nothing                                 the testbed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_lynx.config.communicators import communicators
+from megatron_lynx.config.cluster import Cluster
+from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.units import GIB
 
-if TYPE_CHECKING:
-    from megatron_lynx.config.job import Job
+
+@dataclass(frozen=True)
+class DeviceReserve:
+    """Of one device, in bytes."""
+
+    memory_bytes: int
+    """As PyTorch reports it."""
+    parts: Mapping[str, int]
+    """In the order in which they come to the device."""
+    communicators: Mapping[str, int]
+    """NCCL's part, by who talks."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What a plan may use; below 0 where the parts alone are too much."""
+        return self.memory_bytes - sum(self.parts.values())
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        told = {"memory_bytes": self.memory_bytes, "reserve_bytes": dict(self.parts), "nccl_bytes": dict(self.communicators)}
+        return {**told, "left_bytes": self.left_bytes}
+
+    @property
+    def in_words(self) -> str:
+        """In a line; empty where nothing is left alone."""
+        if not self.parts:
+            return ""
+        parts = ", ".join(f"{self._name(part)} {size / GIB:.2f}" for part, size in self.parts.items())
+        return f"device {self.memory_bytes / GIB:.2f} GiB: {parts}; left {self.left_bytes / GIB:.2f}"
+
+    def _name(self, part: str) -> str:
+        return f"NCCL ({', '.join(self.communicators)})" if part == "nccl" and self.communicators else part
 
 
-def reserve_bytes(job: Job) -> Mapping[str, int]:
-    """Bytes of each part, in the order in which they come to the device."""
-    cluster = job.cluster
+def device_reserve(cluster: Cluster, groups: Sequence[Communicator], *, expandable_segments: bool) -> DeviceReserve:
+    """`groups`: the communicators that the layout makes."""
+    memory_bytes, reserve = int(GIB * cluster.memory_gib), cluster.reserve
     if cluster.reserve_gib:
-        return {"stated": int(GIB * cluster.reserve_gib)}
-    if (reserve := cluster.reserve) is None:
-        return {}
+        return DeviceReserve(memory_bytes, {"stated": int(GIB * cluster.reserve_gib)}, {})
+    if reserve is None:
+        return DeviceReserve(memory_bytes, {}, {})
+    buffers = {each.name: each.buffer_bytes(reserve.nccl) for each in groups}
     slack = reserve.allocator
-    return {
+    parts = {
         "context": int(GIB * reserve.context_gib),
         "libraries": int(GIB * reserve.libraries_gib),
-        "nccl": sum(each.buffer_bytes(reserve.nccl) for each in communicators(job)),
-        "allocator": int(GIB * (slack.expandable_gib if job.budget.expandable_segments else slack.fixed_gib)),
+        "nccl": sum(buffers.values()),
+        "allocator": int(GIB * (slack.expandable_gib if expandable_segments else slack.fixed_gib)),
     }
-
-
-def reserve_as_json(job: Job) -> dict[str, Any]:
-    """The device, the parts and NCCL's communicators in bytes, and what is left."""
-    parts, reserve = reserve_bytes(job), job.cluster.reserve
-    each = (
-        {} if reserve is None or "nccl" not in parts else {one.name: one.buffer_bytes(reserve.nccl) for one in communicators(job)}
-    )
-    memory_bytes = int(GIB * job.cluster.memory_gib)
-    left_bytes = memory_bytes - sum(parts.values())
-    return {"memory_bytes": memory_bytes, "reserve_bytes": dict(parts), "nccl_bytes": each, "left_bytes": left_bytes}
-
-
-def reserve_in_words(job: Job) -> str:
-    """The same in a line, and which budget that gives; empty where nothing is left alone."""
-    told = reserve_as_json(job)
-    if not told["reserve_bytes"]:
-        return ""
-    parts = ", ".join(f"{_name(part, told)} {size / GIB:.2f}" for part, size in told["reserve_bytes"].items())
-    stated = "" if job.budget.memory_gib is None else f"; stated {job.budget.memory_gib:.2f}"
-    return f"device {told['memory_bytes'] / GIB:.2f} GiB: {parts}; left {told['left_bytes'] / GIB:.2f}{stated}"
-
-
-def _name(part: str, told: Mapping[str, Any]) -> str:
-    return f"NCCL ({', '.join(told['nccl_bytes'])})" if part == "nccl" and told["nccl_bytes"] else part
+    return DeviceReserve(memory_bytes, parts, buffers)

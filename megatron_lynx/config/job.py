@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_lynx.config.cluster import Cluster
-from megatron_lynx.config.device_reserve import reserve_bytes
+from megatron_lynx.config.communicators import Communicator, communicators
+from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
@@ -120,6 +120,8 @@ class Job(Part):
         if pipeline == 1:
             return [f"parallel.pipeline (1) has no flush to leave out, schedule double_buffered needs at least 2, {todo}"]
         problems = [f"{why}, {todo}" for why in needs_flushes(self.model)]
+        if self.optimizer.offload != 0:
+            problems.append(f"optimizer.offload {self.optimizer.offload} needs all of it on the device: 0, {todo}")
         if self.chunks > 1:
             needed = "chunk of each stage: it cannot be interleaved"
             problems.append(
@@ -179,12 +181,19 @@ class Job(Part):
     def memory_budget_bytes(self) -> int:
         """What may be used of one device, by what PyTorch allocates; below 0 where nothing is left beside the reserve."""
         stated = self.budget.memory_gib
-        return int(GIB * self.cluster.memory_gib) - sum(self.reserve_bytes.values()) if stated is None else int(GIB * stated)
+        return self.device_reserve.left_bytes if stated is None else int(GIB * stated)
 
     @property
-    def reserve_bytes(self) -> Mapping[str, int]:
-        """What is left alone on one device beside that, by part; counted, whether a budget is stated or not."""
-        return reserve_bytes(self)
+    def communicators(self) -> tuple[Communicator, ...]:
+        """What NCCL connects of this layout."""
+        node_gpus = self.gpus if self.cluster.node is None else self.cluster.node.gpus
+        tied, experts = self.model.tied_embeddings, self.model.experts is not None
+        return communicators(self.parallel, self.gpus, node_gpus, tied=tied, experts=experts)
+
+    @property
+    def device_reserve(self) -> DeviceReserve:
+        """What is left alone on one device, by part; counted, whether a budget is stated or not."""
+        return device_reserve(self.cluster, self.communicators, expandable_segments=self.budget.expandable_segments)
 
     @property
     def host_sharers(self) -> int:

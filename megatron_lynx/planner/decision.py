@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
@@ -83,7 +84,7 @@ def make_plan(job: Job, profile: Profile) -> Plan:
 def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
     if job.optimizer.offload == "auto":
-        return best_share(job, profile, decide)
+        return _with_best_share(job, profile)
     check_plannable(job)
     check_profile(job, profile)
     try:
@@ -96,6 +97,13 @@ def decide(job: Job, profile: Profile) -> Decision:
         late = without_early_exchanges(job, decision.job, profile)
         filled = filled if _faster(filled.simulation, late) else late
     return _with_loads(filled, profile)
+
+
+def _with_best_share(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves open how much of its optimizer is on the host."""
+    found = best_share(job, lambda own: decide(own, profile), lambda own: own.simulation.step_s + update_s(own.job, profile))
+    origin = found.plan.provenance.model_copy(update={"job": job.digest})
+    return replace(found, plan=found.plan.model_copy(update={"provenance": origin}))
 
 
 def without_early_exchanges(job: Job, parted: Job, profile: Profile) -> Decision:

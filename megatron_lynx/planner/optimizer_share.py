@@ -11,37 +11,41 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.profiler.profile import Profile
 
-if TYPE_CHECKING:
-    from megatron_lynx.planner.decision import Decision
+DecisionT = TypeVar("DecisionT")
 
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 STEPS = 100
 """A share is given in hundredths, rounded up."""
 
 
-def best_share(job: Job, profile: Profile, decide: Callable[[Job, Profile], Decision]) -> Decision:
-    """The decision for the share with the shortest step. Raises `Infeasible`, of everything on the host, where none fits."""
-    found: dict[float, Decision] = {}
+def best_share(job: Job, decide: Callable[[Job], DecisionT], step_s: Callable[[DecisionT], float]) -> DecisionT:
+    """The decision for the share with the shortest step, its update included. Raises `Infeasible` where none fits, with what is
+    missing when all of it is on the host."""
+    found: dict[float, DecisionT] = {}
     failed: dict[float, Infeasible] = {}
+
+    def tried(share: float) -> None:
+        try:
+            found[share] = decide(with_share(job, share))
+        except Infeasible as error:
+            failed[share] = error
+
+    def best() -> float:
+        return min(sorted(found), key=lambda share: step_s(found[share]))
+
     for share in sorted({*QUARTERS, _least_that_keeps_all(job)}):
-        _try(share, job, profile, decide, found, failed)
+        tried(share)
     if not found:
         raise failed[1.0]
-    for share in _between(min(found, key=lambda each: _step_s(found[each], profile)), sorted({*found, *failed})):
-        _try(share, job, profile, decide, found, failed)
-    best = min(sorted(found), key=lambda each: _step_s(found[each], profile))
-    decision = found[best]
-    origin = decision.plan.provenance.model_copy(update={"job": job.digest})
-    return replace(decision, plan=decision.plan.model_copy(update={"provenance": origin}))
+    for share in _between(best(), sorted({*found, *failed})):
+        tried(share)
+    return found[best()]
 
 
 def least_share_that_fits(job: Job) -> Job:
@@ -56,24 +60,6 @@ def least_share_that_fits(job: Job) -> Job:
 
 def with_share(job: Job, share: float) -> Job:
     return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"offload": share})})
-
-
-def _try(
-    share: float,
-    job: Job,
-    profile: Profile,
-    decide: Callable[[Job, Profile], Decision],
-    found: dict[float, Decision],
-    failed: dict[float, Infeasible],
-) -> None:
-    try:
-        found[share] = decide(with_share(job, share), profile)
-    except Infeasible as error:
-        failed[share] = error
-
-
-def _step_s(decision: Decision, profile: Profile) -> float:
-    return decision.simulation.step_s + update_s(decision.job, profile)
 
 
 def _least_that_keeps_all(job: Job) -> float:

@@ -39,7 +39,7 @@ from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers
-from megatron_lynx.units import GIB, SECOND_DIGITS
+from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 
 
@@ -160,8 +160,10 @@ def planned_device(job: Job) -> PlannedDevice | None:
     """What a plan states of a job's devices: of GPUs what is left alone."""
     if job.cluster.device != "cuda":
         return None
-    memory_bytes = int(GIB * job.cluster.memory_gib)
-    return PlannedDevice(memory_bytes=memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes=dict(job.reserve_bytes))
+    reserve = job.device_reserve
+    return PlannedDevice(
+        memory_bytes=reserve.memory_bytes, budget_bytes=job.memory_budget_bytes, reserve_bytes=dict(reserve.parts)
+    )
 
 
 def stage_of(

@@ -127,6 +127,9 @@ def _checked(space: Space, top: int, policies: Sequence[str], strange: Sequence[
     if activation_mib is not None:
         needed = "none: a search goes by budget.memory_gib"
         problems.append(Problem("job: budget.activation_mib", f"{activation_mib:g}", needed))
+    if space.job.optimizer.offload == "auto":
+        todo = "state a share: the best one depends on the plan of each layout, and megatron-lynx plan finds it"
+        problems.append(Problem("job: optimizer.offload", "auto", "a share in [0, 1]", todo))
     if problems:
         raise ConfigError("this search makes no sense", problems)
     Roofline.of(space.job)

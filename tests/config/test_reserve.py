@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lynx.config import load_job
-from megatron_lynx.config.communicators import Communicator, communicators
-from megatron_lynx.config.device_reserve import reserve_as_json, reserve_in_words
+from megatron_lynx.config.communicators import Communicator
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.config.reserve import NcclChannels
 from megatron_lynx.units import GIB, MIB
@@ -43,18 +42,18 @@ def test_buffers_of_communicators_are_what_people_have_found(
 
 def test_the_layout_decides_which_communicators_there_are() -> None:
     def names(**fields) -> list[str]:
-        return [each.name for each in communicators(unbudgeted(**fields))]
+        return [each.name for each in unbudgeted(**fields).communicators]
 
     assert names(gpus=1) == []
     assert names() == ["world", "data", "optimizer"]
     wide = {"tensor": 2, "context": 2, "pipeline": 2, "sequence_parallel": True, "distributed_optimizer": True}
     assert names(gpus=16, parallel=wide) == ["world", "tensor", "context", "data", "optimizer", "model", "pipeline"]
     mixtral = load_job("jobs/mixtral-8x7b-h100-80g")
-    assert {"expert", "routing", "expert data"} <= {each.name for each in communicators(mixtral)}
+    assert {"expert", "routing", "expert data"} <= {each.name for each in mixtral.communicators}
 
 
 def test_groups_that_leave_a_node_have_other_channels() -> None:
-    (data,) = [each for each in communicators(unbudgeted(gpus=64)) if each.name == "data"]
+    (data,) = [each for each in unbudgeted(gpus=64).communicators if each.name == "data"]
     assert (data.ranks, data.within) == (64, 8)
     assert data.buffer_bytes(A100) == (16 + 16 * 28) * MIB
     far = Communicator("experts", 64, 8, "exchange")
@@ -63,11 +62,11 @@ def test_groups_that_leave_a_node_have_other_channels() -> None:
 
 def test_the_budget_is_the_device_less_the_parts() -> None:
     job = unbudgeted()
-    parts = job.reserve_bytes
+    parts = job.device_reserve.parts
     assert job.memory_budget_bytes == int(GIB * 79.1) - sum(parts.values())
     assert 74.0 < job.memory_budget_bytes / GIB < 74.3
     assert set(parts) == {"context", "libraries", "nccl", "allocator"}
-    assert parts["nccl"] == sum(reserve_as_json(job)["nccl_bytes"].values())
+    assert parts["nccl"] == sum(job.device_reserve.as_json["nccl_bytes"].values())
     fixed = unbudgeted(budget={"expandable_segments": False})
     assert job.memory_budget_bytes - fixed.memory_budget_bytes == pytest.approx((3.1 - 1.2) * GIB, abs=2)
 
@@ -78,10 +77,10 @@ def test_a_stated_reserve_and_a_stated_budget_go_before_the_parts(tmp_path: Path
     cluster = job.cluster.model_copy(update={"reserve_gib": 15.4})
     stated = job.model_copy(update={"cluster": cluster})
     assert stated.memory_budget_bytes == int(GIB * 79.1) - int(GIB * 15.4)
-    assert reserve_in_words(stated) == "device 79.10 GiB: stated 15.40; left 63.70"
+    assert stated.device_reserve.in_words == "device 79.10 GiB: stated 15.40; left 63.70"
     asked = unbudgeted(budget={"memory_gib": 64.6})
     assert asked.memory_budget_bytes == int(GIB * 64.6)
-    assert reserve_in_words(asked).endswith("left 74.13; stated 64.60")
+    assert asked.device_reserve == job.device_reserve
     (tmp_path / "old.yaml").write_text("name: old\ndevice: cuda\nmemory_gib: 80\nreserve_gib: 15.4\n")
     (tmp_path / "job.yaml").write_text("model: models/llama3-8b\ncluster: old\ngpus: 8\nbatch: {micro: 1, global: 8}\n")
     assert load_job(tmp_path / "job.yaml").memory_budget_bytes == int(GIB * 80) - int(GIB * 15.4)
@@ -102,5 +101,5 @@ def test_the_parts_add_up_to_what_a_known_run_had_outside_of_pytorch() -> None:
         "llama3-405b", "gb200-nvl72", gpus=256, batch=1536, parallel={**layout, "partition": "auto"}, policy="planned"
     )
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_gib": 276.5})})
-    outside = sum(size for part, size in job.reserve_bytes.items() if part != "allocator")
+    outside = sum(size for part, size in job.device_reserve.parts.items() if part != "allocator")
     assert outside / GIB == pytest.approx(275.82 - 210.08 - 59.51, rel=0.25)

@@ -25,6 +25,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.estimate import estimate
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.search import search
 from megatron_lynx.units import GIB
 from tests.config.jobs import catalogued_job
 
@@ -232,6 +233,13 @@ def test_what_megatron_refuses_is_refused() -> None:
             parallel={"distributed_optimizer": True},
             optimizer={"precision_aware": True, "offload": 1.0},
         )
+
+
+def test_what_a_search_and_a_pipeline_without_flushes_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.offload: found auto, needed a share in \[0, 1\]"):
+        search(offloading("auto"), 8, policies=["none"], offload=False)
+    with pytest.raises(ValidationError, match="needs all of it on the device: 0, or train with schedule flush"):
+        offloading(0.5, schedule="double_buffered")
 
 
 def test_it_is_told() -> None:
