@@ -26,6 +26,7 @@ from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
     GpusOption,
+    InexactOption,
     JobName,
     JobOrLaunch,
     LayersOption,
@@ -64,6 +65,7 @@ def plan(
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
     memory_gib: MemoryOption = None,
+    inexact: InexactOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,7 +75,8 @@ def plan(
     from megatron_lynx.planner import against_windows, decide
     from megatron_lynx.planner.summary import job_flags, summary
 
-    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes: dict[str, object] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes |= {"head.pieces": "auto"} if inexact else {}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
     check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
     costs = costs_of(job, profile_file)

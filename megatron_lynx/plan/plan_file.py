@@ -99,7 +99,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
         _flow(stage, "offload", "weight_gradients", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]
     ]
-    return _flow(data, "model", "parallel", "batch") | {"stages": stages}
+    return _flow(data, "model", "parallel", "batch", "head") | {"stages": stages}
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:

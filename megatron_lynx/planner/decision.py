@@ -19,6 +19,7 @@ from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import head
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
@@ -83,6 +84,32 @@ def decide(job: Job, profile: Profile) -> Decision:
     """Makes a plan as `make_plan` does, and returns what led to it, too."""
     check_plannable(job)
     check_profile(job, profile)
+    if job.head is None or job.head.pieces != "auto":
+        return _decided(job, profile)
+    pieced = head.with_pieces(job)
+    if pieced is None:
+        return _decided(head.whole(job), profile)
+    try:
+        decision = _decided(head.whole(job), profile)
+    except Infeasible:
+        return _decided(pieced, profile)
+    return _worth_its_bits(decision, pieced, profile)
+
+
+def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decision:
+    """The decision for the job whose head is in pieces where that is worth it (on the testbed in memory), or the one given."""
+    try:
+        other = _decided(pieced, profile)
+    except Infeasible:
+        return decision
+    if bounded_by_device(pieced):
+        better = other.simulation.step_s < (1 - head.WORTH_BITS) * decision.simulation.step_s
+    else:
+        better = max(each.total for each in other.memory) < max(each.total for each in decision.memory)
+    return other if better else decision
+
+
+def _decided(job: Job, profile: Profile) -> Decision:
     try:
         decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     except Infeasible as error:

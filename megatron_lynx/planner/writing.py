@@ -21,6 +21,7 @@ from megatron_lynx.plan import order
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
+    Head,
     LayerRange,
     ModelFacts,
     Offload,
@@ -149,6 +150,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,
         defer_updates=job.defer_updates,
+        head=Head(pieces=job.head_pieces) if job.head_pieces > 1 else None,
         stages=stages,
         provenance=provenance,
     )
