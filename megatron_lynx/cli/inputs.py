@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -77,9 +77,11 @@ def job_or_launch(
     return job, reading
 
 
-def words_asked(words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None) -> str:
+def words_asked(
+    words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None, inexact: Sequence[str] = ()
+) -> str:
     """The words of a shell that ask for the same job, or the same launch, again."""
-    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file}
+    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file, "--inexact": next(iter(inexact), None)}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return shlex.join([*options, *(["--"] if cluster is not None else []), *words])
 

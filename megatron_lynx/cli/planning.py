@@ -83,7 +83,7 @@ def plan(
     with awaited("making the plan"):
         decision = decide(job, costs)
         compared = against_windows(decision, job, costs)
-    words = words_asked(asked, cluster, gpus, profile_file)
+    words = words_asked(asked, cluster, gpus, profile_file, inexact or ())
     made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
     save_plan(made, output)
     if as_json:

@@ -275,6 +275,7 @@ def test_what_came_later_and_is_off_leaves_a_jobs_digest_as_it_was() -> None:
         .replace('"context_exchange":"p2p","context_levels":null,', "")
         .replace('"flash_attention_2_efficiency":null,', "")
         .replace(f'"overlap":{job.overlap.model_dump_json()},', "")
+        .replace(',"head":null', "")
     )
     assert job.digest == sha256(old.encode()).hexdigest()
     changed = ("model.qk_norm", "model.deterministic", "overlap.gradients", "parallel.scattered_messages")

@@ -26,14 +26,14 @@ JOBS = {
     "bf16": {**UNTIED, "dtype": "bf16"},
     "Megatron's fused loss": {**UNTIED, "cross_entropy": "native"},
     "tensor and sequence": {**UNTIED, "tensor": 2, "sequence_parallel": True},
-    "two stages": {"pipeline": 2},
+    "two stages": {"pipeline": 2, "layers": 4},
 }
 PIECES = 8
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_last_stage_holds_the_logits_of_one_piece(own_pool_of, name):
-    job = tiny_job("gpt", **SIZE, **JOBS[name]).model_copy(update={"policy": "none"})
+    job = tiny_job("gpt", **SIZE | JOBS[name]).model_copy(update={"policy": "none"})
     pieced = job.model_copy(update={"head": Head(pieces=PIECES)})
     plan = plan_for(job, lambda _: ())
     plan = Plan.model_validate(plan.model_dump() | {"head": {"pieces": PIECES}})
