@@ -29,8 +29,9 @@ def eight_billion(**changes):
 
 def test_where_logits_have_no_room_pieces_of_the_head_have():
     whole = eight_billion()
-    with pytest.raises(Infeasible):
+    with pytest.raises(Infeasible) as short:
         make_plan(whole, analytic_profile(whole))
+    assert str(short.value.problems[-1]).startswith("inexact change that fits: head.pieces: 8")
     job = eight_billion(**{"head.pieces": "auto"})
     decision = decide(job, analytic_profile(job))
     assert decision.plan.head.pieces == decision.job.head_pieces == 8

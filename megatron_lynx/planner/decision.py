@@ -86,11 +86,11 @@ def decide(job: Job, profile: Profile) -> Decision:
     check_profile(job, profile)
     if job.head is None or job.head.pieces != "auto":
         return _decided(job, profile)
-    pieced = head.with_pieces(job)
+    whole, pieced = head.whole(job), head.with_pieces(job)
     if pieced is None:
-        return _decided(head.whole(job), profile)
+        return _decided(whole, profile)
     try:
-        decision = _decided(head.whole(job), profile)
+        decision = _fastest(whole, profile)
     except Infeasible:
         return _decided(pieced, profile)
     return _worth_its_bits(decision, pieced, profile)
@@ -99,7 +99,7 @@ def decide(job: Job, profile: Profile) -> Decision:
 def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decision:
     """The decision for the job whose head is in pieces where that is worth it (on the testbed in memory), or the one given."""
     try:
-        other = _decided(pieced, profile)
+        other = _fastest(pieced, profile)
     except Infeasible:
         return decision
     if bounded_by_device(pieced):
@@ -110,10 +110,16 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
 
 
 def _decided(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves nothing of its head open. Raises `Infeasible` with what could be changed."""
     try:
-        decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
+        return _fastest(job, profile)
     except Infeasible as error:
-        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
+        changes = [*nearest_change(job, profile, _plannable), *head.inexact_change(job, profile, _plannable)]
+        raise Infeasible(error.headline, [*error.problems, *changes]) from None
+
+
+def _fastest(job: Job, profile: Profile) -> Decision:
+    decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     filled = _with_both_fillers(job, decision, stages, profile)
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack

@@ -6,10 +6,12 @@ plan with them is taken where none fits without, or where its step is that much 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_lynx.config.head import Head
 from megatron_lynx.config.job import Job
+from megatron_lynx.errors import Problem
+from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.stage_budget import beside_layers
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
@@ -21,7 +23,7 @@ WORTH_BITS = 5e-3
 
 def with_pieces(job: Job) -> Job | None:
     """The job with its head in as many pieces as help; None where it is whole, or helps as it is."""
-    if not _loss_binds(job):
+    if job.schedule == "double_buffered" or not _loss_binds(job):
         return None
     several = list(_several(job))
     return next((each for each in several if not _loss_binds(each)), several[-1] if several else None)
@@ -30,6 +32,14 @@ def with_pieces(job: Job) -> Job | None:
 def whole(job: Job) -> Job:
     """The job with stock's head."""
     return job.model_copy(update={"head": None})
+
+
+def inexact_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
+    """One problem that says that a job which does not fit would fit with its head in pieces, or none. `plannable`: asked last."""
+    pieced = with_pieces(job) if job.head is None else None
+    if pieced is not None and plannable(pieced, profile):
+        todo = "plan with --inexact head: the gradient of one weight is then another sum (docs/head_in_pieces.md)"
+        yield Problem("inexact change that fits", f"head.pieces: {pieced.head_pieces}", "", todo)
 
 
 def _several(job: Job) -> Iterator[Job]:

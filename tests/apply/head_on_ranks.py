@@ -14,6 +14,7 @@ from megatron_lynx.config.job import Job
 from megatron_lynx.errors import LynxError
 from megatron_lynx.plan.plan import Plan
 from tests.cost.moments_on_ranks import exchange_nothing
+from tests.transparency.trials import live_bytes
 
 
 @dataclass(frozen=True)
@@ -129,21 +130,12 @@ def _step(training: Any, how: How) -> _Seen:
     tensors = {f"loss {number}": loss for number, loss in enumerate(losses)} | gradients
     exchange_nothing()
     gc.collect()
-    return _Seen(tensors, max(sizes), _live_bytes())
+    return _Seen(tensors, max(sizes), live_bytes())
 
 
 def _mask(losses_BS: torch.Tensor) -> torch.Tensor:
     """0, 1 and 2 in turn."""
     return (torch.arange(losses_BS.numel()) % 3).view_as(losses_BS).to(losses_BS)
-
-
-def _live_bytes() -> int:
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------------
