@@ -78,17 +78,22 @@ def loss_in_hand_bytes(shape: LayerShape, pieces: int, *, in_place: bool) -> int
 def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_place: bool = True) -> int:
     """What the output projection's backward makes: its input's gradient, with sequence parallelism on all rows and on its own,
     and its weight's, which is added to Megatron's buffer when the logits' is gone. `tied`: it waits for the embedding's."""
-    scattered = shape.input_bytes if _scatters(shape) else 0
     if pieces > 1:
-        block = 0 if keeps_head_block(shape) and in_place else head_block_bytes(shape)
-        of_piece = loss_in_hand_bytes(shape, pieces, in_place=in_place) + shape.gathered_bytes // pieces + block
-        added = 0 if tied or not block else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape, pieces)
-        rows = loss_in_hand_bytes(shape, pieces, in_place=True)
-        return max(of_piece, rows + scattered + max(block, added))
+        return _pieces_in_hand_bytes(shape, tied, pieces, in_place=in_place)
+    scattered = shape.input_bytes if _scatters(shape) else 0
     if keeps_head_block(shape):
         return shape.gathered_bytes + scattered
     added = 0 if tied else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape)
     return shape.gathered_bytes + scattered + max(head_block_bytes(shape), added)
+
+
+def _pieces_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int, *, in_place: bool) -> int:
+    """The same in pieces: while the backward of one runs, or when all are done and the gradient of all rows is scattered."""
+    block = 0 if keeps_head_block(shape) and in_place else head_block_bytes(shape)
+    running = loss_in_hand_bytes(shape, pieces, in_place=in_place) + shape.gathered_bytes // pieces + block
+    added = 0 if tied or not block else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape, pieces)
+    scattered = shape.input_bytes if _scatters(shape) else 0
+    return max(running, loss_in_hand_bytes(shape, pieces, in_place=True) + scattered + max(block, added))
 
 
 def _scatters(shape: LayerShape) -> bool:
