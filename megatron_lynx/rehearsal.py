@@ -119,7 +119,7 @@ def _passes(
         profile,
         message_bytes,
         embedding=embedding_of(profile, message_bytes) if first else None,
-        head=head_of(profile, message_bytes) if last else None,
+        head=head_of(profile, message_bytes, 1 if plan.head is None else plan.head.pieces) if last else None,
         others=others,
         deferral=(stage.chunk, 0 if stage.weight_gradients is None else stage.weight_gradients.bytes),
         reduced_in_backward=reduced_in_backward,

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_lynx.apply.releases import KNOWN, Release, fingerprint, installed_version, minor_of, number_of
+from megatron_lynx.apply.releases.core import LANGUAGE
 from megatron_lynx.apply.releases.release import GONE
 from megatron_lynx.apply.transformer_engine import KNOWN as KNOWN_TE
 from megatron_lynx.apply.transformer_engine import installed_te
@@ -26,6 +27,7 @@ from megatron_lynx.errors import HookRefused
 from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
 from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
 
+LONG = {"ATTENTION": ATTENTION, "LANGUAGE": LANGUAGE}
 LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 COMING = (
     f"{LAYER}._run_input_layernorm",
@@ -40,7 +42,7 @@ COMING = (
 
 def core_draft() -> str:
     """What differs in the megatron-core that can be imported."""
-    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "te": (), "experts": (), "latent": ()}
+    tables: dict[str, Sequence[str]] = {"fingerprints": COMING, "te": (), "experts": (), "latent": (), "head": ()}
     unread = []
     try:
         installed_te()
@@ -106,8 +108,9 @@ def written(table: str, differing: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Text as a literal. Transformer Engine's attention is in modules whose names are too long for a line."""
-    return f'f"{{ATTENTION}}{text.removeprefix(ATTENTION)}"' if text.startswith(ATTENTION) else f'"{text}"'
+    """Text as a literal. Some modules have names that are too long for a line."""
+    long = next((name for name, module in LONG.items() if text.startswith(module)), None)
+    return f'"{text}"' if long is None else f'f"{{{long}}}{text.removeprefix(LONG[long])}"'
 
 
 DRAFTS = {"": core_draft, "transformer_engine": te_draft, "double_buffered": double_buffered_draft}

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_lynx.apply import hook as holding
 from megatron_lynx.apply.assignment import order_of, passing_over, policies, windows
+from megatron_lynx.apply.head_refusals import head_chunk
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
@@ -26,6 +27,7 @@ from megatron_lynx.apply.hooks import (
     fused_weight_gradients,
     gathered_input,
     halves,
+    head_in_pieces,
     latents,
     receives,
     sites,
@@ -137,6 +139,8 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
     if run.has_latents and (stale := release.stale_with("latent")):
         raise HookRefused("megatron-core's latent attention does not read as recorded", stale)
+    if plan.head is not None and (stale := release.stale_with("head")):
+        raise HookRefused("megatron-core's head does not read as recorded", stale)
     overlapping = without_flushes is not None
     if refused := refusals(plan, run):
         raise HookRefused("this run cannot carry a plan", refused)
@@ -210,6 +214,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
             yield from gathered_input.claims(engine, linears)
     if plan.exchanging:
         yield from exchanges.claims(engine, run.expert_group)
+    if plan.head is not None and (chunk := head_chunk(run)) is not None:
+        yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
         yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
 

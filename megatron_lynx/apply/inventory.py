@@ -29,6 +29,12 @@ RELIES_ON = {
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),
     "steps": ("pipeline_parallel.schedules",),
+    "head_in_pieces": (
+        "models.gpt.gpt_model",
+        "models.common.language_module.language_module",
+        "tensor_parallel.cross_entropy",
+        "fusions.fused_cross_entropy",
+    ),
     "receives": ("pipeline_parallel.p2p_communication",),
 }
 """By hook (`apply/hooks/<name>`, `apply/transformer_engine`), the modules of `megatron.core` whose functions it counts on.

@@ -5,6 +5,7 @@ its torch          windows whose collectives would hold memory (`recorded_operan
 its modules        wrappers, layers of another kind (`layers`), random numbers that a replay could not draw again
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
+its head           one that cannot run in pieces, where the plan asks for it (`head_refusals`)
 its experts        those that cannot be looked into, where the plan asks for it (`expert_refusals`)
 """
 
@@ -18,6 +19,7 @@ from megatron_lynx.anatomy.dense import CORE_ATTENTION
 from megatron_lynx.apply.expert_refusals import refused_experts
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
+from megatron_lynx.apply.head_refusals import refused_head
 from megatron_lynx.apply.layers import refused_layers
 from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.apply.recorded_operands import refused_windows
@@ -41,6 +43,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *_random_numbers(run),
         *refused_deferrals(plan, run),
         *refused_experts(plan, run),
+        *refused_head(plan, run),
     ]
 
 

@@ -77,11 +77,9 @@ def job_or_launch(
     return job, reading
 
 
-def words_asked(
-    words: list[str], cluster: str | None, gpus: int | None, profile_file: Path | None, optimizer_offload: str | None = None
-) -> str:
-    """The words of a shell that ask for the same job, or the same launch, again."""
-    given = {"--cluster": cluster, "--gpus": gpus, "--profile": profile_file, "--optimizer-offload": optimizer_offload}
+def words_asked(words: list[str], cluster: str | None, gpus: int | None, more: Mapping[str, object | None]) -> str:
+    """The words of a shell that ask for the same job, or the same launch, again. `more`: options with their values."""
+    given = {"--cluster": cluster, "--gpus": gpus, **more}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return shlex.join([*options, *(["--"] if cluster is not None else []), *words])
 

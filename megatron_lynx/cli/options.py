@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,23 @@ LayersOption = Annotated[
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, for programs.")]
+
+
+class Inexact(StrEnum):
+    """What a plan may do that does not equal stock in every bit."""
+
+    HEAD = "head"
+
+
+InexactOption = Annotated[
+    list[Inexact] | None,
+    typer.Option(
+        "--inexact",
+        metavar="head",
+        help="Let the head run in pieces where that helps: the last stage holds fewer logits, and the gradient of the head's "
+        "weight is summed in another order than stock's. Without: as the job says (head), else every bit is stock's.",
+    ),
+]
 
 
 def finite(figure: float | None) -> float | None:

@@ -27,6 +27,7 @@ from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
     GpusOption,
+    InexactOption,
     JobName,
     JobOrLaunch,
     LayersOption,
@@ -67,6 +68,7 @@ def plan(
     gpus: GpusOption = None,
     memory_gib: MemoryOption = None,
     optimizer_offload: OptimizerOption = None,
+    inexact: InexactOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,15 +79,17 @@ def plan(
     from megatron_lynx.planner import against_windows, decide
     from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags, summary
 
-    changes: dict[str, float | str] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    changes: dict[str, object] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
+    changes |= {"head.pieces": "auto"} if inexact else {}
     job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
     check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
         compared = against_windows(decision, job, costs)
-    words = words_asked(asked, cluster, gpus, profile_file, optimizer_offload)
+    options = {"--profile": profile_file, "--optimizer-offload": optimizer_offload, "--inexact": next(iter(inexact or ()), None)}
+    words = words_asked(asked, cluster, gpus, options)
     made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
     save_plan(made, output)
     if as_json:

@@ -11,6 +11,7 @@ from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.communicators import Communicator, communicators
 from megatron_lynx.config.device_reserve import DeviceReserve, device_reserve
 from megatron_lynx.config.fit import expert_problems, fp8_problems, layer_problems, needs_flushes, size_problems
+from megatron_lynx.config.head import Head
 from megatron_lynx.config.later import left_out
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
@@ -73,6 +74,8 @@ class Job(Part):
     schedule: Schedule = "flush"
     defer_updates: bool = True
     """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
+    head: Head | None = None
+    """None: the head is whole, as stock has it."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Job:
@@ -102,12 +105,24 @@ class Job(Part):
             problems.append("overlap.parameters needs parallel.distributed_optimizer: true, found false: else none are gathered")
         if self.overlap.userbuffers and parallel.tensor > 1 and not parallel.sequence_parallel:
             problems.append("overlap.userbuffers needs parallel.sequence_parallel: true, found false, as Megatron refuses it")
+        problems += self._head_problems()
         problems += fp8_problems(model, parallel, self.batch.micro, self.cluster)
         if not problems:
             problems = self._flushless_problems() if self.schedule == "double_buffered" else self._flushing_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _head_problems(self) -> list[str]:
+        """Pieces of a head that cannot be."""
+        if self.head is None:
+            return []
+        rows, pieces, problems = self.model.seq // self.parallel.context, self.head_pieces, []
+        if rows % pieces:
+            problems.append(f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})")
+        if self.schedule == "double_buffered":
+            problems.append("head.pieces needs schedule flush, found double_buffered: logits are computed again in backward")
+        return problems
 
     def _interleaving_problems(self) -> list[str]:
         needed = groups_needed(self.microbatches, self.microbatch_group, self.parallel.pipeline, "parallel.")
@@ -160,6 +175,11 @@ class Job(Part):
     def userbuffers(self) -> bool:
         """Whether linears exchange with other tensor-parallel ranks inside their GEMMs: such an exchange is no window."""
         return self.overlap.userbuffers and self.parallel.tensor > 1
+
+    @property
+    def head_pieces(self) -> int:
+        """Pieces of the head; 1 where it is whole, or the planner has not decided yet."""
+        return 1 if self.head is None or self.head.pieces == "auto" else self.head.pieces
 
     @property
     def chunks(self) -> int:
@@ -232,6 +252,8 @@ class Job(Part):
         """
         parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
         off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
+        if self.head is None:
+            off["head"] = True
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()
 
 

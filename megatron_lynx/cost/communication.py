@@ -128,14 +128,26 @@ def embedding_of(profile: Profile, message_bytes: int) -> BlockProfile:
     return _longer(profile.embedding, forward_s, backward_s)
 
 
-def head_of(profile: Profile, message_bytes: int) -> BlockProfile:
+def head_of(profile: Profile, message_bytes: int, pieces: int = 1) -> BlockProfile:
     """The head with its own collectives, those of a column-parallel linear: the gradient's reduction runs behind the wgrad GEMM,
     which is taken to be a third of the head's backward. The loss's are a few bytes a row, and not counted."""
+    if pieces > 1:
+        return _head_in_pieces(profile, message_bytes, pieces)
     behind_s = profile.head.backward_s / 3
     if not profile.shape.sequence_parallel:
         return _longer(profile.head, 0.0, max(0.0, profile.link_s("all_reduce", message_bytes) - behind_s))
     scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
     return _longer(profile.head, gather_s, max(0.0, gather_s - behind_s) + max(0.0, scatter_s - behind_s))
+
+
+def _head_in_pieces(profile: Profile, message_bytes: int, pieces: int) -> BlockProfile:
+    """Backward computes logits and loss again; the final norm is counted with them. Its collectives come once for all pieces, so
+    they hide behind none; what forward gathered is kept for backward."""
+    again_s = profile.head.forward_s + (pieces - 1) * profile.head_summand_s
+    if not profile.shape.sequence_parallel:
+        return _longer(profile.head, 0.0, again_s + profile.link_s("all_reduce", message_bytes))
+    scatter_s, gather_s = (profile.link_s(kind, message_bytes) for kind in SCATTER_AND_GATHER)
+    return _longer(profile.head, gather_s, again_s + scatter_s)
 
 
 def _longer(block: BlockProfile, forward_s: float, backward_s: float) -> BlockProfile:

@@ -15,6 +15,9 @@ Fused losses, at most    native   4 + 4 + 2    in its backward the compiler copi
                          te       2 + 2        no fp32 copy; what becomes the gradient is the logits' own block, or, as in release
                                                2.20, a copy of it
 
+In pieces (`runtime.loss_in_pieces`) logits are one piece's, whichever moment it is, and beside them in backward are the gradient
+of all rows, the weight's sum and, with sequence parallelism, the rows that were gathered.
+
 Counted with the real loss, compiled by inductor and not (`tests/cost/test_moments.py`); `te` read in `cross_entropy_forward`.
 """
 
@@ -38,9 +41,9 @@ def added_gradient_bytes(shape: LayerShape) -> int:
     return element + (FP32_BYTES if shape.device == "cpu" and element < FP32_BYTES else 0)
 
 
-def logits_at_loss_bytes(shape: LayerShape) -> int:
+def logits_at_loss_bytes(shape: LayerShape, pieces: int = 1) -> int:
     """All copies of the logits while the loss is computed, or its backward begins."""
-    return _logits(shape) * _loss_bytes(shape)
+    return _logits(shape) // pieces * _loss_bytes(shape)
 
 
 def _loss_bytes(shape: LayerShape) -> int:
@@ -54,9 +57,9 @@ def _loss_bytes(shape: LayerShape) -> int:
     return FP32_BYTES + (element if halved else 0)
 
 
-def logits_gradient_bytes(shape: LayerShape) -> int:
+def logits_gradient_bytes(shape: LayerShape, pieces: int = 1) -> int:
     """The gradient that the output projection's backward is given."""
-    return _logits(shape) * shape.model.element_bytes
+    return _logits(shape) // pieces * shape.model.element_bytes
 
 
 def tied_gradients_bytes(shape: LayerShape) -> int:
@@ -64,14 +67,42 @@ def tied_gradients_bytes(shape: LayerShape) -> int:
     return max(embedding_gradient_bytes(shape), 2 * head_block_bytes(shape))
 
 
-def head_in_hand_bytes(shape: LayerShape, tied: bool) -> int:
+def loss_in_hand_bytes(shape: LayerShape, pieces: int, *, in_place: bool) -> int:
+    """What lies beside the logits of a piece, from the second piece of a backward on: the gradient of all rows, those rows where
+    they were gathered, and the sum of the weight's gradient. `in_place`: that is added up in Megatron's buffer."""
+    if pieces == 1:
+        return 0
+    return (2 if _scatters(shape) else 1) * shape.gathered_bytes + (0 if in_place else _weight_sum_bytes(shape))
+
+
+def head_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int = 1, *, in_place: bool = True) -> int:
     """What the output projection's backward makes: its input's gradient, with sequence parallelism on all rows and on its own,
     and its weight's, which is added to Megatron's buffer when the logits' is gone. `tied`: it waits for the embedding's."""
-    scattered = shape.input_bytes if shape.parallel.sequence_parallel and shape.parallel.tensor > 1 else 0
+    if pieces > 1:
+        return _pieces_in_hand_bytes(shape, tied, pieces, in_place=in_place)
+    scattered = shape.input_bytes if _scatters(shape) else 0
     if keeps_head_block(shape):
         return shape.gathered_bytes + scattered
     added = 0 if tied else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape)
     return shape.gathered_bytes + scattered + max(head_block_bytes(shape), added)
+
+
+def _pieces_in_hand_bytes(shape: LayerShape, tied: bool, pieces: int, *, in_place: bool) -> int:
+    """The same in pieces: while the backward of one runs, or when all are done and the gradient of all rows is scattered."""
+    block = 0 if keeps_head_block(shape) and in_place else head_block_bytes(shape)
+    running = loss_in_hand_bytes(shape, pieces, in_place=in_place) + shape.gathered_bytes // pieces + block
+    added = 0 if tied or not block else embedding_gradient_bytes(shape) - logits_gradient_bytes(shape, pieces)
+    scattered = shape.input_bytes if _scatters(shape) else 0
+    return max(running, loss_in_hand_bytes(shape, pieces, in_place=True) + scattered + max(block, added))
+
+
+def _scatters(shape: LayerShape) -> bool:
+    return shape.parallel.sequence_parallel and shape.parallel.tensor > 1
+
+
+def _weight_sum_bytes(shape: LayerShape) -> int:
+    """The sum of the weight's gradient over pieces, in fp32."""
+    return FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor
 
 
 def head_block_bytes(shape: LayerShape) -> int:

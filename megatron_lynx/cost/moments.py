@@ -94,6 +94,8 @@ class Parts:
     """What final norm and output projection read; the norm's part is what the layers put out."""
     logits: int = 0
     """All copies of one micro-batch's logits while the loss is computed."""
+    loss_in_hand: int = 0
+    """Of a head in pieces: what was made of the pieces before, beside the logits of one."""
     logits_gradient: int = 0
     head_in_hand: int = 0
     """What the output projection's backward has in hand beside the gradient of the logits."""
@@ -143,6 +145,10 @@ class Parts:
         beside: dict[str, Any] = self._beside_states(moment)
         return replace(self.states, moment=moment, **beside)
 
+    @property
+    def _of_pieces(self) -> dict[str, int]:
+        return {"in_hand": self.loss_in_hand} if self.loss_in_hand else {}
+
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "optimizer_made":
             return {"update_copies": self.optimizer_made}
@@ -159,7 +165,7 @@ class Parts:
         if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
             running |= {"activations": self.activations_at_loss}
         if moment == "loss":
-            return running | {"head": self.head, "logits": self.logits}
+            return running | {"head": self.head, "logits": self.logits} | self._of_pieces
         if moment == "head_backward":
             return running | {"head": self.head, "logits": self.logits_gradient, "in_hand": self.head_in_hand}
         if moment == "backward":

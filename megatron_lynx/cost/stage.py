@@ -106,7 +106,7 @@ def _ends(job: Job, profile: Profile, stage: int) -> list[BlockProfile]:
     """The ends of the model that a stage holds: most hold none."""
     message_bytes = LayerShape.of(job).gathered_bytes
     first = [embedding_of(profile, message_bytes)] if stage == 0 else []
-    last = [head_of(profile, message_bytes)] if stage == job.parallel.pipeline - 1 else []
+    last = [head_of(profile, message_bytes, job.head_pieces)] if stage == job.parallel.pipeline - 1 else []
     return first + last
 
 

@@ -43,6 +43,7 @@ from megatron_lynx.cost.ends import (
     keeps_head_block,
     logits_at_loss_bytes,
     logits_gradient_bytes,
+    loss_in_hand_bytes,
     tied_gradients_bytes,
 )
 from megatron_lynx.cost.host_optimizer import made_bytes
@@ -123,6 +124,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
     first, last = stage == 0, stage == job.parallel.pipeline - 1
     experts = job.experts_on(stage)
     tied = first and last and job.model.tied_embeddings and not keeps_head_block(shape)
+    in_place = shape.device == "cuda" and job.overlap.weight_gradients != "none"
     buffers = global_buffer_bytes(shape) + kept_blocks_bytes(shape) + userbuffers_bytes(job, shape)
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
@@ -133,9 +135,10 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))
         + (_dispatched(shape) if experts else 0),
         head=head_bytes(shape) if last else 0,
-        logits=logits_at_loss_bytes(shape) if last else 0,
-        logits_gradient=logits_gradient_bytes(shape) if last else 0,
-        head_in_hand=head_in_hand_bytes(shape, tied) if last else 0,
+        logits=logits_at_loss_bytes(shape, job.head_pieces) if last else 0,
+        loss_in_hand=loss_in_hand_bytes(shape, job.head_pieces, in_place=in_place) if last else 0,
+        logits_gradient=logits_gradient_bytes(shape, job.head_pieces) if last else 0,
+        head_in_hand=head_in_hand_bytes(shape, tied, job.head_pieces, in_place=in_place) if last else 0,
         tied_gradient=head_block_bytes(shape) if tied else 0,
         embedding_gradient=(tied_gradients_bytes if tied else embedding_gradient_bytes)(shape) if first else 0,
         reduced=states.reduced,

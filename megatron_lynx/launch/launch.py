@@ -188,7 +188,7 @@ class Launch:
         if self.flags.checks_frames:
             seed, lag = int(getattr(self._args, "seed", None) or 0), int(self.flags.without_flushes)
             return FrameCheck(wanted, self._plan, seed=seed, lag=lag)
-        return Check(wanted, self.flags.lynx_check_against)
+        return Check(wanted, self.flags.lynx_check_against, head_in_pieces=self._plan.head is not None)
 
     def _say_checked(self) -> None:
         """Report the check, once; nothing is said where no step was checked."""
@@ -203,6 +203,11 @@ class Launch:
             f"megatron-lynx {__version__}: training under {self.flags.lynx_plan} ({self._plan.digest[:12]}), "
             f"megatron-core {installed_version()}, {held}{locked}"
         )
+        if self._plan.head is not None:
+            on_rank_0(
+                f"megatron-lynx: inexact: the head runs in {self._plan.head.pieces} pieces, and the gradient of its weight is "
+                "summed in another order than stock's; all else is stock's"
+            )
 
     def _locked(self) -> str:
         """What was page-locked before the first step. That lasts longest where all ranks of a host do it at once."""

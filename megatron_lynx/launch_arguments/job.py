@@ -10,6 +10,7 @@ from megatron_lynx.config.loader import load_cluster
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.launch_arguments.command_line import HEADLINE
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
+from megatron_lynx.launch_arguments.head_facts import refused_in_pieces
 from megatron_lynx.launch_arguments.reading import Reading
 from megatron_lynx.validation import validated
 
@@ -21,6 +22,8 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     Raises `ConfigError` with all problems: of the launch, of the cluster's name, of a job that does not add up.
     """
     problems: list[Problem] = list(reading.problems)
+    if any(place.startswith("head.") for place in changes or {}):
+        problems += refused_in_pieces(reading.given)
     try:
         machine = load_cluster(cluster, "--cluster").model_dump(mode="json")
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """Whether the parts of a plan go together: its stages, its layers, its layout, and what each rule asks of the runtime.
 
-together     chunks take turns, no flush where none may be, every stage is there, every layer is owned once
+together     chunks take turns, pieces of a head are equal, no flush where none may be, every stage is there, every layer is owned
+             once
 each rule    its gathers and windows exist in this layout
 each stage   once all of that holds: every replay finds its window in time (`plan.order`), every deferred weight gradient a wait
              behind its own backward (`plan.weight_gradients`)
@@ -23,7 +24,7 @@ from megatron_lynx.schedule.groups import groups_needed
 def problems(plan: PlanContents) -> list[str]:
     """Everything in a plan that does not go together, in words and with both numbers."""
     found = [*_impossible_chunks(plan), *double_buffered.problems(plan), *_missing_stages(plan), *_broken_layers(plan)]
-    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan)]
+    found += [*experts.misplaced(plan), *userbuffers.misplaced(plan), *latent.misplaced(plan), *_uneven_pieces(plan)]
     for at, stage in enumerate(plan.stages):
         for rule in stage.rules:
             unmet = list(latent.problems(plan, rule)) or [*_unhonoured(plan, stage, rule), *experts.problems(plan, rule)]
@@ -51,6 +52,17 @@ def _impossible_chunks(plan: PlanContents) -> list[str]:
         return [f"parallel.microbatch_group ({layout.group}) must be at least pipeline ({layout.pipeline})"]
     needed = groups_needed(found, layout.group, layout.pipeline)
     return [f"batch.microbatches ({found}) must be {needed} with {layout.chunks} chunks on each stage"] if needed else []
+
+
+def _uneven_pieces(plan: PlanContents) -> Iterator[str]:
+    """A head in pieces that cannot be."""
+    if plan.head is None:
+        return
+    rows, pieces = plan.model.seq // plan.parallel.context, plan.head.pieces
+    if rows % pieces:
+        yield f"head.pieces ({pieces}) must divide the tokens of a sequence on one rank ({rows})"
+    if plan.schedule == "double_buffered":
+        yield f"head.pieces is {pieces}, but schedule is double_buffered: logits are computed again in backward, needed flush"
 
 
 def _missing_stages(plan: PlanContents) -> list[str]:

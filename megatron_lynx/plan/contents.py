@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
+from megatron_lynx.plan.head import Head
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
 
@@ -21,6 +22,8 @@ class PlanContents(Part):
     """Whether the pipeline is emptied before each update (1F1B, interleaved), or never (gradients are then one update old)."""
     defer_updates: bool = True
     """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
+    head: Head | None = None
+    """How output projection and loss run. None: as stock has them, all tokens of a micro-batch at once."""
     stages: tuple[Stage, ...]
     device: PlannedDevice | None = None
     """The devices that it was made for. None: CPU ranks, or not known."""

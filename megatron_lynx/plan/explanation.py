@@ -58,6 +58,7 @@ def _heading(plan: Plan) -> Iterator[Text]:
     yield Text(f"model   {model.layers} layers, {widths}, sequence {model.seq}")
     context = f", context {layout.context}" if layout.context > 1 else ""
     yield Text(f"layout  tensor {layout.tensor}{context}, pipeline {layout.pipeline}{chunks}{sequence}")
+    yield from _head(plan)
     yield Text(f"batch   {batch.microbatches} micro-batches of {batch.micro}")
     if (sizes := model.latent_attention) is not None:
         queries = f"queries compressed to {sizes.q_rank}, " if sizes.compressed else ""
@@ -76,6 +77,14 @@ def _heading(plan: Plan) -> Iterator[Text]:
     if not any(stage.predicted.host_s for stage in plan.stages):
         yield Text("host    no stage is said to be host-bound (or the host's time was not known when the plan was made)")
     yield Text(f"launch  {in_words(plan).replace(NEW_LINE, NEW_LINE + ' ' * 8)}{NEW_LINE}")
+
+
+def _head(plan: Plan) -> Iterator[Text]:
+    """That not every bit is stock's must be read before anything else."""
+    if plan.head is not None:
+        tokens = plan.model.seq // plan.parallel.context // plan.head.pieces
+        yield Text(f"head    in {plan.head.pieces} pieces: logits of {tokens} tokens of each sequence at a time, computed twice")
+        yield Text("        inexact: its weight's gradient is summed in another order than stock's; all else is stock's")
 
 
 def _load(plan: Plan) -> Iterator[Text]:

@@ -55,6 +55,10 @@ PACED = """\
 #   pace_bytes    of offload: micro-batches go whose own backward follows at once, too, so many bytes beside one half's forward
 """
 """What is explained of a plan that offloads within a micro-batch."""
+PIECES = """\
+#   head          output projection and loss run in so many pieces of a sequence: inexact, docs/head_in_pieces.md
+"""
+"""What is explained of a plan whose head is in pieces."""
 _END = "# `predicted`"
 
 
@@ -77,6 +81,8 @@ def dump_plan(plan: Plan) -> str:
     header = HEADER.replace(_END, DEFERRED + _END) if any(stage.defers for stage in plan.stages) else HEADER
     if any(stage.offload is not None and stage.offload.pace_bytes is not None for stage in plan.stages):
         header = header.replace(_END, PACED + _END)
+    if plan.head is not None:
+        header = header.replace(_END, PIECES + _END)
     if plan.model.latent is not None:
         header = header.replace(_ITEMS, _listed(plan.model.halves))
     return header + write_yaml(_in_lines(plan.model_dump(mode="json", exclude_defaults=True)))
@@ -99,7 +105,7 @@ def _in_lines(data: dict[str, Any]) -> dict[str, Any]:
         _flow(stage, "offload", "weight_gradients", "whole", "predicted") | {"rules": [_rule(rule) for rule in stage["rules"]]}
         for stage in data["stages"]
     ]
-    return _flow(data, "model", "parallel", "batch", "device") | {"stages": stages}
+    return _flow(data, "model", "parallel", "batch", "device", "head") | {"stages": stages}
 
 
 def _rule(rule: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import head
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
@@ -87,10 +88,42 @@ def decide(job: Job, profile: Profile) -> Decision:
         return _with_best_share(job, profile)
     check_plannable(job)
     check_profile(job, profile)
+    if job.head is None or job.head.pieces != "auto":
+        return _decided(job, profile)
+    whole, pieced = head.whole(job), head.with_pieces(job)
+    if pieced is None:
+        return _decided(whole, profile)
     try:
-        decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
+        decision = _fastest(whole, profile)
+    except Infeasible:
+        return _decided(pieced, profile)
+    return _worth_its_bits(decision, pieced, profile)
+
+
+def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decision:
+    """The decision for the job whose head is in pieces where that is worth it (on the testbed in memory), or the one given."""
+    try:
+        other = _fastest(pieced, profile)
+    except Infeasible:
+        return decision
+    if bounded_by_device(pieced):
+        better = other.simulation.step_s < (1 - head.WORTH_BITS) * decision.simulation.step_s
+    else:
+        better = max(each.total for each in other.memory) < max(each.total for each in decision.memory)
+    return other if better else decision
+
+
+def _decided(job: Job, profile: Profile) -> Decision:
+    """The decision for a job that leaves nothing of its head open. Raises `Infeasible` with what could be changed."""
+    try:
+        return _fastest(job, profile)
     except Infeasible as error:
-        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
+        changes = [*nearest_change(job, profile, _plannable), *head.inexact_change(job, profile, _plannable)]
+        raise Infeasible(error.headline, [*error.problems, *changes]) from None
+
+
+def _fastest(job: Job, profile: Profile) -> Decision:
+    decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     filled = _with_both_fillers(job, decision, stages, profile)
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack

@@ -22,6 +22,7 @@ from megatron_lynx.plan.device import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,
+    Head,
     LayerRange,
     ModelFacts,
     Offload,
@@ -150,6 +151,7 @@ def plan_of(job: Job, stages: tuple[Stage, ...], provenance: Provenance) -> Plan
         batch=BatchFacts(micro=job.batch.micro, microbatches=job.microbatches),
         schedule=job.schedule,
         defer_updates=job.defer_updates,
+        head=Head(pieces=job.head_pieces) if job.head_pieces > 1 else None,
         stages=stages,
         device=planned_device(job),
         provenance=provenance,

@@ -30,7 +30,7 @@ from megatron_lynx.profiler.profile import (
 )
 from megatron_lynx.profiler.roofline import Roofline
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import embedding_bytes, half_tensors, head_bytes, logits_bytes
+from megatron_lynx.profiler.tensors import FP32_BYTES, embedding_bytes, half_tensors, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 
 LOSS_BYTES = {"unfused": (38, 14), "native": (22, 6), "te": (6, 4)}
@@ -54,6 +54,7 @@ def analytic_profile(job: Job) -> Profile:
         experts=_experts(job, shape, roof),
         embedding=_embedding(shape, roof),
         head=_head(shape, roof),
+        head_summand_s=roof.seconds(0, 2 * FP32_BYTES * shape.model.vocab * shape.model.hidden // shape.parallel.tensor),
         interference=1 / (1 - roof.matmul.beside_collective),
         host_time=job.cluster.host_time,
         **_said_by(job),

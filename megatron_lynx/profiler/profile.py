@@ -227,6 +227,8 @@ class Profile(Part):
     embedding: BlockProfile = BlockProfile()
     head: BlockProfile = BlockProfile()
     """Final norm, output projection and loss."""
+    head_summand_s: float = Field(default=0.0, ge=0)
+    """Each piece more of a head in pieces: its weight's gradient is read, and written with a summand more. Measured by nobody."""
     interference: float = Field(default=1.0, ge=1.0)
     """How many times longer a replay takes while a collective is under way."""
     host_time: HostTime | None = None
@@ -281,10 +283,10 @@ class Profile(Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the profile's canonical JSON, less what came later and is off, and host time (see `Job.digest`): what a plan
-        records as its origin."""
+        """SHA-256 of the profile's canonical JSON, less what came later and is off, what only few plans depend on, and host time
+        (see `Job.digest`): what a plan records as its origin."""
         off: dict[str, Any] = {"shape": {name for name, value in LATER.items() if getattr(self.shape, name) == value}}
-        off["host_time"] = True
+        off["host_time"] = off["head_summand_s"] = True
         if self.experts is None or self.shape.experts is None:
             off["experts"] = True
         else:

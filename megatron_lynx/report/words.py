@@ -14,9 +14,10 @@ def subject_of(plan: Plan) -> str:
     model, layout, batch = plan.model, plan.parallel, plan.batch
     chunks = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
+    head = "" if plan.head is None else f"; the head in {plan.head.pieces} pieces (inexact)"
     return (
         f"{model.layers} layers of {model.hidden}, sequence {model.seq}; tensor {layout.tensor}{sequence}, "
-        f"pipeline {layout.pipeline}{chunks}; {batch.microbatches} micro-batches of {batch.micro} a step"
+        f"pipeline {layout.pipeline}{chunks}; {batch.microbatches} micro-batches of {batch.micro} a step{head}"
     )
 
 

@@ -44,7 +44,7 @@ class LayerCost:
         """The costs of the job's layers, however these are spread over stages."""
         profile, shape = analytic_profile(job), LayerShape.of(job)
         device = profile.model_copy(update={"host_time": None})
-        ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes)
+        ends = embedding_of(profile, shape.gathered_bytes), head_of(profile, shape.gathered_bytes, job.head_pieces)
         embedding_s, head_s = (block.forward_s + block.backward_s for block in ends)
         whole = {policy: _whole_model_s(job, device, shape, policy) for policy in STOCK}
         layer_s = (whole["none"] - embedding_s - head_s) / job.model.layers

@@ -60,7 +60,7 @@ def _chunks(job: Job, profile: Profile, stage: int, ratio: float) -> list[ChunkP
     message_bytes = LayerShape.of(job).gathered_bytes
     whole = issued(replaying_stage_s(job, profile, stage, message_bytes), job, profile, stage)
     first = embedding_of(profile, message_bytes) if stage == 0 else NO_BLOCK
-    last = head_of(profile, message_bytes) if stage == job.parallel.pipeline - 1 else NO_BLOCK
+    last = head_of(profile, message_bytes, job.head_pieces) if stage == job.parallel.pipeline - 1 else NO_BLOCK
     forward_s = (whole.forward_s - first.forward_s - last.forward_s) / job.chunks
     backward_s = (whole.backward_s - first.backward_s - last.backward_s) / job.chunks
     forwards, backwards = [forward_s] * job.chunks, [backward_s] * job.chunks

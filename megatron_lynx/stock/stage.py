@@ -51,7 +51,11 @@ class StockStage:
         return self._memory(copies.most_bytes() if copies is not None else 0)
 
     def _memory(self, staging_bytes: int) -> StageMemory:
-        job, stage, layers = self.job.model_copy(update={"policy": "none"}), self.stage, max(self.chunks, key=_stays)
+        job, stage, layers = (
+            self.job.model_copy(update={"policy": "none", "head": None}),
+            self.stage,
+            max(self.chunks, key=_stays),
+        )
         whole = not self.setting.recompute
         parts = (stage_parts if whole else parts_beside_layers)(job, stage)
         return replace(

@@ -21,6 +21,8 @@ from ..te_releases import folder_of, python_path
 from ..transparency.plans import plan_for, replayable
 from ..transparency.trials import Trial
 from . import on_ranks
+from .head_on_ranks import How, compare
+from .test_head_in_pieces import SMALL, in_pieces
 
 RELEASES = ("0.15", "0.17", "0.18", "0.19")
 
@@ -82,6 +84,14 @@ def test_planned_training_equals_stock_in_every_bit(pool_on, release, layout):
         assert (on_demand.hidden, on_demand.replayed) == (0, ahead.replayed)
         only_loss = job.chunks == 1 and rank == job.parallel.pipeline - 1 > 0
         assert ahead.hidden > 0 or only_loss, "only a last stage without collectives has no window"
+
+
+def test_a_head_in_pieces(pool_on, release):
+    job = tiny_job("gpt", tensor=2, sequence_parallel=True, tied_embeddings=False)
+    for found in pool_on(2).run(compare, job, in_pieces(job), How(masked=True)):
+        assert found.losses == job.microbatches
+        assert found.differing.keys() == {"output_layer.weight"}, "all else is equal in every bit"
+        assert found.differing["output_layer.weight"] < SMALL
 
 
 def test_deferred_weight_gradients_equal_stocks_in_every_bit(pool_on, release):

@@ -94,7 +94,7 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
 
     for model in unwrap_model(training.chunks):
         if training.job.parallel.expert > 1:  # behind the last exchange of a forward, and before its mark
-            model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: _exchange_nothing())
+            model.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: exchange_nothing())
         _watch_chunk(model, meter)
     config = get_model_config(training.chunks[0])
     finalize = config.finalize_model_grads_func
@@ -107,7 +107,7 @@ def _watch(training: Any, meter: ActivationMeter) -> None:
     config.finalize_model_grads_func = finalized
 
 
-def _exchange_nothing() -> None:
+def exchange_nothing() -> None:
     """Some of gloo's threads keep what they exchanged until they exchange something else. That is by chance, and not NCCL's."""
     import torch
     import torch.distributed as dist
@@ -141,7 +141,7 @@ def _before_loss(logits: Any, meter: ActivationMeter) -> None:
 
 
 def _before_gradient(tensor: Any, meter: ActivationMeter, name: str) -> None:
-    if tensor.requires_grad:
+    if getattr(tensor, "requires_grad", False):  # not what stands for logits, where the head runs in pieces
         tensor.register_hook(lambda gradient: meter.mark(name))
 
 

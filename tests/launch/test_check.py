@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lynx.config.head import Head
 from megatron_lynx.launch.check.reference import room_bytes
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.deferring import deferring
@@ -54,6 +55,19 @@ def test_reduced_while_backward_runs(run, tmp_path):
     assert re.search("; deferred [1-9][0-9]* weight gradients: [1-9][0-9]* ran in waits, 0 were flushed", checked.ours[-1])
     assert len(stock.iterations) == 5
     assert checked.iterations == stock.iterations
+
+
+def test_a_head_in_pieces_is_checked_to_a_tolerance_and_all_else_to_the_bit(run, tmp_path):
+    job = tiny_job("gpt", microbatches=4, **SIZE)
+    plan = uniform_plan(job.model_copy(update={"head": Head(pieces=4)}))
+    flags = [*MODEL, "--train-iters", "2", "--lynx-plan", saved(plan, tmp_path / "plan.yaml"), "--lynx-check", "2"]
+    checked = run(HERE / "pretrain_tiny.py", flags)
+    assert checked.status == 0, checked.text
+    _, warned, summary = checked.ours[:3]
+    assert warned.startswith("megatron-lynx: inexact: the head runs in 4 pieces")
+    assert summary.startswith("megatron-lynx: checked 2 steps against stock without recomputation: in each, 4 losses ")
+    near = "but for embedding.word_embeddings.weight: within 2e-05 of its largest value, as the plan's head is in pieces"
+    assert summary.endswith(f" are equal in every bit, {near}")
 
 
 def test_a_broken_replay_is_named(faulty):

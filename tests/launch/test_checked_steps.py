@@ -129,8 +129,8 @@ def a_model():
     return model
 
 
-def found(one, other):
-    return differences(one, other, rank=3, stage=1, names=("stock", "the plan"))
+def found(one, other, **tolerances):
+    return differences(one, other, rank=3, stage=1, names=("stock", "the plan"), tolerances=tolerances)
 
 
 def test_the_first_difference_is_the_one_that_backward_meets_first():
@@ -174,6 +174,15 @@ def test_a_difference_in_words():
 def test_what_counts_as_different(one, other, differ):
     parameter = {"weight": (2, 0)}
     assert bool(found(Outcome((), {"weight": one}, parameter), Outcome((), {"weight": other}, parameter))) == differ
+
+
+@pytest.mark.parametrize(("value", "differ"), [(8.0625, False), (8.1, True), (float("nan"), True)])
+def test_what_may_differ_is_measured_by_the_largest_value(value, differ):
+    """A sum in another order is off by as much where it is near 0."""
+    stock, planned = (Outcome((), {"weight": torch.tensor([last, 0.0])}, {"weight": (1, 0)}) for last in (8.0, value))
+    planned.gradients["weight"][1] = 1e-3
+    assert bool(found(stock, planned, weight=2.0**-7)) == differ
+    assert found(stock, planned)
 
 
 def test_tied_embeddings_come_last():

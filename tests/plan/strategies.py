@@ -20,6 +20,7 @@ from megatron_lynx.plan.plan import (
     ByPhase,
     Gather,
     GatherByPhase,
+    Head,
     LayerRange,
     ModelFacts,
     ParallelFacts,
@@ -58,9 +59,10 @@ def plans(
     partition: tuple[int, ...] | None = None,
     whole: bool = False,
     defers: bool = False,
+    pieces: bool = False,
 ) -> Plan:
     """A valid plan. `partition`: layers of each virtual stage. With `whole`, some micro-batches may keep everything; with
-    `defers`, weight gradients may be deferred."""
+    `defers`, weight gradients may be deferred; with `pieces`, the head may be in some."""
     parallel = parallel or draw(layouts())
     model = model or draw(models(parallel.pipeline))
     batch = batch or draw(st.builds(BatchFacts, micro=st.integers(1, 4), microbatches=st.integers(1, 8)))
@@ -75,7 +77,8 @@ def plans(
         stages = [stage.model_copy(update={"whole": draw(st.none() | st.just(Whole(of_every=2, first=1)))}) for stage in stages]
     provenance = st.builds(Provenance, made_by=TEXT, job=st.none() | DIGESTS, profile=st.none() | DIGESTS, note=st.none() | TEXT)
     device = draw(st.sampled_from([None, DEVICE]))
-    parts = {"model": model, "parallel": parallel, "batch": batch, "stages": tuple(stages), "device": device}
+    head = draw(st.none() | st.builds(Head, pieces=st.sampled_from([2, 4, 8]))) if pieces else None
+    parts = {"model": model, "parallel": parallel, "batch": batch, "head": head, "stages": tuple(stages), "device": device}
     plan = Plan(version=1, **parts, provenance=draw(provenance))
     return draw(deferring(plan)) if defers and draw(st.booleans()) else plan
 

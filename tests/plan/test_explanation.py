@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_lynx.config import Experts
 from megatron_lynx.plan.explanation import explanation
-from megatron_lynx.plan.plan import Offload, Plan
+from megatron_lynx.plan.plan import Head, Offload, Plan
 from megatron_lynx.planner import uniform_plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 
@@ -57,3 +57,11 @@ def test_the_largest_load_of_experts_is_said_where_twice_the_assumed_one_does_no
     text = shown(plan.model_copy(update={"stages": tuple(stages)}))
     said = "at most 1.43 times a balanced share for the experts of one rank (stage 1): the plan is made for 1, and twice that"
     assert said in text
+
+
+def test_a_head_in_pieces_is_said_to_be_inexact() -> None:
+    plan = uniform_plan(tiny_job("llama"), windows=False)
+    text = shown(plan.model_copy(update={"head": Head(pieces=4)}))
+    assert "head    in 4 pieces: logits of 4 tokens of each sequence at a time, computed twice" in text
+    assert "inexact: its weight's gradient is summed in another order than stock's; all else is stock's" in text
+    assert "inexact" not in shown(plan)

@@ -169,10 +169,11 @@ def _step(training: Any, installation: Any, job: Job, step: int, trial: Trial, s
         seen.counts.append(installation.engine.take_counts())
         seen.events = [event.as_dict() for event in installation.engine.trace.stop()] if last else []
     del losses
-    seen.live_bytes.append(_live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
+    seen.live_bytes.append(live_bytes() - sum(tensor.nbytes for tensor in seen.tensors.values()))
 
 
-def _live_bytes() -> int:
+def live_bytes() -> int:
+    """Of all tensors."""
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter):

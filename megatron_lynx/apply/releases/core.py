@@ -6,6 +6,8 @@ So the history of a function is found by looking for its name. `scripts/record_r
 
 from megatron_lynx.apply.releases.release import Release
 
+LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
+
 CORE_0_15 = Release(  # recorded from 0.15.3
     version="0.15",
     fingerprints={
@@ -75,6 +77,17 @@ CORE_0_15 = Release(  # recorded from 0.15.3
             "megatron.core.tensor_parallel.mappings:_split_along_first_dim": "0c1e41ac726e8e67",
             "megatron.core.tensor_parallel.mappings:_split_along_last_dim": "6fde549a71823fa5",
         },
+        "head": {
+            "megatron.core.models.gpt.gpt_model:GPTModel.forward": "0047d48b08604202",
+            "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "6e0fe65f619523fa",
+            f"{LANGUAGE}.compute_language_model_loss": "01ec0b6356cd6fc0",
+            "megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl": "6042a461a2e654e9",
+            "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "a7dce2d67feac8f0",
+            "megatron.core.tensor_parallel.mappings:copy_to_tensor_model_parallel_region": "31582c91bd424e80",
+            "megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region": "157735a551a8e564",
+            "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "b81360061852c36b",
+            "megatron.core.fusions.fused_cross_entropy:_VocabParallelCrossEntropy": "caa71cc11dc48e78",
+        },
     },
 )
 
@@ -123,6 +136,11 @@ CORE_0_16 = CORE_0_15.then(  # recorded from 0.16.1
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "49a5a948c69c08c7",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "d884dd41c755342e",
     },
+    head={
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward": "a9578ed8f6fe071f",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "a5f7de0bfb1cad97",
+        f"{LANGUAGE}.compute_language_model_loss": "86cf8e890a0f9c9b",
+    },
 )
 
 CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
@@ -156,6 +174,12 @@ CORE_0_17 = CORE_0_16.then(  # recorded from 0.17.1
     latent={
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "bf7980d17485b537",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection": "6e1c7d106c8c3ac1",
+    },
+    head={
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward": "8f1135aa133540ce",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "4ae592221f4fd816",
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "68223b5e19c86d24",
+        f"{LANGUAGE}._scale_logits": "8eb5ca0ddad585c9",
     },
 )
 
@@ -194,6 +218,11 @@ CORE_0_18 = CORE_0_17.then(  # recorded from 0.18.2
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "b57ff9fdfb152d25",
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention": "157911d9c9458347",
     },
+    head={
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward": "ecf2ffcb318347f6",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "de4dbfb0d7d41088",
+        f"{LANGUAGE}.compute_language_model_loss": "7ab354400f220b50",
+    },
 )
 
 CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
@@ -223,6 +252,12 @@ CORE_0_19 = CORE_0_18.then(  # recorded from 0.19.2
     latent={
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.forward": "b0d8e69892f35651",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors": "e19fa46a2a0b1b23",
+    },
+    head={
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": "41700c5f809c197c",
+        f"{LANGUAGE}.compute_language_model_loss": "cfdd820917a28309",
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": "e8826ff1c83eb53c",
+        "megatron.core.tensor_parallel.cross_entropy:_VocabParallelCrossEntropy": "ee9c3e36b0e76bac",
     },
 )
 

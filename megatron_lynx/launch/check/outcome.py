@@ -2,13 +2,14 @@
 
 Everything is compared on every rank, by bits: NaN equals the same NaN, and 0 is not -0. The first difference is the one that the
 pass would meet first: losses by micro-batch, then gradients as backward comes to them, from the last layer to the first. What
-lies behind the first is mostly its consequence.
+lies behind the first is mostly its consequence. What a plan does not promise in every bit (`tolerance`) must be near.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,8 +93,17 @@ def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]
             yield (name if prefix is None else global_[prefix] + name.removeprefix(prefix)), parameter
 
 
-def differences(one: Outcome, other: Outcome, *, rank: int, stage: int, names: tuple[str, str]) -> list[Difference]:
-    """Every value that is not the same in both. `names`: how to call the two."""
+def differences(
+    one: Outcome,
+    other: Outcome,
+    *,
+    rank: int,
+    stage: int,
+    names: tuple[str, str],
+    tolerances: Mapping[str, float] = MappingProxyType({}),
+) -> list[Difference]:
+    """Every value that is not the same in both. `names`: how to call the two. `tolerances`: by the names of gradients that may
+    differ, by how much of the largest value."""
     found = [
         Difference((0, index), rank, stage, f"the loss of micro-batch {index}", what)
         for index, pair in enumerate(_paired(one.losses, other.losses))
@@ -103,6 +113,7 @@ def differences(one: Outcome, other: Outcome, *, rank: int, stage: int, names: t
         Difference(one.positions[name], rank, stage, name, what)
         for name, mine in one.gradients.items()
         if (what := _difference(mine, other.gradients[name], names))
+        and not _near(mine, other.gradients[name], tolerances.get(name, 0.0))
     ]
     return sorted(found)
 
@@ -134,6 +145,14 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
     worst = int(torch.nan_to_num((mine - yours).abs(), nan=torch.inf).argmax())
     most = f"{mine[worst]:.9g} in {names[0]} and {yours[worst]:.9g} in {names[1]}"
     return f"{len(mine)} of {one.numel()} values that differ, most {most}"
+
+
+def _near(one: Tensor | None, other: Tensor | None, tolerance: float) -> bool:
+    """Whether no value of two gradients differs by more than this part of the largest value of the first."""
+    if not tolerance or one is None or other is None or one.shape != other.shape:
+        return False
+    difference = (one.to(other.device).double() - other.double()).abs().max()
+    return bool(difference <= tolerance * one.double().abs().max().to(difference.device))
 
 
 def backward_position(name: str, parameter: Parameter) -> Position:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,9 +69,11 @@ class Step:
         let_go = (counts.let_go_bytes + counts.offloaded_bytes) // passes
         return Need(torch.cuda.max_memory_allocated() - before, let_go * _most_in_flight(run, microbatches))
 
-    def differences(self, one: Outcome, other: Outcome, names: tuple[str, str]) -> list[Difference]:
+    def differences(
+        self, one: Outcome, other: Outcome, names: tuple[str, str], tolerances: Mapping[str, float] = MappingProxyType({})
+    ) -> list[Difference]:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return differences(one, other, rank=rank, stage=self.run.stage, names=names)
+        return differences(one, other, rank=rank, stage=self.run.stage, names=names, tolerances=tolerances)
 
     def _pass(self) -> Any:
         return self._schedule(model=self._model, data_iterator=self._iterators.stand_in, **self._others)

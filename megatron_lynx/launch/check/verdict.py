@@ -12,10 +12,17 @@ from megatron_lynx.errors import LynxError, Problem
 from megatron_lynx.launch.check.outcome import Difference
 from megatron_lynx.launch.check.reference import IN_WORDS, ReferenceSetting
 
+IN_PIECES = "its head is in pieces, whose GEMMs have fewer rows, and a device may compute these otherwise"
+"""Why a plan that is right may differ from stock on a GPU, where a kernel is chosen by the shape of a GEMM."""
 
-def plan_differs(step: int, setting: ReferenceSetting, first: Difference, count: int) -> LynxError:
+
+def plan_differs(
+    step: int, setting: ReferenceSetting, first: Difference, count: int, *, head_in_pieces: bool = False
+) -> LynxError:
     places = "one place" if count == 1 else f"{count} places, the first of them here"
     todo = "train without this plan, and report it with the plan and this launch's arguments"
+    if head_in_pieces:
+        todo = f"{IN_PIECES}: check --lynx-check frames, or a plan whose head is whole; else {todo}"
     problem = Problem(first.place, first.found, "the same bits", todo)
     return LynxError(f"--lynx-check: in step {step} the plan and {IN_WORDS[setting]} differ in {places}", [problem])
 

@@ -1,0 +1,81 @@
+"""Refuses runs whose head cannot run in pieces, where a plan asks for it: settings that make something else of logits or of their
+gradients, and heads that are not Megatron's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from megatron_lynx.apply.live_run import LiveRun, name_of
+from megatron_lynx.errors import Problem
+from megatron_lynx.plan.plan import Plan
+
+WHOLE = "plan without a head in pieces (head)"
+
+OFF = {
+    "use_mup": "--use-mup: it scales logits",
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute: it keeps gradients of all logits",
+    "enable_autocast": "--enable-autocast: weights would be cast anew for each piece",
+    "config_logger_dir": "--config-logger-dir: it writes logits to files",
+}
+"""Config fields that must be off, and what to drop."""
+
+LOSSES = ("native", "te")
+"""Megatron's fused losses, each of which treats a row by itself."""
+
+MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
+PROJECTION = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
+OVERRIDDEN = {
+    "forward": MODEL,
+    "_postprocess": MODEL,
+    "_scale_logits": "megatron.core.models.common.language_module.language_module.LanguageModule",
+    "compute_language_model_loss": "megatron.core.models.common.language_module.language_module.LanguageModule",
+}
+"""Methods that a subclass must have left as they are, and whose they are. Releases before 0.17 scale no logits."""
+
+
+def refused_head(plan: Plan, run: LiveRun) -> Iterator[Problem]:
+    """Every reason why the head cannot run in pieces here; none where the plan leaves it whole."""
+    if plan.head is None:
+        return
+    for name, drop in OFF.items():
+        if value := getattr(run.config, name, None):
+            yield Problem(f"config.{name}", str(value), "off with a head in pieces", f"drop {drop}; or {WHOLE}")
+    impl = getattr(run.config, "cross_entropy_fusion_impl", "native")
+    if run.config.cross_entropy_loss_fusion and impl not in LOSSES:
+        yield Problem("config.cross_entropy_fusion_impl", str(impl), " or ".join(LOSSES), f"launch with one of these, or {WHOLE}")
+    if (chunk := head_chunk(run)) is not None:
+        yield from _another_model(chunk)
+        yield from _another_projection(chunk)
+
+
+def head_chunk(run: LiveRun) -> Any:
+    """The chunk of this rank that has the model's head; None where another stage has it."""
+    return run.chunks[-1] if getattr(run.chunks[-1], "post_process", False) else None
+
+
+def _another_model(chunk: Module) -> Iterator[Problem]:
+    for method, owner in OVERRIDDEN.items():
+        defined = next((base for base in type(chunk).__mro__ if method in vars(base)), None)
+        found = None if defined is None else f"{defined.__module__}.{defined.__qualname__}"
+        if found not in (None, owner):
+            yield Problem(f"model.{method}", f"{found}'s", f"{owner}'s with a head in pieces", f"train Megatron's, or {WHOLE}")
+
+
+def _another_projection(chunk: Any) -> Iterator[Problem]:
+    projection = chunk.output_layer
+    if (found := name_of(projection)) != PROJECTION:
+        yield Problem("output_layer", found, f"{PROJECTION} with a head in pieces", WHOLE)
+        return
+    weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else projection.weight
+    needed = {
+        "bias": (projection.bias is not None, "none"),
+        "gather_output": (projection.gather_output, "False: every rank has the loss of its part of the vocabulary"),
+        "explicit_expert_comm": (projection.explicit_expert_comm, "False"),
+        "weight.requires_grad": (not weight.requires_grad, "True"),
+    }
+    for name, (unfit, wanted) in needed.items():
+        if unfit:
+            yield Problem(f"output_layer.{name}", "otherwise", f"{wanted}, with a head in pieces", WHOLE)

@@ -1,0 +1,116 @@
+"""A head in pieces.
+
+Replaces              `_postprocess` and `compute_language_model_loss` of the GPTModel that has the head, and `forward` of its
+                      `output_layer`.
+Why                   all logits of a micro-batch at once, in fp32 beside the model's type, are what the last stage holds most of.
+Calls the original    `_postprocess` once per call; the loss once per piece, and once again in backward; the projection's own
+                      `_forward_impl` likewise, without its collectives: what all ranks read is gathered, and its gradient
+                      reduced, once for all pieces.
+Holds                 the number of pieces; while `_postprocess` runs, that labels were given.
+Passes through when   no labels are given: somebody wants logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_lynx.apply.hook import Claim
+from megatron_lynx.errors import HookRefused, Problem
+from megatron_lynx.runtime.loss_in_pieces import loss_in_pieces
+
+
+def claims(chunk: Module, pieces: int) -> Iterator[Claim]:
+    """`chunk`: the GPTModel that has the head."""
+    head = _Head(chunk, pieces)
+    yield Claim(chunk, "_postprocess", head.postprocess, "says whether a loss is wanted, or logits", "model")
+    yield Claim(chunk.output_layer, "forward", head.project, "would make all logits at once", "output_layer")
+    yield Claim(chunk, "compute_language_model_loss", head.loss, "computes the loss of a piece", "model")
+
+
+@dataclass(frozen=True)
+class _Unprojected:
+    """Goes in the place of logits from the projection to the loss."""
+
+    hidden_SBH: Tensor
+    weight_VH: Tensor
+
+
+class _Head:
+    """The head of one chunk."""
+
+    def __init__(self, chunk: Any, pieces: int) -> None:
+        self._projection = chunk.output_layer
+        self._pieces = pieces
+        self._wants_loss = False
+
+    def postprocess(self, original: Any) -> Any:
+        def postprocess(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("labels") is None:
+                return original(*args, **kwargs)
+            _check_call(kwargs)
+            self._wants_loss = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._wants_loss = False
+
+        return postprocess
+
+    def project(self, original: Any) -> Any:
+        def forward(input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+            if not self._wants_loss:
+                return original(input_, weight, **kwargs)
+            return _Unprojected(input_, self._projection.weight if weight is None else weight), None
+
+        return forward
+
+    def loss(self, original: Any) -> Any:
+        def loss_of(rows_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor) -> Any:
+            return original(labels_BS, self._logits(rows_SBH, weight_VH))
+
+        def loss(labels: Tensor, logits: Tensor | _Unprojected) -> Any:
+            if not isinstance(logits, _Unprojected):
+                return original(labels, logits)
+            rows_SBH, fused = self._shared(logits.hidden_SBH), self._projection.gradient_accumulation_fusion
+            return loss_in_pieces(rows_SBH, logits.weight_VH, labels, self._pieces, loss_of, adds_in_place=fused)
+
+        return loss
+
+    def _logits(self, rows_SBH: Tensor, weight_VH: Tensor) -> Any:
+        """This rank's part of the vocabulary, without a collective in either pass."""
+        return self._projection._forward_impl(
+            input=rows_SBH,
+            weight=weight_VH,
+            bias=None,
+            gradient_accumulation_fusion=self._projection.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=self._projection.tp_group,
+        )
+
+    def _shared(self, hidden_SBH: Tensor) -> Any:
+        """All rows, on every tensor-parallel rank; backward adds up what the ranks' vocabularies make of their gradient."""
+        from megatron.core.tensor_parallel import mappings
+
+        group = self._projection.tp_group
+        if self._projection.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(hidden_SBH, group=group)
+        return mappings.copy_to_tensor_model_parallel_region(hidden_SBH, group=group)
+
+
+UNKNOWN = ("runtime_gather_output", "output_processor", "inference_context", "inference_params")
+"""What a call with labels may have, and pieces cannot give: all of the vocabulary on every rank, or logits for somebody else."""
+
+
+def _check_call(given: Mapping[str, Any]) -> None:
+    """Refuse what only a call shows."""
+    if found := [name for name in UNKNOWN if given.get(name)]:
+        todo = "train without it, or with a plan whose head is whole"
+        raise HookRefused(
+            "this call of the head cannot run in pieces", [Problem(f"model: {name}", "given", "none", todo) for name in found]
+        )

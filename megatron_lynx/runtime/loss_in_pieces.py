@@ -1,0 +1,96 @@
+"""A loss over a large vocabulary whose logits are never all there: logits, loss and gradients of a piece of the tokens at a time.
+
+    rows of the input     0 ........ k ........ 2k ........ 3k
+
+    forward    [1]        logits, loss
+               [2]                   logits, loss
+                          ...                              kept: the input, the labels; the losses go on, logits are let go
+    backward   [3]        logits and loss again, gradient of the logits ──> of these rows of the input
+               [4]                                                      └─> of the weight: a summand
+
+What a loss mask makes of each token's loss is known in backward alone, and a gradient of the weight cannot be corrected for it
+afterwards. So logits are computed twice, one GEMM more, and the gradients are right for every mask.
+
+Each row's loss and gradient depend on that row alone, so only the weight's gradient is another sum than without pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LossOfRows = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From rows of the input (S, B, H), the weight (V, H) and labels (B, S) to losses (B, S). Rows must not depend on each other."""
+
+
+def loss_in_pieces(
+    input_SBH: Tensor, weight_VH: Tensor, labels_BS: Tensor, pieces: int, loss_of: LossOfRows, *, adds_in_place: bool
+) -> Tensor:
+    """The losses (B, S) of all tokens, computed in so many pieces of the sequence, of which the last one may be shorter.
+
+    `adds_in_place`: the backward of `loss_of` adds the weight's gradient to `main_grad` itself, and returns a block in its place.
+    """
+    losses: Tensor = _LossInPieces.apply(input_SBH, weight_VH, labels_BS, pieces, loss_of, adds_in_place)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _LossInPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_SBH: Tensor,
+        weight_VH: Tensor,
+        labels_BS: Tensor,
+        pieces: int,
+        loss_of: LossOfRows,
+        adds_in_place: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(input_SBH, labels_BS)
+        ctx.weight = weight_VH  # the same object in backward, whatever hooks saved tensors have (rule R11)
+        ctx.loss_of, ctx.adds_in_place = loss_of, adds_in_place
+        ctx.rows = -(-len(input_SBH) // pieces)
+        rows = zip(input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), strict=True)
+        return torch.cat([loss_of(part, weight_VH, labels) for part, labels in rows], dim=1)  # [1] [2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BS: Tensor) -> tuple[Tensor | None, ...]:
+        input_SBH, labels_BS = ctx.saved_tensors
+        input_gradient, of_weight = torch.empty_like(input_SBH), _Sum(ctx.weight, adds_in_place=ctx.adds_in_place)
+        split = (input_SBH.split(ctx.rows), labels_BS.split(ctx.rows, dim=1), gradient_BS.split(ctx.rows, dim=1))
+        for part, labels, gradient, result in zip(*split, input_gradient.split(ctx.rows), strict=True):
+            with torch.enable_grad():
+                leaf = part.detach().requires_grad_()
+                losses = ctx.loss_of(leaf, ctx.weight, labels)
+            of_weight.make_room()
+            found = torch.autograd.grad(losses, (leaf, ctx.weight), gradient, allow_unused=True)
+            result.copy_(found[0])  # [3]
+            of_weight.add(found[1])  # [4]
+            del losses, found
+        return input_gradient, of_weight.total(), None, None, None, None
+
+
+class _Sum:
+    """The weight's gradient, summed up in fp32; where each piece adds its own to `main_grad`, the last block in place of it."""
+
+    def __init__(self, weight: Tensor, *, adds_in_place: bool) -> None:
+        self._dtype, self._adds_in_place = weight.dtype, adds_in_place
+        self._sum: Tensor | None = None
+
+    def make_room(self) -> None:
+        """A new block comes: the one before it, which says nothing, need not lie beside it."""
+        if self._adds_in_place:
+            self._sum = None
+
+    def add(self, gradient: Tensor | None) -> None:
+        if gradient is None or self._adds_in_place:
+            self._sum = gradient
+        else:
+            self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+
+    def total(self) -> Tensor | None:
+        return None if self._sum is None else self._sum.to(self._dtype)

@@ -1,0 +1,203 @@
+"""What the tests of a head in pieces run on ranks. Megatron is imported inside, after the rank's stand-in is in place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import LynxError
+from megatron_lynx.plan.plan import Plan
+from tests.cost.moments_on_ranks import exchange_nothing
+from tests.transparency.trials import live_bytes
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is run; everything has the usual value."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig."""
+    ddp: bool = False
+    masked: bool = False
+    """Whether a third of the tokens has no loss, and others count more than once."""
+    evaluated: bool = False
+    """Whether a forward without gradients is compared, not a step."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step under a plan beside stock's, from the same weights."""
+
+    losses: int
+    """How many there are; they are compared token by token."""
+    differing: dict[str, float]
+    """Losses and gradients that are not equal in every bit: the largest difference over the largest value of stock's."""
+    compared: int
+    largest_logits: tuple[int, int]
+    """The most rows x vocabulary that any loss was given, of stock and under the plan."""
+    left_bytes: int
+    """How much more is alive behind the planned step than behind stock's."""
+
+
+@dataclass
+class _Seen:
+    tensors: dict[str, torch.Tensor]
+    logits: int
+    live_bytes: int
+
+
+def compare(rank: int, job: Job, plan: Plan, how: How) -> Compared:
+    from megatron_lynx.apply import install
+    from megatron_lynx.testbed.fused_gradient import stand_in_for_fused_gradient
+    from megatron_lynx.testbed.groups import initialise, seed_random_numbers
+    from megatron_lynx.testbed.tiny_models import build_model
+    from megatron_lynx.testbed.training import Training
+
+    initialise(job)
+    with ExitStack() as stack:
+        stack.enter_context(stand_in_for_fused_gradient())
+        training = Training(job, build_model(job, **how.model), optimizer=None, ddp=how.ddp)
+        seen = []
+        for planned in (False, False, True):  # the first one makes what stays
+            seed_random_numbers(7)
+            with ExitStack() as installed:
+                if planned:
+                    installed.enter_context(install(training.chunks, plan))
+                seen.append(_step(training, how))
+                seen[-1].live_bytes -= sum(tensor.nbytes for one in seen for tensor in one.tensors.values())
+    _, stock, ours = seen
+    differing = {}
+    assert stock.tensors.keys() == ours.tensors.keys()
+    for name, tensor in stock.tensors.items():
+        other = ours.tensors[name]
+        if not torch.equal(tensor, other):
+            differing[name] = float((tensor.double() - other.double()).abs().max() / tensor.double().abs().max())
+    losses = sum(name.startswith("loss") for name in stock.tensors)
+    most = stock.logits, ours.logits
+    return Compared(losses, differing, len(stock.tensors), most, ours.live_bytes - stock.live_bytes)
+
+
+def _step(training: Any, how: How) -> _Seen:
+    from megatron.core.tensor_parallel import cross_entropy
+
+    from megatron_lynx.testbed.batches import synthetic_batches
+    from megatron_lynx.testbed.step import run_schedule
+
+    losses: list[torch.Tensor] = []
+    sizes = [0]
+    original = cross_entropy._VocabParallelCrossEntropy.apply
+
+    def counted(logits: Any, *others: Any) -> Any:
+        sizes.append(logits.numel())
+        return original(logits, *others)
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        batch = next(batches)
+        output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+
+        def loss_func(losses_BS: torch.Tensor) -> Any:
+            losses.append(losses_BS.detach().clone())
+            mask = _mask(losses_BS) if how.masked else torch.ones_like(losses_BS)
+            total = (losses_BS.float() * mask).sum()
+            if how.model.get("calculate_per_token_loss"):
+                return total, mask.sum().int(), {"loss": total.detach()}
+            return total / mask.sum(), {"loss": total.detach()}
+
+        return output, loss_func
+
+    for chunk in training.chunks:
+        if how.ddp:
+            chunk.zero_grad_buffer()
+        chunk.zero_grad(set_to_none=True)
+    cross_entropy._VocabParallelCrossEntropy.apply = counted
+    try:
+        run_schedule(
+            training.chunks,
+            training.job,
+            synthetic_batches(training.job),
+            forward_only=how.evaluated,
+            forward_step_func=forward_step,
+        )
+    finally:
+        del cross_entropy._VocabParallelCrossEntropy.apply
+    gradients = {} if how.evaluated else training.gradients()
+    tensors = {f"loss {number}": loss for number, loss in enumerate(losses)} | gradients
+    exchange_nothing()
+    gc.collect()
+    return _Seen(tensors, max(sizes), live_bytes())
+
+
+def _mask(losses_BS: torch.Tensor) -> torch.Tensor:
+    """0, 1 and 2 in turn."""
+    return (torch.arange(losses_BS.numel()) % 3).view_as(losses_BS).to(losses_BS)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, job: Job, plan: Plan, spoil: Callable[[Any], None], called: dict[str, Any] | None = None) -> list[str]:
+    """Places and advice of what `install` says to a spoilt model, or the first call of it, if `called` with these."""
+    from megatron_lynx.apply import install
+    from tests.apply.on_ranks import Attributes, trained
+
+    training = trained(job)
+    spoil(training.chunks[-1])
+    attributes = Attributes(training.chunks[-1])
+    try:
+        with install(training.chunks, plan):
+            if called is not None:
+                tokens = torch.zeros(job.batch.micro, job.model.seq, dtype=torch.int64)
+                training.chunks[-1](tokens, tokens, None, labels=tokens, **called)
+    except LynxError as error:
+        assert attributes.changed() == []
+        return [f"{problem.where}: {problem.todo}" for problem in error.problems]
+    return []
+
+
+def logits_without_labels(rank: int, job: Job, plan: Plan) -> bool:
+    """Whether a call without labels returns what stock's does."""
+    from megatron_lynx.apply import install
+    from tests.apply.on_ranks import trained
+
+    training = trained(job)
+    tokens = torch.zeros(job.batch.micro, job.model.seq, dtype=torch.int64)
+    (chunk,) = training.chunks
+    chunk.eval()
+    with torch.no_grad():
+        stock = chunk(tokens, tokens, None)
+        with install(training.chunks, plan):
+            return torch.equal(stock, chunk(tokens, tokens, None))
+
+
+def scaled(chunk: Any) -> None:
+    chunk.config.use_mup = True
+
+
+def of_another_class(chunk: Any) -> None:
+    """A head of the kind that owners of models add: a loss of their own."""
+
+    class Distilled(type(chunk)):
+        def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
+            return logits.float().logsumexp(-1).square().transpose(0, 1)
+
+    chunk.__class__ = Distilled
+
+
+def unfit(chunk: Any) -> None:
+    chunk.config.defer_embedding_wgrad_compute = True
+    chunk.config.enable_autocast = True
+    chunk.config.config_logger_dir = "logs"
+    chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = True, "linear"
+    chunk.output_layer.gather_output = True
+    chunk.output_layer.bias = torch.nn.Parameter(torch.zeros(1))
+    chunk.output_layer.weight.requires_grad = False
+
+
+def nothing(chunk: Any) -> None:
+    pass
