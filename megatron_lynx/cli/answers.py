@@ -105,7 +105,8 @@ def show_estimate(answer: Estimate) -> None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
         if answer.step_at_best is not None:
-            typer.echo(f"userbuffers may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+            overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
+            typer.echo(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         if answer.against_windows is not None:
             typer.echo(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""

@@ -10,27 +10,19 @@ import typer
 
 from megatron_lynx.cli.answers import profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import (
-    command_with,
-    costs_of,
-    figures_for,
-    hosts_of,
-    job_named,
-    job_or_launch,
-    job_path,
-    measured_here,
-    understood_as_json,
-    words_asked,
-)
+from megatron_lynx.cli.inputs import costs_of, figures_for, hosts_of, job_named, job_path, measured_here
+from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
     GpusOption,
     JobName,
     JobOrLaunch,
+    LaunchFileOption,
     LayersOption,
     MemoryOption,
     PlanFile,
+    StrictOption,
     finite,
 )
 from megatron_lynx.cli.outputs import check_writable
@@ -59,10 +51,12 @@ def profile(
 
 @app.command()
 def plan(
-    asked: JobOrLaunch,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
+    words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     profile_file: LayersOption = None,
     as_json: AsJson = False,
@@ -74,14 +68,15 @@ def plan(
     from megatron_lynx.planner.summary import job_flags, summary
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
-    job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
-    check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    job, reading = job_or_launch(asked, planning=True, quiet=as_json, changes=changes)
+    check_writable(output, read=[profile_file, launch_file, job_path(asked.words[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
         decision = decide(job, costs)
         compared = against_windows(decision, job, costs)
-    words = words_asked(asked, cluster, gpus, profile_file)
-    made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
+    provenance = decision.plan.provenance.model_copy(update={"asked": asked.again(profile_file)})
+    made = decision.plan.model_copy(update={"provenance": provenance})
     save_plan(made, output)
     if as_json:
         found = {} if compared is None else {"userbuffers": compared.as_json}

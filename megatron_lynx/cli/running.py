@@ -9,8 +9,9 @@ import typer
 
 from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
-from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, ProfileOption
+from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
+from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
+from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, LaunchFileOption, ProfileOption, StrictOption
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def compare(
-    asked: JobOrLaunch,
+    words: JobOrLaunch = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
     profile_file: ProfileOption = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
@@ -30,6 +31,8 @@ def compare(
         "build/compare"
     ),
     cluster: ClusterOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings that fit, simulated."),
@@ -47,9 +50,10 @@ def compare(
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.testbed.comparison import compare as run
 
-    job, _ = job_or_launch(asked, cluster, None, planning=True, quiet=as_json)
-    if cluster is not None and not simulate:
-        problem = Problem("--cluster", cluster, "--simulate beside it", "nothing of a launch is trained here")
+    asked = asked_about(words, cluster, None, launch_file, strict=strict)
+    job, _ = job_or_launch(asked, planning=True, quiet=as_json)
+    if asked.cluster is not None and not simulate:
+        problem = Problem("--cluster", asked.cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])
     make_folder(output)
     if job.schedule == "double_buffered":
@@ -137,6 +141,7 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
     ] = None,
     cluster: ClusterOption = None,
+    launch_file: LaunchFileOption = None,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", metavar="PLAN", help="The launch's plan: does the GPU wait for Python under it?")
     ] = None,
@@ -153,10 +158,11 @@ def doctor(
 
     from megatron_lynx.doctor import findings
 
+    asked = Asked(tuple(words or ()), cluster) if launch_file is None else asked_about(words, cluster, None, launch_file)
     with announced("looking around"):
         quieten_megatron()
-        measured = host_time_here(words or []) if host_time else None
-        found = list(findings(words or (), measured=measured, cluster=cluster, plan_file=plan_file))
+        measured = host_time_here(list(asked.words)) if host_time else None
+        found = list(findings(asked.words, measured=measured, cluster=asked.cluster, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in found]})
     else:

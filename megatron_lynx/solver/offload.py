@@ -8,6 +8,7 @@ One share for all stages, as Yuan et al. have it; stages with too few chunks in 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import StageMemory
@@ -38,8 +39,13 @@ def _fits(job: Job, ratio: float) -> bool:
 
 def shortages(job: Job, ratio: float) -> list[Problem]:
     """What exceeds the budget when this share is offloaded: empty if every stage fits."""
+    return too_much(job, memory_of_stages(job, ratio))
+
+
+def too_much(job: Job, stages: Sequence[StageMemory]) -> list[Problem]:
+    """The stages that hold more than the budget."""
     budget, problems = job.memory_budget_bytes, []
-    for stage, memory in enumerate(memory_of_stages(job, ratio)):
+    for stage, memory in enumerate(stages):
         if memory.total > budget:
             found = f"{format_bytes(memory.total)}, most of it {_largest(memory)}"
             short = f"{format_bytes(memory.total - budget)} too much"
