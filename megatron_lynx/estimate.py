@@ -30,6 +30,7 @@ from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
 from megatron_lynx.stock.price import Priced, exchanges_hidden, host_problem, priced
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
+from megatron_lynx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,34 @@ class Estimate:
             "mfu": self.mfu,
             "host_time": None if self.host is None else self.host.as_json,
         }
+
+
+@dataclass(frozen=True)
+class LaunchEstimate:
+    """A launch as it is written. `setting`: what it does against activation memory, in words; `flags`: by which."""
+
+    setting: str
+    flags: tuple[str, ...]
+    estimate: Estimate
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the fullest device holds."""
+        return max(memory.total for memory in self.estimate.stages)
+
+    @property
+    def in_words(self) -> str:
+        answer = self.estimate
+        step = "" if answer.step is None else f"{format_seconds(answer.step.total_s)} a step, "
+        fits = "fits" if answer.fits else "does not fit"
+        held, budget = format_bytes(self.memory_bytes), format_bytes(answer.budget_bytes)
+        return f"today ({self.setting}): {step}{held} on the fullest device: {fits} in {budget}"
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        step_s = None if self.estimate.step is None else self.estimate.step.total_s
+        launch = {"step_s": step_s, "memory_bytes": self.memory_bytes, "setting": self.setting, "flags": list(self.flags)}
+        return {"launch": launch, "verdict": self.in_words}
 
 
 def estimate(

@@ -20,7 +20,7 @@ LAUNCH = (
 
 def test_a_plan_for_a_launch(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    result = lynx("plan", "--cluster", "a100-80g", "-o", path, "--", *shlex.split(LAUNCH))
+    result = lynx("plan", "--cluster", "a100-80g", "--verbose", "-o", path, "--", *shlex.split(LAUNCH))
     assert result.exit_code == 0, result.output
     for text in (
         "model.ffn",

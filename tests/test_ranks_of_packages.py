@@ -28,7 +28,7 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": {"schedule.groups"},
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
+    "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},
@@ -54,6 +55,7 @@ MAY_IMPORT = {
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
+        *("launch_arguments", "advise.rows", "advise.today"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}

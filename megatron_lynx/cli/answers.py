@@ -12,7 +12,7 @@ from megatron_lynx.cli.terminal import show
 if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.doctor import Finding
-    from megatron_lynx.estimate import Estimate
+    from megatron_lynx.estimate import Estimate, LaunchEstimate
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
@@ -82,8 +82,8 @@ def _host_time(measured: Profile) -> list[str]:
     return [f"host time  of a layer: {figures}; {ours} ({host_time.words_for(whose)})"]
 
 
-def show_estimate(answer: Estimate) -> None:
-    """Stages down, parts across, in GiB; parts that no stage has are left out."""
+def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
+    """Of a launch first what it takes; then stages down, parts across, in GiB; parts that no stage has are left out."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -98,6 +98,8 @@ def show_estimate(answer: Estimate) -> None:
     for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
         moment = memory.moment.replace("_", " ")
         table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
+    if launch is not None:
+        typer.echo(launch.in_words)
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")

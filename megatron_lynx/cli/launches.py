@@ -106,25 +106,26 @@ def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
     return problems
 
 
-def job_or_launch(
-    asked: Asked, *, planning: bool, quiet: bool, changes: Mapping[str, Any] | None = None
-) -> tuple[Job, Reading | None]:
-    """The job that was asked about; for a launch also what was understood of it. Unless `quiet`, that is shown before anything
-    is refused."""
+def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
+    """The job that was asked about; for a launch also what was understood of it. Warns of what Megatron does not know."""
     from megatron_lynx.cli.inputs import job_named, mention_experts
     from megatron_lynx.launch_arguments import job_of, read_launch
-    from megatron_lynx.launch_arguments.table import remarks, understood
 
     if asked.cluster is None:
         return job_named(asked.words[0], changes), None
     reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
-    if not quiet:
-        show(understood(reading))
-        typer.echo("\n".join(remarks(reading)))
     job = job_of(reading, asked.cluster, changes or {})
     warn_of_unknown(reading)
     mention_experts(job)
     return job, reading
+
+
+def show_understood(reading: Reading) -> None:
+    """Each value of the job and where it comes from, then what is counted as something else, and what does not matter."""
+    from megatron_lynx.launch_arguments.table import remarks, understood
+
+    show(understood(reading))
+    typer.echo("\n".join(remarks(reading)))
 
 
 def priceable(reading: Reading) -> Today:

@@ -45,6 +45,11 @@ StrictOption = Annotated[
 ]
 
 
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also what was read of the launch, and what each stage does.")
+]
+
+
 GpusOption = Annotated[
     int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs of the launch, where its launcher does not say.")
 ]

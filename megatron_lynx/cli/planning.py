@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import costs_of, figures_for, hosts_of, job_named, job_path, measured_here
@@ -23,10 +24,14 @@ from megatron_lynx.cli.options import (
     MemoryOption,
     PlanFile,
     StrictOption,
+    VerboseOption,
     finite,
 )
 from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import awaited, show, show_json
+
+if TYPE_CHECKING:
+    from megatron_lynx.advise import Answer
 
 
 @app.command()
@@ -59,36 +64,57 @@ def plan(
     strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     profile_file: LayersOption = None,
+    verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
+    from megatron_lynx.advise import answered
+    from megatron_lynx.cost.update import update_s
     from megatron_lynx.plan import save_plan
-    from megatron_lynx.plan.explanation import explanation
-    from megatron_lynx.planner import against_windows, decide
+    from megatron_lynx.plan.layout import launch_flags
+    from megatron_lynx.planner import against_windows
     from megatron_lynx.planner.summary import job_flags, summary
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
-    job, reading = job_or_launch(asked, planning=True, quiet=as_json, changes=changes)
+    job, reading = job_or_launch(asked, planning=True, changes=changes)
     check_writable(output, read=[profile_file, launch_file, job_path(asked.words[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
-        decision = decide(job, costs)
-        compared = against_windows(decision, job, costs)
+        answer = answered(job, costs, reading, near=False)
+    if (decision := answer.decision) is None:
+        _say_no(answer, as_json=as_json)
+        return
+    compared = against_windows(decision, job, costs)
     provenance = decision.plan.provenance.model_copy(update={"asked": asked.again(profile_file)})
-    made = decision.plan.model_copy(update={"provenance": provenance})
-    save_plan(made, output)
+    save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
         found = {} if compared is None else {"userbuffers": compared.as_json}
-        show_json({"plan": os.fspath(output), **summary(decision, costs), **found, **understood_as_json(reading)})
+        own = answer.as_json
+        plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
+        update = {"update_s": update_s(decision.job, costs)}
+        show_json({**own, **plan_, **update, **summary(decision, costs), **found, **understood_as_json(reading)})
         return
-    show(explanation(decision.plan))
-    said = [*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]
-    typer.echo("\n".join([*said, *([] if compared is None else [compared.in_words])]))
+    show_answer(answer)
+    if compared is not None:
+        typer.echo(compared.in_words)
+    if verbose:
+        show_details(answer)
     if reading is None:
-        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join(job_flags(job))}")
+        flags = " ".join([*launch_flags(decision.plan), *job_flags(job)])
+        typer.echo(f"wrote {output}; its launch needs {flags}")
     else:
         typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output)}")
+
+
+def _say_no(answer: Answer, *, as_json: bool) -> None:
+    """What the launch takes without a plan, and what would fit; then why there is none. Raises what the planner raised."""
+    if as_json:
+        show_json(answer.as_json)
+    else:
+        show_answer(answer, reasons=False)
+    assert answer.error is not None, "there is no plan, and somebody has said why"
+    raise answer.error
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 from megatron_lynx.cli.answers import show_estimate, show_published
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import named_in, number_or_word, whole_numbers_in
-from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, understood_as_json
+from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, show_understood, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
@@ -20,6 +20,7 @@ from megatron_lynx.cli.options import (
     LaunchFileOption,
     MemoryOption,
     StrictOption,
+    VerboseOption,
 )
 from megatron_lynx.cli.terminal import counted, show, show_json
 
@@ -38,24 +39,29 @@ def estimate(
     offload_ratio: Annotated[
         str | None, typer.Option("--offload-ratio", metavar="RATIO", help="Instead of the job's: in [0, 1], or auto.")
     ] = None,
+    verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Memory and time of a job, or of a Megatron launch, as it is stated: its recomputation, its offloading. Measures nothing."""
+    from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
     changes = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
     changes |= {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
-    job, reading = job_or_launch(asked, planning=False, quiet=as_json, changes=changes)
+    job, reading = job_or_launch(asked, planning=False, changes=changes)
     measured = None if profile_file is None else load_profile(profile_file)
     today = None if reading is None else priceable(reading)
     setting, overlap = (None, False) if today is None else (today.setting, today.overlaps_exchanges)
     answer = estimated(job, measured, setting, exchanges_overlap=overlap)
+    launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
-        show_json({**answer.as_json, **understood_as_json(reading)})
+        show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})
     else:
-        show_estimate(answer)
+        if reading is not None and verbose:
+            show_understood(reading)
+        show_estimate(answer, launch)
     if not answer.fits:
         typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
         raise typer.Exit(1)
@@ -107,7 +113,7 @@ def search(
     sizes = None if context is None else whole_numbers_in(context, "--context")
     asked = asked_about(words, cluster, None, launch_file, strict=strict)
     own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else None
-    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False, quiet=as_json)
+    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False)
     with counted("layouts ranked") as watch:
         ranking = searched(
             job,

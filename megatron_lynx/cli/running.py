@@ -18,6 +18,7 @@ from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
+    from megatron_lynx.stock.setting import StockSetting
 
 
 @app.command()
@@ -51,7 +52,7 @@ def compare(
     from megatron_lynx.testbed.comparison import compare as run
 
     asked = asked_about(words, cluster, None, launch_file, strict=strict)
-    job, _ = job_or_launch(asked, planning=True, quiet=as_json)
+    job, reading = job_or_launch(asked, planning=True)
     if asked.cluster is not None and not simulate:
         problem = Problem("--cluster", asked.cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])
@@ -60,7 +61,8 @@ def compare(
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
         return
     if simulate:
-        _compare_simulated(job, plan_file, profile_file, output, as_json)
+        priced = reading is not None and not reading.today.not_priced
+        _compare_simulated(job, plan_file, profile_file, output, as_json, reading.today.setting if reading and priced else None)
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
@@ -76,7 +78,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+def _compare_simulated(
+    job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool, today: StockSetting | None
+) -> None:
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
@@ -86,7 +90,7 @@ def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | No
     parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)
-    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes)
+    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes, today=today)
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
     else:

@@ -86,7 +86,7 @@ def decide(job: Job, profile: Profile) -> Decision:
     try:
         decisions = [_fitting(job, Stages(parted, profile)) for parted in partitioned(job, profile)]
     except Infeasible as error:
-        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, _plannable)]) from None
+        raise Infeasible(error.headline, [*error.problems, *nearest_change(job, profile, plannable)]) from None
     decision, stages = min(decisions, key=lambda found: found[0].simulation.step_s)
     filled = _with_both_fillers(job, decision, stages, profile)
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
@@ -143,7 +143,8 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
     return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
 
 
-def _plannable(job: Job, profile: Profile) -> bool:
+def plannable(job: Job, profile: Profile) -> bool:
+    """Whether a plan fits, whatever its seconds."""
     try:
         check_plannable(job)
         _fitting(job, Stages(partitioned(job, profile)[0], profile))
