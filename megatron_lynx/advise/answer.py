@@ -52,6 +52,13 @@ class Answer:
     decision: Decision | None = field(default=None, repr=False)
 
     @property
+    def none_in_todays_bytes(self) -> bool:
+        """Whether there is a plan, and none that holds as little as the launch."""
+        plan, launch = self.plan, self.launch.row
+        more = plan is not None and launch is not None and plan.memory_bytes > launch.memory_bytes
+        return more and self.launch.written and self.in_todays_bytes is None
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """Why there is no plan; none where there is one."""
         return self.refused or (self.error.problems if self.error is not None else ())

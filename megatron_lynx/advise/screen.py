@@ -47,6 +47,8 @@ def _rows(answer: Answer) -> Table:
         _add(table, answer, "plan", f"within {format_bytes(answer.job.memory_budget_bytes)}, the device's budget", answer.plan)
     if answer.in_todays_bytes is not None:
         _add(table, answer, "plan", "within what the launch holds today", answer.in_todays_bytes)
+    elif answer.none_in_todays_bytes:
+        table.add_row("plan", "within what the launch holds today: none fits", "-", "-", "-")
     return table
 
 
