@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_lynx.advise import flags
 from megatron_lynx.advise.neighbours import Neighbour, neighbours
 from megatron_lynx.advise.rows import Row, row_of
 from megatron_lynx.advise.today import Launch, launch_today
-from megatron_lynx.advise.verdict import verdict
 from megatron_lynx.advise.would_fit import would_fit
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
@@ -63,10 +61,6 @@ class Answer:
         """Why there is no plan; none where there is one."""
         return self.refused or (self.error.problems if self.error is not None else ())
 
-    @property
-    def verdict(self) -> str:
-        return verdict(self)
-
     def changed(self, neighbour: Neighbour) -> str:
         """The flags of the launch that a neighbour changes."""
         return flags.in_words(flags.changes(self.job, neighbour.job, neighbour.plan, self.reading))
@@ -76,20 +70,6 @@ class Answer:
         if self.reading is None:
             return None
         return flags.command(self.reading, self.job, neighbour.job, neighbour.plan, PLAN_FILE)
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        near = [{**each.row.as_json, "flags": self.changed(each), "launch": self.command(each)} for each in self.near]
-        return {
-            "launch": self.launch.as_json,
-            "plan": None if self.plan is None else self.plan.as_json,
-            "plan_in_todays_bytes": None if self.in_todays_bytes is None else self.in_todays_bytes.as_json,
-            **({"neighbours": near} if self.asked_near else {}),
-            **({"no_plan": [str(problem) for problem in self.problems]} if self.problems else {}),
-            **({"would_fit": list(self.would_fit)} if self.would_fit else {}),
-            "budget_bytes": self.job.memory_budget_bytes,
-            "verdict": self.verdict,
-        }
 
 
 def answered(
@@ -133,7 +113,7 @@ def _without_plan(
 
 def _within_today(job: Job, costs: Profile, launch: Launch, plan: Row | None) -> Row | None:
     """The plan that holds no more than the launch does today; None where the plan already does, or none does."""
-    if launch.row is None or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
+    if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
         return None
     budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
     return _or_none(lambda: row_of(decide(job.model_copy(update={"budget": budget}), costs), costs, "plan"))

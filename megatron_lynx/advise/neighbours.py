@@ -26,8 +26,10 @@ from megatron_lynx.search.best_first import BestFirst
 from megatron_lynx.search.collector import no_collections
 from megatron_lynx.search.space import Layout, Space
 
-MOST = 3
-"""Neighbours that are planned and shown."""
+MOST, MOST_OF_MANY = 3, 2
+"""Neighbours that are planned and shown; fewer where a pipeline has more than `MANY` virtual stages: each plan takes seconds."""
+
+MANY = 8
 
 STEPS = (2.0, 0.5)
 MICRO_STEPS = (1.0, 2.0, 0.5, 4.0)
@@ -70,8 +72,9 @@ class Near(Space):
         return True
 
 
-def neighbours(job: Job, most: int = MOST) -> list[Neighbour]:
-    """The fastest, best first; fewer than `most` where fewer fit. `job`: with the policy `planned`, on a described cluster."""
+def neighbours(job: Job) -> list[Neighbour]:
+    """The fastest few, best first; fewer where fewer fit. `job`: with the policy `planned`, on a described cluster."""
+    most = MOST if job.parallel.pipeline * job.chunks <= MANY else MOST_OF_MANY
     with no_collections():
         found = BestFirst(Near(job, job.gpus), ("planned",), most, offload=job.offload_ratio != 0).run()
         planned = [_planned(job, candidate.job) for candidate in found]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.rows import Row
+from megatron_lynx.advise.verdict import verdict
 from megatron_lynx.units import GIB, format_bytes, format_seconds
 
 AXES = "micro-batch, tensor, context, pipeline, chunks, experts' groups"
@@ -19,7 +20,7 @@ MOST_REASONS = 8
 
 def screen(answer: Answer, *, reasons: bool = True) -> RenderableType:
     """All of it. `reasons`: whether why there is no plan is told, too."""
-    parts: list[RenderableType] = [Text(answer.verdict, style="bold"), Text(""), _rows(answer)]
+    parts: list[RenderableType] = [Text(verdict(answer), style="bold"), Text(""), _rows(answer)]
     if answer.asked_near:
         parts += [Text(""), *_near(answer)]
     return Group(*parts, *(Text(line) for line in _notes(answer, reasons=reasons)))
@@ -44,12 +45,22 @@ def _rows(answer: Answer) -> Table:
     else:
         table.add_row(first, launch.setting, launch.seconds, "1.00", _gib(launch.row))
     if answer.plan is not None:
-        _add(table, answer, "plan", f"within {format_bytes(answer.job.memory_budget_bytes)}, the device's budget", answer.plan)
+        _add(table, answer, "plan", _budget(answer), answer.plan)
     if answer.in_todays_bytes is not None:
         _add(table, answer, "plan", "within what the launch holds today", answer.in_todays_bytes)
     elif answer.none_in_todays_bytes:
         table.add_row("plan", "within what the launch holds today: none fits", "-", "-", "-")
     return table
+
+
+def _budget(answer: Answer) -> str:
+    """What the plan had to keep to."""
+    budget = answer.job.budget
+    if budget.activation_mib is not None:
+        return f"with at most {budget.activation_mib:g} MiB of activations"
+    if budget.memory_gib is None and answer.job.cluster.device == "cpu":
+        return "the least memory"
+    return f"within {format_bytes(answer.job.memory_budget_bytes)}, the device's budget"
 
 
 def _add(table: Table, answer: Answer, name: str, what: str, row: Row) -> None:

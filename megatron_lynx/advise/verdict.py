@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_lynx.advise.answer import Answer
+from megatron_lynx.advise.neighbours import Neighbour
 from megatron_lynx.advise.rows import Row, gain
 from megatron_lynx.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from megatron_lynx.advise.answer import Answer
-    from megatron_lynx.advise.neighbours import Neighbour
 
 WORTH = 0.02
 """The part of a step that a change must save to be worth making: simulated ratios of settings were within 3 % on one H100."""

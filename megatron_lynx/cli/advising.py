@@ -44,6 +44,7 @@ def advise(
 ) -> None:
     """What to run: the launch today, the plan in its layout, what the memory that is left would buy. Writes nothing."""
     from megatron_lynx.advise import answered
+    from megatron_lynx.advise import as_json as as_json_of
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
@@ -52,7 +53,7 @@ def advise(
     with awaited("comparing layouts"):
         answer = answered(job, costs, reading, refused=refused, near=profile_file is None)
     if as_json:
-        show_json({**details_as_json(answer, costs), **answer.as_json, **understood_as_json(reading)})
+        show_json({**details_as_json(answer, costs), **as_json_of(answer), **understood_as_json(reading)})
     else:
         show_answer(answer)
         if verbose:

@@ -69,6 +69,7 @@ def plan(
 ) -> None:
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
     from megatron_lynx.advise import answered
+    from megatron_lynx.advise import as_json as as_json_of
     from megatron_lynx.cost.update import update_s
     from megatron_lynx.plan import save_plan
     from megatron_lynx.plan.layout import launch_flags
@@ -90,7 +91,7 @@ def plan(
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
         found = {} if compared is None else {"userbuffers": compared.as_json}
-        own = answer.as_json
+        own = as_json_of(answer)
         plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
         update = {"update_s": update_s(decision.job, costs)}
         show_json({**own, **plan_, **update, **summary(decision, costs), **found, **understood_as_json(reading)})
@@ -109,8 +110,10 @@ def plan(
 
 def _say_no(answer: Answer, *, as_json: bool) -> None:
     """What the launch takes without a plan, and what would fit; then why there is none. Raises what the planner raised."""
+    from megatron_lynx.advise import as_json as as_json_of
+
     if as_json:
-        show_json(answer.as_json)
+        show_json(as_json_of(answer))
     else:
         show_answer(answer, reasons=False)
     assert answer.error is not None, "there is no plan, and somebody has said why"

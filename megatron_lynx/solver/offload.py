@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
+from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.units import GIB, format_bytes
 
@@ -22,19 +22,19 @@ STEPS = 1000
 
 def smallest_ratio(job: Job) -> float:
     """Raises `Infeasible`, saying for every stage by how much, where not even offloading everything fits."""
-    if _fits(job, 0.0):
+    stages, budget = OffloadingStages.of(job), job.memory_budget_bytes
+
+    def fits(steps: int) -> bool:
+        return all(parts.peak_bytes <= budget for parts in stages.parts(steps / STEPS))
+
+    if fits(0):
         return 0.0
-    if problems := shortages(job, 1.0):
+    if problems := too_much(job, [parts.fullest for parts in stages.parts(1.0)]):
         raise Infeasible("no share of offloaded activations makes this job fit", problems)
-    ratio = bisect_left(range(STEPS), True, key=lambda steps: _fits(job, steps / STEPS)) / STEPS
+    ratio = bisect_left(range(STEPS), True, key=fits) / STEPS
     if problem := _host_shortage(job, ratio):
         raise Infeasible("the activations that must be offloaded do not fit into host memory", [problem])
     return ratio
-
-
-def _fits(job: Job, ratio: float) -> bool:
-    budget = job.memory_budget_bytes
-    return all(memory.total <= budget for memory in memory_of_stages(job, ratio))
 
 
 def shortages(job: Job, ratio: float) -> list[Problem]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_lynx.advise import Answer, answered, screen
+from megatron_lynx.advise import Answer, answered, screen, verdict
 from megatron_lynx.advise.launch import asked_launch
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.launch_arguments import job_of, read_launch
@@ -99,15 +99,15 @@ def test_the_plan_is_also_held_against_the_launch_at_its_own_bytes(recomputing: 
 def test_where_stock_does_as_well_it_says_so() -> None:
     found = answer("--no-gradient-accumulation-fusion --micro-batch-size 1 --pipeline-model-parallel-size 1")
     assert found.launch.setting == "stock none"
-    assert found.verdict.startswith("Nothing to gain: keep your launch")
+    assert verdict(found).startswith("Nothing to gain: keep your launch")
 
 
 def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -> None:
     found = answer(FULL, 14)
     assert found.plan is None
     assert found.launch.row is not None
-    assert found.verdict.startswith("No plan fits in 14.00 GiB; ")
-    assert f"today holds {format_bytes(found.launch.row.memory_bytes)}" in found.verdict
+    assert verdict(found).startswith("No plan fits in 14.00 GiB; ")
+    assert f"today holds {format_bytes(found.launch.row.memory_bytes)}" in verdict(found)
     assert any(each.startswith(("another layout", "more GPUs", "activations on the host")) for each in found.would_fit)
     assert "What would fit, nearest first:" in printed(found, 80)
 
@@ -118,18 +118,18 @@ def test_a_launch_that_fits_where_no_plan_does_is_kept() -> None:
     found = replace(answer(FULL), plan=None, decision=None, error=nothing, near=())
     assert found.launch.row is not None
     held, may = format_bytes(found.launch.row.memory_bytes), format_bytes(found.job.memory_budget_bytes)
-    assert found.verdict == f"Today fits with {held}; no plan fits in {may}: keep your launch."
+    assert verdict(found) == f"Today fits with {held}; no plan fits in {may}: keep your launch."
 
 
 def test_a_launch_that_holds_too_much_by_our_count_is_told_so() -> None:
     found = answer("--micro-batch-size 4", 50)
-    assert found.verdict.startswith("By this count today holds ")
-    assert "run the plan: it fits" in found.verdict
+    assert verdict(found).startswith("By this count today holds ")
+    assert "run the plan: it fits" in verdict(found)
 
 
 def test_what_no_plan_goes_with_is_named_beside_what_the_launch_takes() -> None:
     found = answer(f"{EXPERTS} --moe-token-dispatcher-type flex --recompute-granularity selective --recompute-modules moe")
-    assert found.verdict == "No plan goes with --moe-token-dispatcher-type. Keep your launch."
+    assert verdict(found) == "No plan goes with --moe-token-dispatcher-type. Keep your launch."
     assert found.launch.setting == "stock moe"
     assert found.launch.row is not None
     assert any("needed alltoall" in line for line in printed(found, 120))
@@ -150,7 +150,7 @@ def test_overlapped_exchanges_are_a_range() -> None:
 def test_what_cannot_be_priced_is_planned_all_the_same() -> None:
     found = answer("--pipeline-model-parallel-size 1 --cpu-offloading-num-layers 4")
     assert found.plan is not None
-    assert "is not known (--cpu-offloading-num-layers" in found.verdict
+    assert "is not known (--cpu-offloading-num-layers" in verdict(found)
 
 
 def test_advise_as_json_has_what_the_screen_says() -> None:
