@@ -2,6 +2,7 @@
 
 job ──smallest_ratio, where auto──> offload ratio ──stage_memory──> every stage's bytes ──> fits, or what is too much
  ├──where policy is planned─> a plan, rehearsed: its bytes and its step
+ ├──of a launch─> stock Megatron's setting, simulated: its bytes and its step
  └──a measured profile, or an analytic one where the cluster is described──> costs ──step_seconds──> step, tokens per second, MFU
 """
 
@@ -16,6 +17,7 @@ from megatron_lynx.cost.host import HostLoad, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
@@ -26,7 +28,11 @@ from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.search.simulated import pipeline_s
-from megatron_lynx.solver.offload import shortages, smallest_ratio
+from megatron_lynx.solver.offload import shortages, smallest_ratio, too_much
+from megatron_lynx.stock.price import Priced, exchanges_hidden, host_problem, priced
+from megatron_lynx.stock.setting import StockSetting
+from megatron_lynx.stock.stage import StockStage
+from megatron_lynx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Estimate:
     host: HostReport | None = None
     """Which stages wait for Python. None where there is no step."""
     step_at_best: StepSeconds | None = None
-    """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock."""
+    """With userbuffers: the step if they hide all that GEMMs can hide; `step` is that if they hide nothing more than stock. With
+    exchanges of experts beside computing: if these hide all of them, or nothing."""
     against_windows: AgainstWindows | None = None
     """With userbuffers and policy planned: how that compares with a plan without them."""
 
@@ -94,8 +101,41 @@ class Estimate:
         }
 
 
-def estimate(job: Job, profile: Profile | None = None) -> Estimate:
+@dataclass(frozen=True)
+class LaunchEstimate:
+    """A launch as it is written. `setting`: what it does against activation memory, in words; `flags`: by which."""
+
+    setting: str
+    flags: tuple[str, ...]
+    estimate: Estimate
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the fullest device holds."""
+        return max(memory.total for memory in self.estimate.stages)
+
+    @property
+    def in_words(self) -> str:
+        answer = self.estimate
+        step = "" if answer.step is None else f"{format_seconds(answer.step.total_s)} a step, "
+        fits = "fits" if answer.fits else "does not fit"
+        held, budget = format_bytes(self.memory_bytes), format_bytes(answer.budget_bytes)
+        return f"today ({self.setting}): {step}{held} on the fullest device: {fits} in {budget}"
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        step_s = None if self.estimate.step is None else self.estimate.step.total_s
+        launch = {"step_s": step_s, "memory_bytes": self.memory_bytes, "setting": self.setting, "flags": list(self.flags)}
+        return {"launch": launch, "verdict": self.in_words}
+
+
+def estimate(
+    job: Job, profile: Profile | None = None, setting: StockSetting | None = None, *, exchanges_overlap: bool = False
+) -> Estimate:
     """What the job costs. With a measured `profile` of its layers, the cluster's description gives the links alone.
+
+    `setting`: stock Megatron's, in place of the job's policy; it is simulated. `exchanges_overlap`: whether those of experts run
+    beside the computing of another micro-batch. Without flushes and with an offload ratio the policy counts.
 
     Of policy `planned` it is what a plan would have. Raises `ConfigError` for a profile of another shape, and for a plan without
     figures. A job that does not fit is an answer, not an error.
@@ -104,8 +144,10 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         return _planned(job, profile)
     _check_stays(job)
     job = job if job.optimizer.offload != "auto" else least_share_that_fits(job)
-    ratio, missing = _ratio(job)
     costs = _costs(job, profile)
+    if setting is not None and job.schedule == "flush" and job.offload_ratio == 0:
+        return _of_stock(job, costs, setting, exchanges_overlap=exchanges_overlap)
+    ratio, missing = _ratio(job)
     return Estimate(
         job=job,
         offload_ratio=ratio,
@@ -117,6 +159,38 @@ def estimate(job: Job, profile: Profile | None = None) -> Estimate:
         step_at_best=None if costs is None else _step_at_best(job, costs, ratio),
         on_host=_on_host(job, costs),
     )
+
+
+def _of_stock(job: Job, costs: Profile | None, setting: StockSetting, *, exchanges_overlap: bool) -> Estimate:
+    """What a setting of stock Megatron's costs. Without figures its bytes are known, but for those of copies on their way."""
+    if costs is None:
+        memory = of_every_stage(job, lambda stage: StockStage(job, setting, stage).least_memory())
+        return Estimate(job, 0.0, tuple(memory), job.memory_budget_bytes, tuple(too_much(job, memory)), None)
+    price, hiding = priced(job, costs, setting), costs
+    if exchanges_overlap:
+        hiding = exchanges_hidden(hiding)
+    if job.userbuffers:
+        hiding = hiding.model_copy(update={"hiding": "userbuffers"})
+    return Estimate(
+        job=job,
+        offload_ratio=0.0,
+        stages=price.stages,
+        budget_bytes=job.memory_budget_bytes,
+        shortages=(*too_much(job, price.stages), *_host_shortage(job, price)),
+        step=_of_price(job, costs, price),
+        host=host_report(job, costs),
+        step_at_best=None if hiding is costs else _of_price(job, costs, priced(job, hiding, setting)),
+    )
+
+
+def _host_shortage(job: Job, price: Priced) -> list[Problem]:
+    problem = host_problem(job, price)
+    return [] if problem is None else [Problem("host memory of a node", problem, "", "offload less")]
+
+
+def _of_price(job: Job, costs: Profile, price: Priced) -> StepSeconds:
+    """The parts of a simulated step; messages between stages are in its bubble, copies that nothing hides in its passes."""
+    return StepSeconds(price.busy_s, price.step_s - price.busy_s, 0.0, 0.0, update_s(job, costs))
 
 
 def _check_stays(job: Job) -> None:

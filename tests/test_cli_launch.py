@@ -20,7 +20,7 @@ LAUNCH = (
 
 def test_a_plan_for_a_launch(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    result = lynx("plan", "--cluster", "a100-80g", "-o", path, "--", *shlex.split(LAUNCH))
+    result = lynx("plan", "--cluster", "a100-80g", "--verbose", "-o", path, "--", *shlex.split(LAUNCH))
     assert result.exit_code == 0, result.output
     for text in (
         "model.ffn",
@@ -66,10 +66,10 @@ def test_what_is_not_clear_is_asked(arguments: tuple[object, ...], answer: str, 
 
 def test_doctor_says_what_defeats_overlap() -> None:
     launch = shlex.split(LAUNCH)
-    result = lynx("doctor", "--no-host-time", "--json", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch, "--delay-wgrad-compute")
+    result = lynx("doctor", "--no-host-time", "--json", "--", "CUDA_DEVICE_MAX_CONNECTIONS=1", *launch, "--te-rng-tracker")
     assert result.exit_code == 1
     found = {finding["topic"]: finding for finding in json.loads(result.stdout)["findings"]}
-    assert found["delayed weight gradients"]["todo"] == "drop it"
+    assert found["CUDA graphs"]["todo"] == "drop it"
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"]["found"].startswith("1")
     assert lynx("doctor", "--no-host-time", "--", *launch).exit_code == 0
 

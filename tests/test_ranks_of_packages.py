@@ -32,7 +32,7 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": {"schedule.groups"},
@@ -44,11 +44,12 @@ MAY_IMPORT = {
     "solver": {"config", "schedule", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
-    "launch_arguments": {"config"},
+    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.offload", "stock.recompute"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
-    "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated"},
+    "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
+    "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
+        *("launch_arguments", "advise.rows", "advise.today"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_lynx.apply.inventory import Held
     from megatron_lynx.config.host_time import HostAdam
     from megatron_lynx.doctor import Finding
-    from megatron_lynx.estimate import Estimate
+    from megatron_lynx.estimate import Estimate, LaunchEstimate
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.published.row import Row
     from megatron_lynx.simulator.simulation import Simulation
@@ -91,8 +91,8 @@ def _adam(adam: HostAdam | None) -> list[str]:
     return [f"AdamW      on the host: {alone} million parameters a second of a rank alone, {together} of each if all step"]
 
 
-def show_estimate(answer: Estimate) -> None:
-    """Stages down, parts across, in GiB; parts that no stage has are left out."""
+def show_estimate(answer: Estimate, launch: LaunchEstimate | None = None) -> None:
+    """Of a launch first what it takes; then stages down, parts across, in GiB; parts that no stage has are left out."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -107,6 +107,8 @@ def show_estimate(answer: Estimate) -> None:
     for stage, (memory, sizes) in enumerate(zip(answer.stages, named, strict=True)):
         moment = memory.moment.replace("_", " ")
         table.add_row(str(stage), moment, *(f"{sizes[part] / GIB:.2f}" for part in parts))
+    if launch is not None:
+        typer.echo(launch.in_words)
     show(table)
     verdict = "fits" if answer.fits else "does not fit"
     typer.echo(f"{verdict} in {format_bytes(answer.budget_bytes)}; offload ratio {answer.offload_ratio:g}")
@@ -119,7 +121,8 @@ def show_estimate(answer: Estimate) -> None:
         spent = ", ".join(f"{name.removesuffix('_s')} {format_seconds(value)}" for name, value in asdict(answer.step).items())
         typer.echo(f"step {format_seconds(answer.step.total_s)}: {spent}")
         if answer.step_at_best is not None:
-            typer.echo(f"userbuffers may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
+            overlap = "userbuffers" if answer.job.userbuffers else "overlapped exchanges"
+            typer.echo(f"{overlap} may hide more than that: step {format_seconds(answer.step_at_best.total_s)} at best")
         if answer.against_windows is not None:
             typer.echo(answer.against_windows.in_words)
         peak = f" of the {answer.job.model.dtype} peak" if answer.job.model.fp8 is not None else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megatron_lynx.cli.terminal import announced, show
+from megatron_lynx.cli.terminal import announced
 from megatron_lynx.errors import LynxError
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.config.host_time import HostTime
     from megatron_lynx.doctor import Unmeasured
-    from megatron_lynx.launch_arguments import Reading
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.testbed.hosts import Hosts
@@ -46,60 +43,6 @@ def job_path(name: str) -> Path:
     from megatron_lynx.config import loader
 
     return loader.job_path(name)
-
-
-def job_or_launch(
-    words: list[str],
-    cluster: str | None,
-    gpus: int | None,
-    *,
-    planning: bool,
-    quiet: bool,
-    changes: Mapping[str, Any] | None = None,
-) -> tuple[Job, Reading | None]:
-    """The job that was asked about; for a launch also what was understood of it, which is shown before anything is refused."""
-    from megatron_lynx.errors import ConfigError, Problem
-    from megatron_lynx.launch_arguments import job_of, read_launch
-    from megatron_lynx.launch_arguments.table import remarks, understood
-
-    if cluster is None:
-        problems = [Problem(word, "a second job", "one job, or --cluster C before a launch") for word in words[1:2]]
-        problems += [] if gpus is None else [Problem("--gpus", str(gpus), "a launch: with a job file, its own figure counts")]
-        if problems:
-            raise ConfigError("it is not clear what is asked", problems)
-        return job_named(words[0], changes), None
-    reading = read_launch(words, gpus=gpus, planning=planning)
-    if not quiet:
-        show(understood(reading))
-        typer.echo("\n".join(remarks(reading)))
-    job = job_of(reading, cluster, changes or {})
-    mention_experts(job)
-    return job, reading
-
-
-def words_asked(words: list[str], cluster: str | None, gpus: int | None, more: Mapping[str, object | None]) -> str:
-    """The words of a shell that ask for the same job, or the same launch, again. `more`: options with their values."""
-    given = {"--cluster": cluster, "--gpus": gpus, **more}
-    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    return shlex.join([*options, *(["--"] if cluster is not None else []), *words])
-
-
-def understood_as_json(reading: Reading | None) -> dict[str, object]:
-    from megatron_lynx.launch_arguments.table import as_json
-
-    return {} if reading is None else {"understood": as_json(reading)}
-
-
-def command_with(reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = ()) -> str:
-    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
-    it gets besides, of which Megatron takes the last."""
-    from megatron_lynx.plan.layout import layer_flags, schedule_flags
-    from megatron_lynx.planner.summary import job_environment
-
-    layers = layer_flags(made) if job.parallel.partition == "auto" else ()
-    said = {word.partition("=")[0] for word in reading.command.arguments}
-    schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
-    return reading.command.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made))
 
 
 def named_in(text: str) -> list[str]:

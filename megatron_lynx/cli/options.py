@@ -15,7 +15,7 @@ JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a bu
 
 
 JobOrLaunch = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         metavar="JOB | --cluster C -- LAUNCH",
         help="A job file, or a bundled one: jobs/demo. With --cluster: a Megatron launch, as in `-- torchrun ... pretrain_gpt.py "
@@ -27,6 +27,27 @@ JobOrLaunch = Annotated[
 
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="CLUSTER", help="Where the launch is to run: a100-80g, or a file.")
+]
+
+
+LaunchFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--launch-file",
+        metavar="FILE",
+        help="The launch, one word a line; '# cluster: C' in its header stands for --cluster.",
+        show_default=False,
+    ),
+]
+
+
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Refuse flags that Megatron does not know. Without: planned, with a warning.")
+]
+
+
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also what was read of the launch, and what each stage does.")
 ]
 
 

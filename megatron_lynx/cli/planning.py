@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import (
-    command_with,
-    costs_of,
-    figures_for,
-    hosts_of,
-    job_named,
-    job_or_launch,
-    job_path,
-    measured_here,
-    number_or_word,
-    understood_as_json,
-    words_asked,
-)
+from megatron_lynx.cli.inputs import costs_of, figures_for, hosts_of, job_named, job_path, measured_here, number_or_word
+from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
@@ -30,14 +20,23 @@ from megatron_lynx.cli.options import (
     InexactOption,
     JobName,
     JobOrLaunch,
+    LaunchFileOption,
     LayersOption,
     MemoryOption,
     OptimizerOption,
     PlanFile,
+    StrictOption,
+    VerboseOption,
     finite,
 )
 from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import awaited, show, show_json
+
+if TYPE_CHECKING:
+    from megatron_lynx.advise import Answer
+    from megatron_lynx.config import Job
+    from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.planner import Decision
 
 
 @app.command()
@@ -62,54 +61,83 @@ def profile(
 
 @app.command()
 def plan(
-    asked: JobOrLaunch,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="PLAN", help="Where to write it.", show_default=False)],
+    words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     optimizer_offload: OptimizerOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
+    verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
     """The best plan for a job, or for a Megatron launch, and the flags that its launch needs."""
-    from megatron_lynx.cost.host_optimizer import OnHost
+    from megatron_lynx.advise import answered
+    from megatron_lynx.advise import as_json as as_json_of
+    from megatron_lynx.cost.update import update_s
     from megatron_lynx.plan import save_plan
-    from megatron_lynx.plan.explanation import explanation
-    from megatron_lynx.planner import against_windows, decide
-    from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags, summary
+    from megatron_lynx.planner import against_windows
+    from megatron_lynx.planner.summary import summary
 
     changes: dict[str, object] = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
     changes |= {} if optimizer_offload is None else {"optimizer.offload": number_or_word(optimizer_offload)}
     changes |= {"head.pieces": "auto"} if inexact else {}
-    job, reading = job_or_launch(asked, cluster, gpus, planning=True, quiet=as_json, changes=changes)
-    check_writable(output, read=[profile_file, job_path(asked[0]) if reading is None else None])
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    job, reading = job_or_launch(asked, planning=True, changes=changes)
+    check_writable(output, read=[profile_file, launch_file, job_path(asked.words[0]) if reading is None else None])
     costs = costs_of(job, profile_file)
     with awaited("making the plan"):
-        decision = decide(job, costs)
-        compared = against_windows(decision, job, costs)
+        answer = answered(job, costs, reading, near=False)
+    if (decision := answer.decision) is None:
+        _say_no(answer, as_json=as_json)
+        return
+    compared = against_windows(decision, job, costs)
     options = {"--profile": profile_file, "--optimizer-offload": optimizer_offload, "--inexact": next(iter(inexact or ()), None)}
-    words = words_asked(asked, cluster, gpus, options)
-    made = decision.plan.model_copy(update={"provenance": decision.plan.provenance.model_copy(update={"asked": words})})
-    save_plan(made, output)
+    provenance = decision.plan.provenance.model_copy(update={"asked": asked.again(options)})
+    save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
         found = {} if compared is None else {"userbuffers": compared.as_json}
-        show_json({"plan": os.fspath(output), **summary(decision, costs), **found, **understood_as_json(reading)})
+        own = as_json_of(answer)
+        plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
+        update = {"update_s": update_s(decision.job, costs)}
+        show_json({**own, **plan_, **update, **summary(decision, costs), **found, **understood_as_json(reading)})
         return
-    show(explanation(decision.plan))
-    on_host = OnHost.of(decision.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
-    if on_host is not None:
-        typer.echo(on_host.in_words)
-    own = [] if optimizer_offload is None else host_optimizer_flags(decision.job)
-    said = [*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]
-    typer.echo("\n".join([*said, *([] if compared is None else [compared.in_words])]))
+    show_answer(answer)
+    if compared is not None:
+        typer.echo(compared.in_words)
+    if verbose:
+        show_details(answer, costs)
+    typer.echo(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
+
+
+def _launched(job: Job, decision: Decision, reading: Reading | None, output: Path, *, chosen: bool) -> str:
+    """What to launch with a plan. `chosen`: how much of the optimizer is on the host was asked of the plan, not of the launch."""
+    from megatron_lynx.plan.layout import launch_flags
+    from megatron_lynx.planner.summary import host_optimizer_flags, job_environment, job_flags
+
     if reading is None:
         variables = (f"{name}={value}" for name, value in job_environment(job, decision.plan).items())
-        typer.echo(f"wrote {output}; its launch needs the flags above, and {' '.join([*variables, *job_flags(decision.job)])}")
+        return f"its launch needs {' '.join([*variables, *launch_flags(decision.plan), *job_flags(decision.job)])}"
+    own = host_optimizer_flags(decision.job) if chosen else []
+    command = f"launch with it:\n\n{command_with(reading, job, decision.plan, output, own)}"
+    if chosen and not own and reading.given["optimizer_cpu_offload"]:
+        return f"leave out --optimizer-cpu-offload: the plan has all of the optimizer on the device; {command}"
+    return command
+
+
+def _say_no(answer: Answer, *, as_json: bool) -> None:
+    """What the launch takes without a plan, and what would fit; then why there is none. Raises what the planner raised."""
+    from megatron_lynx.advise import as_json as as_json_of
+
+    if as_json:
+        show_json(as_json_of(answer))
     else:
-        if optimizer_offload is not None and not own and reading.given["optimizer_cpu_offload"]:
-            typer.echo("leave out --optimizer-cpu-offload: the plan has all of the optimizer on the device")
-        typer.echo(f"wrote {output}; launch with it:\n\n{command_with(reading, job, decision.plan, output, own)}")
+        show_answer(answer, reasons=False)
+    assert answer.error is not None, "there is no plan, and somebody has said why"
+    raise answer.error
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +10,28 @@ import typer
 
 from megatron_lynx.cli.answers import show_estimate, show_published
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import job_or_launch, named_in, number_or_word, understood_as_json, whole_numbers_in
-from megatron_lynx.cli.options import AsJson, ClusterOption, GpusOption, JobOrLaunch, MemoryOption
+from megatron_lynx.cli.inputs import named_in, number_or_word, whole_numbers_in
+from megatron_lynx.cli.launches import asked_about, job_or_launch, priceable, show_understood, understood_as_json
+from megatron_lynx.cli.options import (
+    AsJson,
+    ClusterOption,
+    GpusOption,
+    JobOrLaunch,
+    LaunchFileOption,
+    MemoryOption,
+    StrictOption,
+    VerboseOption,
+)
 from megatron_lynx.cli.terminal import counted, show, show_json
 
 
 @app.command()
 def estimate(
-    asked: JobOrLaunch,
+    words: JobOrLaunch = None,
     cluster: ClusterOption = None,
     gpus: GpusOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     memory_gib: MemoryOption = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="Measured layers; without, the cluster's figures.")
@@ -26,20 +39,29 @@ def estimate(
     offload_ratio: Annotated[
         str | None, typer.Option("--offload-ratio", metavar="RATIO", help="Instead of the job's: in [0, 1], or auto.")
     ] = None,
+    verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and time of a job, or of a Megatron launch, under the policy and offload ratio it states. Measures nothing."""
+    """Memory and time of a job, or of a Megatron launch, as it is stated: its recomputation, its offloading. Measures nothing."""
+    from megatron_lynx.estimate import LaunchEstimate
     from megatron_lynx.estimate import estimate as estimated
     from megatron_lynx.profiler.profile import load_profile
 
     changes = {} if offload_ratio is None else {"offload_ratio": number_or_word(offload_ratio)}
     changes |= {} if memory_gib is None else {"budget.memory_gib": memory_gib}
-    job, reading = job_or_launch(asked, cluster, gpus, planning=False, quiet=as_json, changes=changes)
-    answer = estimated(job, None if profile_file is None else load_profile(profile_file))
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    job, reading = job_or_launch(asked, planning=False, changes=changes)
+    measured = None if profile_file is None else load_profile(profile_file)
+    today = None if reading is None else priceable(reading)
+    setting, overlap = (None, False) if today is None else (today.setting, today.overlaps_exchanges)
+    answer = estimated(job, measured, setting, exchanges_overlap=overlap)
+    launch = None if today is None else LaunchEstimate(today.name, today.flags, answer)
     if as_json:
-        show_json({**answer.as_json, **understood_as_json(reading)})
+        show_json({**answer.as_json, **({} if launch is None else launch.as_json), **understood_as_json(reading)})
     else:
-        show_estimate(answer)
+        if reading is not None and verbose:
+            show_understood(reading)
+        show_estimate(answer, launch)
     if not answer.fits:
         typer.echo("\n".join(["this job does not fit", *(f"  - {problem}" for problem in answer.shortages)]), err=True)
         raise typer.Exit(1)
@@ -47,9 +69,11 @@ def estimate(
 
 @app.command()
 def search(
-    words: JobOrLaunch,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices to spread the job over.", show_default=False)],
+    words: JobOrLaunch = None,
     cluster: ClusterOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     top: Annotated[int, typer.Option("--top", metavar="K", help="How many layouts to show; each is simulated.")] = 10,
     policies: Annotated[
         str | None, typer.Option("--policies", metavar="A,B", help="Policies to try; without, every one.", show_default=False)
@@ -84,17 +108,18 @@ def search(
     from megatron_lynx.search import search as searched
     from megatron_lynx.search.table import table
 
-    asked = POLICIES if policies is None else named_in(policies)
+    of_policies = POLICIES if policies is None else named_in(policies)
     of_schedules = None if schedules is None else named_in(schedules)
     sizes = None if context is None else whole_numbers_in(context, "--context")
-    own_gpus = None if cluster is None or command_line(words).gpus else gpus
-    job, _ = job_or_launch(words, cluster, own_gpus, planning=False, quiet=as_json)
+    asked = asked_about(words, cluster, None, launch_file, strict=strict)
+    own_gpus = gpus if asked.is_launch and not command_line(asked.words).gpus else None
+    job, _ = job_or_launch(replace(asked, gpus=own_gpus), planning=False)
     with counted("layouts ranked") as watch:
         ranking = searched(
             job,
             gpus,
             top=top,
-            policies=asked,
+            policies=of_policies,
             offload=offload,
             across_nodes=across_nodes,
             schedules=of_schedules,

@@ -9,19 +9,29 @@ import typer
 
 from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import host_time_here, hosts_of, job_or_launch, plan_and_costs, plan_for
-from megatron_lynx.cli.options import AsJson, ClusterOption, JobOrLaunch, MemoryOption, ProfileOption
+from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
+from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
+from megatron_lynx.cli.options import (
+    AsJson,
+    ClusterOption,
+    JobOrLaunch,
+    LaunchFileOption,
+    MemoryOption,
+    ProfileOption,
+    StrictOption,
+)
 from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from megatron_lynx.config import Job
+    from megatron_lynx.stock.setting import StockSetting
 
 
 @app.command()
 def compare(
-    asked: JobOrLaunch,
+    words: JobOrLaunch = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan; without one, it is made.")] = None,
     profile_file: ProfileOption = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each setting.")] = 5,
@@ -31,6 +41,8 @@ def compare(
     ),
     cluster: ClusterOption = None,
     memory_gib: MemoryOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Train nothing: the plan beside stock's fastest settings that fit, simulated."),
@@ -49,16 +61,18 @@ def compare(
     from megatron_lynx.testbed.comparison import compare as run
 
     changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
-    job, _ = job_or_launch(asked, cluster, None, planning=True, quiet=as_json, changes=changes)
-    if cluster is not None and not simulate:
-        problem = Problem("--cluster", cluster, "--simulate beside it", "nothing of a launch is trained here")
+    asked = asked_about(words, cluster, None, launch_file, strict=strict)
+    job, reading = job_or_launch(asked, planning=True, changes=changes)
+    if asked.cluster is not None and not simulate:
+        problem = Problem("--cluster", asked.cluster, "--simulate beside it", "nothing of a launch is trained here")
         raise ConfigError("a launch is compared by simulating it", [problem])
     make_folder(output)
     if job.schedule == "double_buffered":
         _compare_schedules(job, plan_file, profile_file, rounds, output, as_json)
         return
     if simulate:
-        _compare_simulated(job, plan_file, profile_file, output, as_json)
+        priced = reading is not None and not reading.today.not_priced
+        _compare_simulated(job, plan_file, profile_file, output, as_json, reading.today.setting if reading and priced else None)
         return
     with hosts_of(job) as hosts:
         made = plan_for(job, hosts, plan_file, profile_file, output)
@@ -74,7 +88,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+def _compare_simulated(
+    job: Job, plan_file: Path | None, profile_file: Path | None, output: Path, as_json: bool, today: StockSetting | None
+) -> None:
     from megatron_lynx.planner import partitioned_as
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.stock.side_by_side import allowed_bytes, side_by_side, verdict
@@ -84,7 +100,7 @@ def _compare_simulated(job: Job, plan_file: Path | None, profile_file: Path | No
     parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)
-    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes)
+    rows = side_by_side(parted, costs, simulation.step_s, ours_bytes, budget_bytes, today=today)
     if as_json:
         show_json({"rows": [row.as_json for row in rows]})
     else:
@@ -139,6 +155,7 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[-- LAUNCH]", help="A Megatron launch to look at, too.", show_default=False)
     ] = None,
     cluster: ClusterOption = None,
+    launch_file: LaunchFileOption = None,
     plan_file: Annotated[
         Path | None,
         typer.Option("--plan", metavar="PLAN", help="A plan: what runs in its windows? Does the GPU wait for Python under it?"),
@@ -156,10 +173,11 @@ def doctor(
 
     from megatron_lynx.doctor import findings
 
+    asked = Asked(tuple(words or ()), cluster) if launch_file is None else asked_about(words, cluster, None, launch_file)
     with announced("looking around"):
         quieten_megatron()
-        measured = host_time_here(words or []) if host_time else None
-        found = list(findings(words or (), measured=measured, cluster=cluster, plan_file=plan_file))
+        measured = host_time_here(list(asked.words)) if host_time else None
+        found = list(findings(asked.words, measured=measured, cluster=asked.cluster, plan_file=plan_file))
     if as_json:
         show_json({"findings": [asdict(finding) for finding in found]})
     else:

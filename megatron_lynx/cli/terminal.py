@@ -22,6 +22,9 @@ WIDTH_OF_FILES = 180
 """Columns of a table that goes to a file or a pipe, which have no width of their own."""
 
 
+SCREEN = 80
+"""Columns of a first screen that goes to a file or a pipe."""
+
 MOST_PROBLEMS = 100
 """Problems of one request that are printed; of more, only their number."""
 
@@ -40,7 +43,12 @@ def show(answer: RenderableType) -> None:
     page().print(answer)
 
 
-def page() -> Console:
+def show_screen(answer: RenderableType) -> None:
+    """An answer that is made for `SCREEN` columns: in files and pipes as on a terminal."""
+    page(SCREEN).print(answer)
+
+
+def page(width_of_files: int = WIDTH_OF_FILES) -> Console:
     from rich.console import Console
 
     class Page(Console):
@@ -48,7 +56,7 @@ def page() -> Console:
             raise BrokenPipeError  # Rich ends the command with 1, which is the answer no
 
     page = sys.stdout or StringIO()  # none where the shell has closed it
-    return Page(file=page, width=None if page.isatty() else WIDTH_OF_FILES)
+    return Page(file=page, width=None if page.isatty() else width_of_files)
 
 
 def show_error(error: LynxError) -> None:

@@ -123,9 +123,20 @@ class Parts:
     @property
     def fullest(self) -> StageMemory:
         """The moment at which most is held; of equals the first."""
+        totals = self._totals
+        moment = max(totals, key=lambda each: totals[each])
+        beside: dict[str, Any] = self._beside_states(moment)
+        return replace(self.states, moment=moment, totals=totals, **beside)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is held then: `fullest.total`, in less time."""
+        return max(self._totals.values())
+
+    @property
+    def _totals(self) -> dict[Moment, int]:
         states = self.states.total
-        totals = {moment: states + sum(self._beside_states(moment).values()) for moment in self.moments}
-        return replace(self.at(max(totals, key=lambda moment: totals[moment])), totals=totals)
+        return {moment: states + sum(self._beside_states(moment).values()) for moment in self.moments}
 
     @property
     def moments(self) -> tuple[Moment, ...]:

@@ -87,12 +87,41 @@ def stage_memory(job: Job, stage: int, offload_ratio: float = 0.0) -> StageMemor
 
 def memory_of_stages(job: Job, offload_ratio: float = 0.0) -> tuple[StageMemory, ...]:
     """The memory of every stage, as `stage_memory` has it, in less time."""
-    shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
-    in_flight = chunks_in_flight_by_stage(job)
-    return tuple(
-        _parts(job, stage, shape, states[stage], in_flight[stage], offload_ratio).fullest
-        for stage in range(job.parallel.pipeline)
-    )
+    return tuple(parts.fullest for parts in OffloadingStages.of(job).parts(offload_ratio))
+
+
+def always_bytes(job: Job) -> int:
+    """What the fullest stage holds before there is any activation: the same for all policies and micro-batch sizes."""
+    states = of_every_stage(job, lambda stage: _states(job, stage).held)
+    return max(held.always for held in states) + REST_BYTES[job.cluster.device]
+
+
+@dataclass(frozen=True)
+class OffloadingStages:
+    """Every stage of a job with nothing offloaded, and what another share changes: asked for many shares, the rest is counted
+    once."""
+
+    stages: tuple[Parts, ...]
+    in_flight: tuple[int, ...]
+
+    @classmethod
+    def of(cls, job: Job) -> OffloadingStages:
+        """Under the job's policy."""
+        shape, states = LayerShape.of(job), of_every_stage(job, lambda stage: _states(job, stage))
+        in_flight = tuple(chunks_in_flight_by_stage(job))
+        numbers = range(job.parallel.pipeline)
+        return cls(tuple(_parts(job, stage, shape, states[stage], in_flight[stage], 0.0) for stage in numbers), in_flight)
+
+    def parts(self, ratio: float) -> tuple[Parts, ...]:
+        """Everything that each stage holds at some moment, with this share of each chunk's bytes offloaded."""
+        return self.stages if ratio == 0 else tuple(self._with_share(stage, ratio) for stage in range(len(self.stages)))
+
+    def _with_share(self, stage: int, ratio: float) -> Parts:
+        own, count = self.stages[stage], self.in_flight[stage]
+        if count <= CHUNKS_NOT_OFFLOADED:
+            return own
+        activations, staging = _layers(own.chunk, count, ratio, stage == len(self.stages) - 1)
+        return replace(own, activations=activations, staging=staging)
 
 
 def stage_parts(job: Job, stage: int, offload_ratio: float = 0.0) -> Parts:

@@ -6,25 +6,28 @@ from collections.abc import Iterator, Mapping
 
 from megatron_lynx.doctor.finding import Finding
 from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.table import unknown_in_words
 
 DEFEATS = {
     "enable_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
     "external_cuda_graph": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
     "cuda_graph_impl": ("CUDA graphs", "graphs bypass every hook: plans are refused"),
     "te_rng_tracker": ("CUDA graphs", "its random state cannot be restored for a replay: plans are refused"),
-    "overlap_moe_expert_parallel_comm": (
-        "expert-parallel overlap",
-        "its schedule bypasses the layers' halves: plans are refused",
-    ),
-    "delay_wgrad_compute": ("delayed weight gradients", "they would be computed after their inputs are gone: plans are refused"),
     "use_ring_exchange_p2p": ("ring exchange", "it returns nothing to wait for: no pipeline windows, plans are refused"),
-    "recompute_granularity": ("stock recomputation", "two deciders: plans are refused"),
-    "recompute_activations": ("stock recomputation", "two deciders: plans are refused"),
-    "cpu_offloading_num_layers": ("stock offloading", "two deciders: plans are refused"),
-    "fine_grained_activation_offloading": ("stock offloading", "two deciders: plans are refused"),
-    "distribute_saved_activations": ("stock recomputation", "two deciders: plans are refused"),
 }
 """Flags that a plan cannot live with, and what they are about."""
+
+TODAY = {
+    "overlap_moe_expert_parallel_comm": "expert-parallel overlap",
+    "delay_wgrad_compute": "delayed weight gradients",
+    "recompute_granularity": "stock recomputation",
+    "recompute_activations": "stock recomputation",
+    "moe_layer_recompute": "stock recomputation",
+    "cpu_offloading_num_layers": "stock offloading",
+    "fine_grained_activation_offloading": "stock offloading",
+    "distribute_saved_activations": "stock recomputation",
+}
+"""What a launch does today that a plan replaces, and what it is about."""
 
 
 def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -33,6 +36,7 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     for name, (topic, costs) in DEFEATS.items():
         if given[name] not in (None, False, 0, "none"):
             yield Finding(topic, "defeats", given.origin(name), costs, "drop it")
+    yield from _replaced(reading)
     tensor, pipeline = given["tensor_model_parallel_size"] or 1, given["pipeline_model_parallel_size"] or 1
     userbuffers = bool(given["tp_comm_overlap"]) and tensor > 1
     if userbuffers:
@@ -56,10 +60,25 @@ def launch(reading: Reading, variables: Mapping[str, str]) -> Iterator[Finding]:
     if given["fine_grained_activation_offloading"] and variables.get("NVTE_CPU_OFFLOAD_V1") != "1":
         costs = "with Transformer Engine from 2.10 on Megatron stops: weights would be offloaded, too"
         yield Finding("NVTE_CPU_OFFLOAD_V1", "note", variables.get("NVTE_CPU_OFFLOAD_V1", "not set"), costs, "set 1")
+    if (unknown := unknown_in_words(reading)) is not None:
+        yield Finding("unknown flags", "note", unknown, "if Megatron's own, they are mistyped, and it stops")
     for problem in reading.problems:
         yield Finding("launch", "note", str(problem), "no plan can be made of this launch as it stands")
     for flag, instead in reading.priced_as:
         yield Finding(flag, "note", "given", f"plans count it as {instead}")
+
+
+def _replaced(reading: Reading) -> Iterator[Finding]:
+    """Stock's setting beside a plan has two deciders. In a launch that has none yet it is what it does today."""
+    planned = any(word.partition("=")[0] == "--lynx-plan" for word in reading.command.arguments)
+    for name, topic in TODAY.items():
+        if not reading.given[name]:
+            continue
+        found = reading.given.origin(name)
+        if planned:
+            yield Finding(topic, "defeats", found, "two deciders: the plan is refused", "drop it")
+        else:
+            yield Finding(topic, "note", found, "what the launch does today: `plan` prints the launch without it")
 
 
 def _weight_gradients(reading: Reading) -> Finding:

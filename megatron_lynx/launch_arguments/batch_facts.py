@@ -1,4 +1,4 @@
-"""What a launch says about its batch, its parallel groups and stock recomputation."""
+"""What a launch says about its batch and its parallel groups."""
 
 from __future__ import annotations
 
@@ -50,19 +50,3 @@ def _last_of_schedule(given: Given, problems: list[Problem]) -> Iterator[Fact]:
         yield Fact("batch.global", int(last), f"{origin}: its end")
     else:
         problems.append(Problem(origin, text, "pairs FROM:SIZE"))
-
-
-def recomputation(given: Given, problems: list[Problem]) -> Fact | None:
-    """Stock recomputation as a job's policy, where it is one."""
-    name = "recompute_granularity" if given["recompute_granularity"] else "recompute_activations"
-    asked = given["recompute_granularity"] or ("selective" if given["recompute_activations"] else None)
-    if asked is None:
-        return None
-    modules, each = given["recompute_modules"], given["recompute_num_layers"]
-    if asked == "selective" and modules not in (None, [], ["core_attn"]):
-        problems.append(Problem(given.origin("recompute_modules"), " ".join(modules), "core_attn: others cannot be estimated"))
-    if asked == "full" and (given["recompute_method"] != "uniform" or each not in (None, 1)):
-        found = f"{given['recompute_method']}, {each or 'no'} layers"
-        needed = "--recompute-method uniform --recompute-num-layers 1: others cannot be estimated"
-        problems.append(Problem(given.origin("recompute_method", name), found, needed))
-    return Fact("policy", asked, given.origin(name))

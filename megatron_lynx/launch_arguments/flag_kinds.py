@@ -54,7 +54,12 @@ READ = names_in(
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage micro_batch_size global_batch_size
     rampup_batch_size step_batch_size_schedule recompute_activations recompute_granularity recompute_method
-    recompute_num_layers recompute_modules yaml_cfg accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 main_grads_dtype
+    recompute_num_layers recompute_modules moe_layer_recompute distribute_saved_activations
+    fine_grained_activation_offloading offload_modules activation_offload_fraction min_offloaded_tensor_size
+    delta_offload_bytes_across_pp_ranks delay_offload_until_cuda_graph fine_grained_offloading_max_inflight_offloads
+    cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers overlap_moe_expert_parallel_comm
+    delay_wgrad_compute ep_overlap_early_attn_memory_release yaml_cfg accumulate_allreduce_grads_in_fp32
+    grad_reduce_in_bf16 main_grads_dtype
     main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer num_experts moe_router_topk
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_layer_freq moe_token_dispatcher_type
     expert_model_parallel_size expert_tensor_parallel_size qk_layernorm fp8 fp8_recipe fp8_margin
@@ -68,7 +73,7 @@ READ = names_in(
     """
 )
 """The job is made of them: `model_facts`, `fp8_facts`, `expert_facts`, `latent_facts`, `layer_facts`, `context_facts`,
-`batch_facts`, `optimizer_facts`, `overlap_facts`."""
+`batch_facts`, `optimizer_facts`, `overlap_facts`; or what the launch does today is (`today`)."""
 
 _OTHER_LAYERS = "its layers are not the transformer layers that are planned"
 _OTHER_CALLS = "the sites of a layer are not called one by one"
@@ -120,14 +125,12 @@ REFUSED = {
     "cuda_graph_impl": "CUDA graphs bypass every hook",
     "te_rng_tracker": "random state that graphs hold cannot be restored for a replay",
     "inference_rng_tracker": "random state that graphs hold cannot be restored for a replay",
-    "overlap_moe_expert_parallel_comm": _NO_WINDOWS,
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients would be computed after what they need is gone",
     "moe_expert_capacity_factor": _UNBALANCED,
     "moe_expert_rank_capacity_factor": _UNBALANCED,
     "moe_pad_expert_input_to_capacity": _UNBALANCED,
     "moe_router_padding_for_fp8": _UNBALANCED,
     "moe_router_padding_for_quantization": _UNBALANCED,
-    "moe_layer_recompute": "experts are kept whole beside a plan, and stock recomputation of them alone cannot be estimated",
     "moe_latent_size": "experts of another width than the layer's are not modelled",
     "moe_shared_expert_gate": _MORE_SAVED,
     "moe_input_jitter_eps": _MORE_SAVED,
@@ -143,13 +146,9 @@ REFUSED = {
     "moe_ncclep_zero_copy": "its buffers in symmetric memory are not counted",
     "use_grouped_gemm_for_shared_expert": _OTHER_CALLS,
     "expert_tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
-    "delay_wgrad_compute": "weight gradients would be computed after what they need is gone",
     "defer_embedding_wgrad_compute": _MORE_SAVED,
     "use_ring_exchange_p2p": _NO_WINDOWS,
     "fake_process_group": "nothing is communicated, so there are no windows",
-    "cpu_offloading_num_layers": _OTHER_OFFLOAD,
-    "fine_grained_activation_offloading": _OTHER_OFFLOAD,
-    "distribute_saved_activations": "it belongs to stock recomputation: the plan decides what is recomputed",
     "tensor_parallel_num_weight_shards": "weights are gathered by collectives of their own",
     "hybrid_context_parallel": "context parallelism that changes with the data is not modelled",
     "use_tp_pp_dp_mapping": "links are priced for Megatron's usual order of ranks",
@@ -262,8 +261,7 @@ GROUPS = {
 PREFIXES = {
     "a feature that is not switched on": names_in(
         """
-        mtp_ mup_ mamba_ dsa_ linear_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip offload_
-        activation_offload delta_offload delay_offload cpu_offloading_ ep_overlap_ fine_grained_offloading_
+        mtp_ mup_ mamba_ dsa_ linear_ fp8_ fp4_ tp_comm_ cuda_graph_ kitchen_ inference_ yarn_ qk_clip
         """
     )
 }
@@ -272,7 +270,7 @@ PREFIXES = {
 NO_MATTER: dict[str, frozenset[str]] = {
     "a feature that is not switched on": names_in(
         """
-        min_offloaded_tensor_size num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         use_fused_weighted_squared_relu wgrad_deferral_limit moe_paged_stash_page_size
         moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda high_priority_a2a_comm_stream
         use_mamba_mem_eff_path fp4_param_gather mrope_section

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.flag_kinds import kind_of
 from megatron_lynx.launch_arguments.flag_table import Flag, FlagTable
+from megatron_lynx.launch_arguments.pieces import is_flag, pieces
 
-OURS = "--lynx-"
+MISTYPED = 0.9
+"""How alike two words are, from 0 to 1, of which one is the other with a letter or two wrong."""
+
 SHELL = re.compile(r"\$[A-Za-z_{(@*1-9]")
 
 AT_LEAST_ONE = frozenset(
@@ -49,6 +53,9 @@ class Given:
     releases: tuple[str, ...]
     """The releases that take every flag of the launch, oldest first; never empty."""
     table: FlagTable
+    unknown: tuple[str, ...] = ()
+    """Flags that Megatron does not know, each with the words behind it; and values that it does not know of flags that neither
+    activations nor seconds depend on. A fork knows them."""
 
     @property
     def release(self) -> str:
@@ -67,21 +74,20 @@ class Given:
 
 def given_arguments(arguments: Sequence[str], table: FlagTable) -> tuple[Given, list[Problem]]:
     """Read arguments, and everything about them that cannot be read."""
-    options = [word.partition("=")[0] for word in arguments if _is_flag(word)]
+    options = [word.partition("=")[0] for word in arguments if is_flag(word)]
     options = [option for option in options if table.newest(option) is not None]
     releases, problems = _common(options, table)
     values: dict[str, Value] = {}
-    for option, words in _split(arguments, table, releases, problems):
-        flag = table.newest(option, releases)
-        if flag is None:
-            problems.append(_unknown(option, table))
-        else:
-            values[flag.sets] = Value(flag, option, _value(flag, option, words, problems))
-    return Given(values, releases, table), problems
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") and len(word) > 2
+    unknown: list[str] = []
+    for piece in pieces(arguments, table, releases):
+        flag = None if piece.option is None else table.newest(piece.option, releases)
+        if piece.option is None:
+            problems.append(_stray(piece.words[0]))
+        elif flag is not None:
+            values[flag.sets] = Value(flag, piece.option, _value(flag, piece.option, piece.values, problems, unknown))
+        elif not piece.ours:
+            unknown.append(" ".join(piece.words))
+    return Given(values, releases, table, tuple(unknown)), problems
 
 
 def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], list[Problem]]:
@@ -97,45 +103,29 @@ def _common(options: Sequence[str], table: FlagTable) -> tuple[tuple[str, ...], 
     return table.releases[-1:], [problem]
 
 
-def _split(
-    arguments: Sequence[str], table: FlagTable, releases: Sequence[str], problems: list[Problem]
-) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the words that belong to it. Words that belong to no option are problems."""
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        option, equals, value = word.partition("=")
-        following = _up_to_next_flag(rest)
-        if not _is_flag(word):
-            problems.append(_stray(word))
-        elif option.startswith(OURS):
-            del rest[: 0 if equals else min(1, len(following))]
-        else:
-            flag = table.newest(option, releases) or table.newest(option)
-            takes = len(following) if flag is None or not isinstance(flag.takes, int) else flag.takes
-            if equals:
-                yield option, [value]
-            else:
-                yield option, following[:takes]
-                del rest[: len(following[:takes])]
-
-
-def _up_to_next_flag(words: Sequence[str]) -> list[str]:
-    return list(words[: next((index for index, word in enumerate(words) if _is_flag(word)), len(words))])
-
-
 def _stray(word: str) -> Problem:
     todo = "let the shell fill its variables in" if SHELL.search(word) else ""
     return Problem("launch", f"the word {word!r}", "a flag, or a value behind one", todo)
 
 
-def _unknown(option: str, table: FlagTable) -> Problem:
-    close = difflib.get_close_matches(option, table.of_option, n=1)
-    todo = f"did you mean {close[0]}?" if close else "drop it for planning, if it is your own script's"
-    return Problem(option, "unknown", f"a flag of Megatron {table.releases[0]} to {table.releases[-1]}", todo)
+def mistyped(option: str, table: FlagTable) -> str | None:
+    """The flag of Megatron's that an unknown one differs from by a letter or two; None where there is none."""
+    if option in table.of_option:
+        return None
+    return next(iter(difflib.get_close_matches(option, table.of_option, n=1, cutoff=MISTYPED)), None)
 
 
-def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem]) -> Any:
+def unknown_problem(words: str, table: FlagTable) -> Problem:
+    """What is wrong with a flag, or a value, that Megatron does not know."""
+    option = words.split()[0]
+    close = mistyped(option, table)
+    todo = f"did you mean {close}?" if close is not None else "drop it for planning, if it is your own script's"
+    known = option in table.of_option
+    needed = f"a {'value' if known else 'flag'} of Megatron {table.releases[0]} to {table.releases[-1]}"
+    return Problem(option, f"unknown, {words.partition(' ')[2]}" if known else "unknown", needed, todo)
+
+
+def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem], unknown: list[str]) -> Any:
     """What the words behind a flag mean, as its type has it."""
     if flag.takes == 0:
         return flag.switched(option)
@@ -143,11 +133,11 @@ def _value(flag: Flag, option: str, words: Sequence[str], problems: list[Problem
     if (not words and flag.takes != "*") or (isinstance(flag.takes, int) and len(words) != flag.takes):
         problems.append(Problem(option, f"{len(words)} values" if words else "nothing", needed))
         return None
-    read = [_typed(flag, option, word, problems) for word in words]
+    read = [_typed(flag, option, word, problems, unknown) for word in words]
     return read[0] if flag.takes == 1 else read
 
 
-def _typed(flag: Flag, option: str, word: str, problems: list[Problem]) -> Any:
+def _typed(flag: Flag, option: str, word: str, problems: list[Problem], unknown: list[str]) -> Any:
     kinds = {"int": (int, "a whole number"), "float": (float, "a number")}
     todo = "let the shell fill its variables in" if SHELL.search(word) else ""
     if flag.type in kinds:
@@ -159,7 +149,11 @@ def _typed(flag: Flag, option: str, word: str, problems: list[Problem]) -> Any:
             return None
         return in_range(flag, option, number, problems)
     if flag.choices and word not in flag.choices:
-        problems.append(Problem(option, word, f"one of {', '.join(map(str, flag.choices))}", todo))
+        kind = kind_of(flag)
+        if kind is not None and kind.name == "no matter" and not todo:
+            unknown.append(f"{option} {word}")
+        elif kind is None or kind.name != "refused":  # else it is refused with the reason, whatever its value
+            problems.append(Problem(option, word, f"one of {', '.join(map(str, flag.choices))}", todo))
     return word
 
 

@@ -12,6 +12,7 @@ from megatron_lynx.launch_arguments.command_line import HEADLINE
 from megatron_lynx.launch_arguments.fact import Fact, as_job_data
 from megatron_lynx.launch_arguments.head_facts import refused_in_pieces
 from megatron_lynx.launch_arguments.reading import Reading
+from megatron_lynx.launch_arguments.today import against_megatron
 from megatron_lynx.validation import validated
 
 
@@ -34,6 +35,8 @@ def job_of(reading: Reading, cluster: str, changes: Mapping[str, Any] | None = N
     except ConfigError as error:
         # What a missing or misread flag leaves out of the job has been said already, by the flag's name.
         problems += [] if problems else error.problems
+    else:
+        problems += against_megatron(reading.given, reading.today, job)
     if problems:
         raise ConfigError(HEADLINE, problems)
     return job

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lynx.errors import Problem
 from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import OURS, Given
+from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.pieces import OURS
 
 SCHEDULE = "--lynx-schedule"
 SCHEDULES = {"flush": "flush", "double-buffered": "double_buffered"}

@@ -8,13 +8,15 @@ words ─ command_line ─> arguments ─ given ─> values by Megatron's names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from megatron_lynx.config.job import Policy
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts, recomputation
+from megatron_lynx.launch_arguments.batch_facts import batch_facts, group_facts
 from megatron_lynx.launch_arguments.command_line import CommandLine, command_line
 from megatron_lynx.launch_arguments.context_facts import context_facts
 from megatron_lynx.launch_arguments.expert_facts import expert_facts, has_experts
@@ -31,14 +33,20 @@ from megatron_lynx.launch_arguments.flag_kinds import (
 )
 from megatron_lynx.launch_arguments.flag_table import flag_table
 from megatron_lynx.launch_arguments.fp8_facts import fp8_facts
-from megatron_lynx.launch_arguments.given import Given, Value, given_arguments
+from megatron_lynx.launch_arguments.given import Given, Value, given_arguments, mistyped, unknown_problem
 from megatron_lynx.launch_arguments.latent_facts import latent_facts
 from megatron_lynx.launch_arguments.layer_facts import layer_facts
 from megatron_lynx.launch_arguments.model_facts import model_facts
 from megatron_lynx.launch_arguments.optimizer_facts import optimizer_facts
 from megatron_lynx.launch_arguments.our_flags import misread, refused_without_flushes, schedule_facts
 from megatron_lynx.launch_arguments.overlap_facts import USERBUFFERS, overlap_facts
+from megatron_lynx.launch_arguments.pieces import changed
+from megatron_lynx.launch_arguments.today import REPLACED, Today, today_of
 from megatron_lynx.launch_arguments.yaml_cfg import given_file
+from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
+
+POLICIES: dict[StockSetting, Policy] = {NONE: "none", SELECTIVE: "selective", FULL: "full"}
+"""Stock settings that a job has a word for."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class Reading:
     """Flags that change neither activations nor seconds, by what they are about."""
     problems: tuple[Problem, ...]
     """Everything that keeps it from being a job: what does not read, what is missing, what is not modelled."""
+    today: Today
+    """What it does against activation memory as it is written."""
 
     @property
     def job_data(self) -> dict[str, Any]:
@@ -67,12 +77,28 @@ class Reading:
         partition = parallel.get("partition")
         return "layers_per_chunk" in parallel or (isinstance(partition, list) and len(partition) > parallel["pipeline"])
 
+    def changed(self, setting: Mapping[str, Sequence[str]], without: Collection[str] = ()) -> CommandLine:
+        """The launch as a plan needs it: without what the plan replaces, and without the flags that set the names of `without`.
+        `setting`: flags with their words, in place of what the launch says."""
+        names = {*(REPLACED if self.today.flags else ()), *without}
+        table, releases = self.given.table, self.given.releases
+        return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 
-def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True) -> Reading:
+    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> str:
+        """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
+        `environment`: variables that the plan needs, unless the launch sets them."""
+        text = self.changed({}).under_plan(plan, flags, environment)
+        dropped = self.command.script is None and self.today.flags
+        return f"{text}, and drop {' '.join(self.today.flags)}" if dropped else text
+
+
+def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:
     """Understand a launch: `torchrun ... pretrain_gpt.py ...`, or the script's arguments alone.
 
     `gpus`: instead of what the launcher says. `planning`: for a plan; otherwise for an estimate of the launch as it is, with
-    its own recomputation. Raises `ConfigError` only where there is no launch at all; what else is wrong is in `problems`.
+    its own recomputation. `strict`: what Megatron does not know is a problem.
+
+    Raises `ConfigError` only where there is no launch at all; what else is wrong is in `problems`.
     """
     command = command_line(words)
     given, problems = given_arguments(command.arguments, flag_table())
@@ -83,7 +109,9 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
     facts += [*context_facts(given, problems), *latent_facts(given, problems, planning=planning)]
     facts += [*expert_facts(given, problems, planning=planning), *layer_facts(given, problems, left_open=planning)]
     facts += [*optimizer_facts(given, problems), *overlap_facts(given)]
-    facts += [*batch_facts(given, gpus, problems), *_policy(given, planning, problems)]
+    today = today_of(given, problems)
+    problems += _in_a_file(given, today) if planning else ()
+    facts += [*batch_facts(given, gpus, problems), _policy(today, given, planning=planning)]
     facts += schedule_facts(command.arguments, problems)
     problems += misread(command.arguments)
     if gpus is None:
@@ -99,22 +127,30 @@ def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool
         problems += refused_without_flushes(given)
     priced = [(value.said, kind.why) for value, kind in kinds if kind is not None and kind.name == "priced as"]
     priced += [*_positions(given), *_dispatch(given)]
-    silent = _silent(given, [*(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
+    if strict or problems:  # then a mistyped flag may be why something is missing
+        problems += [
+            unknown_problem(words, given.table) for words in given.unknown if strict or mistyped(words.split()[0], given.table)
+        ]
+    silent = _silent(given, [*today.flags, *(fact.origin for fact in facts), *map(str, problems), *(said for said, _ in priced)])
     no_matter = _without_matter(given) | ({"read, and nothing follows from it here": silent} if silent else {})
-    return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems))
+    return Reading(command, given, tuple(facts), tuple(priced), no_matter, tuple(problems), today)
 
 
-def _policy(given: Given, planning: bool, problems: list[Problem]) -> Iterator[Fact]:
-    unfit: list[Problem] = []
-    asked = recomputation(given, unfit)
-    if not planning:
-        problems += unfit
-        yield asked or Fact("policy", "none", "no stock recomputation")
-        return
-    if asked is not None:
-        todo = "drop --recompute-*: the plan decides what is recomputed"
-        problems.append(Problem(asked.origin, str(asked.value), "none", todo))
-    yield Fact("policy", "planned", "a plan is asked for")
+def _policy(today: Today, given: Given, *, planning: bool) -> Fact:
+    """A job's word for what the launch does about recomputation, as far as there is one."""
+    if planning:
+        return Fact("policy", "planned", "a plan is asked for")
+    name = POLICIES.get(today.setting)
+    if name is None:
+        return Fact("policy", "none", f"no policy is like {' '.join(today.flags)}, which is priced as Megatron has it")
+    return Fact("policy", name, " ".join(today.flags) or "no stock recomputation")
+
+
+def _in_a_file(given: Given, today: Today) -> Iterator[Problem]:
+    """What a plan replaces is left out of the launch that is printed; a file is the user's."""
+    if given["yaml_cfg"] is not None:
+        todo = f"drop it in {given['yaml_cfg']}: the plan decides what is recomputed"
+        yield from (Problem(flag, "given in a file", "a launch without it", todo) for flag in today.flags)
 
 
 def _judged(given: Given, value: Value) -> FlagKind | None:

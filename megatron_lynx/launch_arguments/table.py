@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from megatron_lynx.launch_arguments.given import mistyped
 from megatron_lynx.launch_arguments.reading import Reading
 
 
@@ -31,6 +32,8 @@ def remarks(reading: Reading) -> Iterator[str]:
     releases = reading.given.releases
     if not reading.problems:
         yield f"Megatron {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "") + " takes these flags"
+    if reading.today.flags:
+        yield f"today: {reading.today.name}, by {' '.join(reading.today.flags)}"
     for flag, instead in reading.priced_as:
         yield f"{flag}: counted as {instead}"
     subjects = [f"{subject} ({' '.join(flags)})" for subject, flags in reading.no_matter.items()]
@@ -38,10 +41,27 @@ def remarks(reading: Reading) -> Iterator[str]:
         yield f"no matter for activations and their seconds: {', '.join(subjects)}"
 
 
+def unknown_in_words(reading: Reading) -> str | None:
+    """What Megatron does not know, and how the words behind it were read; None where it knows everything."""
+    given = reading.given
+    if not given.unknown:
+        return None
+    names = []
+    for words in given.unknown:
+        close = mistyped(words.split()[0], given.table)
+        names.append(words if close is None else f"{words} (did you mean {close}?)")
+    releases = f"{given.table.releases[0]} to {given.table.releases[-1]}"
+    return (
+        f"not known to Megatron {releases}, read as your script's own (up to the next flag) and not counted: {', '.join(names)}"
+    )
+
+
 def as_json(reading: Reading) -> dict[str, object]:
     """What was understood, as JSON for programs."""
     return {
         "facts": [{"place": fact.place, "value": fact.value, "from": fact.origin} for fact in reading.facts],
+        "today": {"setting": reading.today.name, "flags": list(reading.today.flags)},
+        "unknown": list(reading.given.unknown),
         "priced_as": dict(reading.priced_as),
         "no_matter": {subject: list(flags) for subject, flags in reading.no_matter.items()},
         "releases": list(reading.given.releases),

@@ -53,7 +53,7 @@ def given_file(path: Path, arguments: Given, problems: list[Problem]) -> tuple[G
                 found.append(_unknown(f"{path}: {key}", name, table))
         elif value is not None:
             values[name] = Value(flag, key, _checked(flag, f"{path}: {key}", value, found))
-    return Given(values, arguments.releases, table), found
+    return Given(values, arguments.releases, table, arguments.unknown), found
 
 
 def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -118,7 +118,7 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
-        changes = [*nearest_change(job, profile, _plannable), *head.inexact_change(job, profile, _plannable)]
+        changes = [*nearest_change(job, profile, plannable), *head.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
 
@@ -187,7 +187,8 @@ def _with_loads(decision: Decision, profile: Profile) -> Decision:
     return replace(decision, plan=decision.plan.model_copy(update={"stages": tuple(stages)}))
 
 
-def _plannable(job: Job, profile: Profile) -> bool:
+def plannable(job: Job, profile: Profile) -> bool:
+    """Whether a plan fits, whatever its seconds."""
     try:
         check_plannable(job)
         _fitting(job, Stages(partitioned(job, profile)[0], profile))

@@ -9,7 +9,7 @@ need another profile are tried where the cluster is described well enough to mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -28,16 +28,29 @@ NEVER_MORE_TENSOR_RANKS = 8
 MOST_AT_ONCE = 3
 
 
+Changes = tuple[tuple[str, Any], ...]
+"""Values of a job, by their places in it."""
+
+
 def nearest_change(job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool]) -> Iterator[Problem]:
     """One problem that names the changes, or none where nothing helps. `plannable`: whether a job has a plan, asked last."""
-    known = list(_changes(job))
+    chosen = fewest_changes(job, profile, plannable)
+    if chosen is not None:
+        found = ", ".join(f"{key}: {str(value).lower()}" for key, value in chosen)
+        yield Problem("nearest change that fits", found, "", "or raise the budget by what is missing")
+
+
+def fewest_changes(
+    job: Job, profile: Profile, plannable: Callable[[Job, Profile], bool], without: Container[str] = ()
+) -> Changes | None:
+    """The changes; None where nothing helps. `without`: places that stay as they are."""
+    known = [change for change in _changes(job) if change[0] not in without]
     for size in range(1, MOST_AT_ONCE + 1):
         for chosen in combinations(known, size):
-            changed = _changed(job, chosen)
+            changed = with_changes(job, chosen)
             if changed is not None and (costs := _fitting(changed, profile)) and plannable(changed, costs):
-                found = ", ".join(f"{key}: {str(value).lower()}" for key, value in chosen)
-                yield Problem("nearest change that fits", found, "", "or raise the budget by what is missing")
-                return
+                return chosen
+    return None
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Any]]:
@@ -61,7 +74,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Any]]:
         yield "schedule", "flush"
 
 
-def _changed(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
+def with_changes(job: Job, changes: Iterable[tuple[str, Any]]) -> Job | None:
     """The job with these changes, or None where it would not be valid."""
     data = job.model_dump(by_alias=True)
     for key, value in changes:

@@ -24,6 +24,7 @@ from megatron_lynx.report.front import Watch, plans_over_budgets, point, stock_p
 from megatron_lynx.report.given import NEEDED, Given
 from megatron_lynx.report.island import VERSION, Island, Point, Table, View
 from megatron_lynx.report.kinds import KINDS, MEMORY_KINDS, with_fallbacks
+from megatron_lynx.report.launch import planned_launch
 from megatron_lynx.report.outcome import allocated_bytes, check_outcome, outcome_table
 from megatron_lynx.report.tiles import tiles_of
 from megatron_lynx.report.treatments import stages_of
@@ -131,6 +132,9 @@ def _memory_kinds(views: list[View], points: list[Point]) -> set[str]:
 
 
 def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
+    launch = None if given.plan is None else planned_launch(given.plan)
+    today, read = ([], []) if launch is None else ([each] for each in launch.tables())
+    yield from today
     if given.outcome is not None:
         yield outcome_table(given.outcome)
     if given.measurement is not None:
@@ -139,3 +143,4 @@ def _tables(given: Given, seen: list[Seen]) -> Iterator[Table]:
         yield stage_table(seen)
     yield from (use_table(each.name, each.timeline, each.labels) for each in seen)
     yield from (exposed_table(each.name, each.timeline, each.labels) for each in seen)
+    yield from read

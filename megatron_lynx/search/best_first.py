@@ -21,13 +21,14 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from megatron_lynx.config.job import Job, Policy
+from megatron_lynx.cost.stage_memory import always_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError
 from megatron_lynx.planner import check_plannable
 from megatron_lynx.search import planned
 from megatron_lynx.search.candidate import Candidate
 from megatron_lynx.search.entry import Entry, StockFloored
-from megatron_lynx.search.fit import Excess, always_bytes
+from megatron_lynx.search.fit import Excess
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.losers import Losers
 from megatron_lynx.search.space import Layout, Space

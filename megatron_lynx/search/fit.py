@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host_optimizer import least_left_bytes
 from megatron_lynx.cost.moments import StageMemory
-from megatron_lynx.cost.stage_memory import host_bytes, memory_of_stages
+from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver.offload import smallest_ratio
 from megatron_lynx.units import GIB, format_bytes
@@ -54,8 +54,8 @@ class Fits:
 
 def fit(job: Job, offload: bool) -> Fits | Excess:
     """`offload`: whether activations may go to the host. `job.policy` is not `planned`, of which only a plan knows."""
-    budget = job.memory_budget_bytes
-    stage, kept = fullest(job, 0.0)
+    budget, stages = job.memory_budget_bytes, OffloadingStages.of(job)
+    stage, kept = fullest(stages, 0.0)
     if job.cluster.node is not None and (left := least_left_bytes(job)) < 0:
         limit = job.cluster.node.host_memory_gib * GIB
         return Excess(job, stage, kept, limit - left, limit, host=True)
@@ -63,26 +63,22 @@ def fit(job: Job, offload: bool) -> Fits | Excess:
         return Fits(0.0, kept)
     if not offload or job.model.experts is not None:  # of experts everything stays, so one share of all is out of reach
         return Excess(job, stage, kept, kept.total, budget)
-    stage, least = fullest(job, 1.0)
+    stage, least = fullest(stages, 1.0)
     if least.total > budget:
         return Excess(job, stage, least, least.total, budget)
     try:
         ratio = smallest_ratio(job)
     except Infeasible:
         return _host_excess(job, stage, least)
-    return Fits(ratio, fullest(job, ratio)[1])
+    return Fits(ratio, fullest(stages, ratio)[1])
 
 
-def fullest(job: Job, ratio: float) -> tuple[int, StageMemory]:
-    """The stage that holds most, and what."""
-    stages = memory_of_stages(job, ratio)
-    stage = max(range(len(stages)), key=lambda number: stages[number].total)
-    return stage, stages[stage]
-
-
-def always_bytes(job: Job) -> int:
-    """What the fullest stage holds before there is any activation: the same for all policies and micro-batch sizes."""
-    return max(memory.always for memory in memory_of_stages(job))
+def fullest(stages: OffloadingStages, ratio: float) -> tuple[int, StageMemory]:
+    """The stage that holds most, and what; of equals the first."""
+    parts = stages.parts(ratio)
+    peaks = [each.peak_bytes for each in parts]
+    stage = max(range(len(peaks)), key=lambda number: peaks[number])
+    return stage, parts[stage].fullest
 
 
 def _host_excess(job: Job, stage: int, least: StageMemory) -> Excess:

@@ -21,6 +21,15 @@ NEWEST = RELEASES[-1]
 FRACTION_SINCE = "0.19"
 """The release that brought `activation_offload_fraction`; it also refuses to offload inside a recomputed `moe`."""
 
+FLAGS: dict[Fact, str] = {
+    "experts": "--num-experts",
+    "grouped_gemm": "--moe-grouped-gemm",
+    "shared_experts": "--moe-shared-expert-intermediate-size",
+    "latent": "--multi-latent-attention",
+    "gated_delta": "--experimental-attention-variant gated_delta_net",
+}
+"""What a launch says for a fact."""
+
 NOT_IN_DELAYED_FP8 = ("moe_act", "layernorm")
 """Modules whose outputs are discarded outside of `CheckpointWithoutOutput`'s own FP8 context."""
 
@@ -79,7 +88,7 @@ def _recompute_refused(setting: StockSetting, facts: Facts) -> Iterator[str]:
         yield f"{facts.release} does not recompute {', '.join(unknown)}"
     for module in (recompute_module(name) for name in setting.recompute if name in known):
         if module.needs is not None and module.needs not in facts.has:
-            yield f"{module.name} needs a model with {module.needs}"
+            yield f"{module.name} is recomputed with {FLAGS[module.needs]} alone"
         if module.name == "shared_experts" and facts.shared_overlap and "shared_experts" in facts.has:
             yield "shared experts that run beside the dispatch are not recomputed"
         if module.name in NOT_IN_DELAYED_FP8 and facts.fp8_recipe == "delayed":

@@ -17,6 +17,7 @@ from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.schedule.one_f_one_b import one_f_one_b
 from megatron_lynx.schedule.schedule import Schedule
 from megatron_lynx.search.simulated import in_steady_state
+from megatron_lynx.simulator.passes import ChunkPasses
 from megatron_lynx.simulator.simulate import simulate
 from megatron_lynx.stock.setting import StockSetting
 from megatron_lynx.stock.stage import StockStage
@@ -35,6 +36,8 @@ class Priced:
     step_s: float
     host_bytes: int = 0
     """Page-locked memory of the rank that needs most."""
+    busy_s: float = 0.0
+    """Of the step: forwards and backwards of the busiest stage."""
 
     @property
     def most_bytes(self) -> int:
@@ -60,7 +63,20 @@ def priced(job: Job, profile: Profile, setting: StockSetting) -> Priced:
         tuple(stage.memory(own) for stage, own in zip(stages, copies, strict=True)),
         in_steady_state(step_s, job.microbatches, pipeline),
         max(stage.host_bytes for stage in stages),
+        job.microbatches * max(sum(map(_steady_s, own)) for own in chunks),
     )
+
+
+def _steady_s(passes: ChunkPasses) -> float:
+    return passes.forward["steady"].seconds + passes.backward["steady"].seconds
+
+
+def exchanges_hidden(profile: Profile) -> Profile:
+    """The profile if every exchange of experts runs beside the computing of another micro-batch: the best that
+    `--overlap-moe-expert-parallel-comm` can do, with or without delayed weight gradients."""
+    if profile.experts is None:
+        return profile
+    return profile.model_copy(update={"experts": profile.experts.model_copy(update={"exchange_s": 0.0})})
 
 
 def schedule_of(job: Job, microbatches: int) -> Schedule:

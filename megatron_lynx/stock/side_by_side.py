@@ -7,7 +7,7 @@ ours
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lynx.config.job import Job
@@ -15,7 +15,7 @@ from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.price import Priced, priced
 from megatron_lynx.stock.rival import rivals
-from megatron_lynx.stock.setting import FULL, NONE
+from megatron_lynx.stock.setting import FULL, NONE, StockSetting
 from megatron_lynx.units import format_bytes
 
 STRONGEST = 5
@@ -49,13 +49,23 @@ def allowed_bytes(job: Job, ours_bytes: int) -> int:
 
 
 def side_by_side(
-    job: Job, profile: Profile, ours_s: float, ours_bytes: int, budget_bytes: int, release: str = NEWEST
+    job: Job,
+    profile: Profile,
+    ours_s: float,
+    ours_bytes: int,
+    budget_bytes: int,
+    release: str = NEWEST,
+    today: StockSetting | None = None,
 ) -> list[SimulatedRow]:
-    """`ours_bytes`: what the plan holds on its fullest device. `release`: of megatron-core."""
+    """`ours_bytes`: what the plan holds on its fullest device. `release`: of megatron-core. `today`: the launch's setting, which
+    gets the first row whatever it holds."""
     none, full = priced(job, profile, NONE), priced(job, profile, FULL)
     found = sorted(rivals(job, profile, budget_bytes, release), key=lambda price: (price.step_s, price.most_bytes))
     others = [price for price in found if price.setting not in (NONE, FULL)]
     rows = [_row(price, none.step_s) for price in (none, full, *others[:STRONGEST])]
+    if today is not None:
+        first = _row(priced(job, profile, today), none.step_s)
+        rows = [replace(first, setting=f"today: {first.setting}"), *(row for row in rows if row.setting != first.setting)]
     ours = SimulatedRow("ours", True, ours_s, ours_s / none.step_s, ours_bytes, 0, ())
     return [*rows, ours]
 

@@ -157,14 +157,29 @@ def test_two_sockets_and_a_container(tmp_path: Path) -> None:
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "windows"),
         ("--tensor-model-parallel-size 2 --cuda-graph-impl local", "CUDA graphs"),
-        ("--tensor-model-parallel-size 2 --overlap-moe-expert-parallel-comm", "expert-parallel overlap"),
-        ("--tensor-model-parallel-size 2 --recompute-activations", "stock recomputation"),
-        ("--tensor-model-parallel-size 2 --fine-grained-activation-offloading", "stock offloading"),
         ("--num-layers 4", "windows"),
     ],
 )
 def test_what_defeats_overlap(flags: str, topic: str) -> None:
     assert of_launch(flags)[topic] == "defeats"
+
+
+@pytest.mark.parametrize(
+    ("flags", "topic"),
+    [
+        ("--overlap-moe-expert-parallel-comm", "expert-parallel overlap"),
+        ("--recompute-activations", "stock recomputation"),
+        ("--fine-grained-activation-offloading", "stock offloading"),
+    ],
+)
+def test_what_a_launch_does_today_defeats_overlap_only_beside_a_plan(flags: str, topic: str) -> None:
+    """Before there is a plan it is what `plan` replaces."""
+    assert of_launch(f"--tensor-model-parallel-size 2 {flags}")[topic] == "note"
+    assert of_launch(f"--tensor-model-parallel-size 2 {flags} --lynx-plan plan.yaml")[topic] == "defeats"
+
+
+def test_a_mistyped_flag_is_named() -> None:
+    assert of_launch("--tensor-model-parallel-size 2 --num-layer 8 --use-mpi")["unknown flags"] == "note"
 
 
 def test_userbuffers_leave_the_windows_of_a_pipeline() -> None:

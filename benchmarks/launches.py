@@ -1,0 +1,108 @@
+"""Advice about every launch of a folder, as a table: today, the plan, the best neighbour; and why some get no plan. Simulated.
+
+python -m benchmarks.launches FOLDER                        FOLDER/*.args, one word a line, `# cluster: C` in their headers
+python -m benchmarks.launches FOLDER -o docs/launches.md    between the page's two marks, in place of the table of before
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lynx.advise import Answer, answered
+from megatron_lynx.advise.launch import asked_launch
+from megatron_lynx.advise.rows import Row
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.launch_arguments.launch_file import read_launch_file
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.units import GIB, format_seconds
+from megatron_lynx.whole_file import write_whole
+
+BEGIN, END = "<!-- launches -->", "<!-- end of launches -->"
+
+
+@dataclass(frozen=True)
+class Advised:
+    """One launch. `answer` is None where it cannot even be priced, for these `problems`."""
+
+    name: str
+    gpus: str
+    answer: Answer | None
+    problems: tuple[Problem, ...]
+    cpu_s: float
+
+
+def advised(path: Path) -> Advised:
+    """As `megatron-lynx advise --launch-file PATH` answers."""
+    began_s = time.process_time()
+    file = read_launch_file(path)
+    cluster = file.cluster or "h100-80g"
+    try:
+        asked = asked_launch(file.words, cluster)
+    except ConfigError as error:
+        return Advised(path.stem, cluster, None, error.problems, time.process_time() - began_s)
+    answer = answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused)
+    return Advised(path.stem, f"{asked.job.gpus} {cluster}", answer, answer.problems, time.process_time() - began_s)
+
+
+def table(found: list[Advised]) -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "| launch | GPUs | today | | plan | | best neighbour, under a plan | |"
+    yield "|---|---|---|--:|--:|--:|---|--:|"
+    for each in found:
+        answer = each.answer
+        if answer is None:
+            continue
+        best = min(answer.near, key=lambda near: near.row.step_s, default=None)
+        changed = "" if best is None else f"`{answer.changed(best)}`".replace("|", "\\|")
+        today = f"{answer.launch.setting} | {answer.launch.seconds}, {_gib(answer.launch.row)}"
+        ratio = _ratio(answer, answer.plan)
+        neighbour = f"{changed} | {'' if best is None else _figures(best.row) + ', ' + _ratio(answer, best.row)}"
+        yield f"| {each.name} | {each.gpus} | {today} | {_figures(answer.plan)} | {ratio} | {neighbour} |"
+    yield from ("", "No plan, and why:", "")
+    for each in found:
+        if each.problems:
+            yield f"* **{each.name}**: {'; '.join(dict.fromkeys(map(_why, each.problems)))}"
+
+
+def _why(problem: Problem) -> str:
+    needed = f", needed {problem.needed}" if problem.needed else ""
+    return f"`{problem.where}` {problem.found}{needed}".replace("|", "\\|")
+
+
+def _figures(row: Row | None) -> str:
+    return "none" if row is None else f"{format_seconds(row.step_s)}, {_gib(row)}"
+
+
+def _gib(row: Row | None) -> str:
+    return "-" if row is None else f"{row.memory_bytes / GIB:.1f} GiB"
+
+
+def _ratio(answer: Answer, row: Row | None) -> str:
+    launch = answer.launch.row
+    return "" if row is None or launch is None else f"{row.step_s / launch.step_s:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("-o", "--output", type=Path, help="a page that has both marks")
+    arguments = parser.parse_args()
+    found = []
+    for path in sorted(arguments.folder.glob("*.args")):
+        found.append(advised(path))
+        print(f"{found[-1].name}: {found[-1].cpu_s:.1f} s of CPU", file=sys.stderr, flush=True)
+    text = "\n".join(table(found))
+    if arguments.output is None:
+        print(text)
+        return
+    before, rest = arguments.output.read_text(encoding="utf-8").split(BEGIN)
+    write_whole(arguments.output, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

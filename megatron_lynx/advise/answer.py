@@ -1,0 +1,126 @@
+"""What a launch takes today, what a plan would change, and what the memory that is left would buy.
+
+today ───────────────────────────────┐
+plan at the device's budget ─────────┤
+plan within today's bytes ───────────┼──> verdict
+neighbours, each under a plan ───────┤
+nothing fits: what would, nearest ───┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_lynx.advise import flags
+from megatron_lynx.advise.neighbours import Neighbour, neighbours
+from megatron_lynx.advise.rows import Row, row_of
+from megatron_lynx.advise.today import Launch, launch_today
+from megatron_lynx.advise.would_fit import would_fit
+from megatron_lynx.config.job import Job
+from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
+from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.planner import Decision, decide
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.units import GIB
+
+PLAN_FILE = "plan.yaml"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`job`: with the policy `planned`, or where no plan can be made of the launch, as it is."""
+
+    job: Job
+    reading: Reading | None
+    launch: Launch
+    plan: Row | None = None
+    """At the device's budget; None where no plan fits, or none can be made."""
+    in_todays_bytes: Row | None = None
+    """The plan within what the launch holds today, where that is another one."""
+    near: tuple[Neighbour, ...] = ()
+    asked_near: bool = False
+    """Whether neighbours were looked for."""
+    error: LynxError | None = None
+    """What the planner raised, where it made no plan."""
+    would_fit: tuple[str, ...] = ()
+    """What would make one fit, nearest first."""
+    refused: tuple[Problem, ...] = ()
+    """What no plan goes with, whatever the budget."""
+    decision: Decision | None = field(default=None, repr=False)
+
+    @property
+    def none_in_todays_bytes(self) -> bool:
+        """Whether there is a plan, and none that holds as little as the launch."""
+        plan, launch = self.plan, self.launch.row
+        more = plan is not None and launch is not None and plan.memory_bytes > launch.memory_bytes
+        return more and self.launch.written and self.in_todays_bytes is None
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Why there is no plan; none where there is one."""
+        return self.refused or (self.error.problems if self.error is not None else ())
+
+    def changed(self, neighbour: Neighbour) -> str:
+        """The flags of the launch that a neighbour changes."""
+        return flags.in_words(flags.changes(self.job, neighbour.job, neighbour.plan, self.reading))
+
+    def command(self, neighbour: Neighbour) -> str | None:
+        """A neighbour's launch line; None for a job without a launch."""
+        if self.reading is None:
+            return None
+        return flags.command(self.reading, self.job, neighbour.job, neighbour.plan, PLAN_FILE)
+
+
+def answered(
+    job: Job,
+    costs: Profile,
+    reading: Reading | None,
+    *,
+    refused: Sequence[Problem] = (),
+    near: bool = True,
+) -> Answer:
+    """`refused`: why no plan can be made of the launch. `near`: whether neighbours are looked for; for that the cluster has to be
+    described."""
+    launch = launch_today(job, costs, reading)
+    if refused:
+        return Answer(job, reading, launch, refused=tuple(refused))
+    found = tuple(neighbours(job)) if near and job.cluster.matmul is not None else ()
+    try:
+        made = decide(job, costs)
+    except Infeasible as error:
+        return _without_plan(job, costs, reading, launch, found, near, error)
+    except ConfigError as error:
+        return Answer(job, reading, launch, error=error, refused=error.problems)
+    plan = row_of(made, costs, "plan")
+    within = _within_today(job, costs, launch, plan)
+    return Answer(job, reading, launch, plan, within, found, near, decision=made)
+
+
+def _without_plan(
+    job: Job,
+    costs: Profile,
+    reading: Reading | None,
+    launch: Launch,
+    near: tuple[Neighbour, ...],
+    asked_near: bool,
+    error: Infeasible,
+) -> Answer:
+    within = _within_today(job, costs, launch, None)
+    fitting = tuple(would_fit(job, costs))
+    return Answer(job, reading, launch, None, within, near, asked_near, error, fitting)
+
+
+def _within_today(job: Job, costs: Profile, launch: Launch, plan: Row | None) -> Row | None:
+    """The plan that holds no more than the launch does today; None where the plan already does, or none does."""
+    if launch.row is None or not launch.written or (plan is not None and plan.memory_bytes <= launch.row.memory_bytes):
+        return None
+    budget = job.budget.model_copy(update={"memory_gib": launch.row.memory_bytes / GIB, "activation_mib": None})
+    return _or_none(lambda: row_of(decide(job.model_copy(update={"budget": budget}), costs), costs, "plan"))
+
+
+def _or_none(made: Callable[[], Row]) -> Row | None:
+    try:
+        return made()
+    except Infeasible:
+        return None

@@ -1,0 +1,84 @@
+"""Which flags of a launch another layout changes.
+
+micro-batch 4             --micro-batch-size 4
+tensor 2, was 1           --tensor-model-parallel-size 2 --sequence-parallel
+pipeline, or chunks       also what places layers: the old flags go, the new ones come
+    the embedding and the loss count as layers, and did before     --num-layers-per-virtual-pipeline-stage n
+    anything else                                                  as the plan places them
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.launch_arguments import Reading
+from megatron_lynx.launch_arguments.layer_facts import CHUNKS, EACH, EMBEDDING, FIRST, GROUP, LAST, LAYOUT, LOSS
+from megatron_lynx.plan.layout import layer_flags
+from megatron_lynx.plan.plan import Plan
+
+SIZES = {
+    "tensor": "--tensor-model-parallel-size",
+    "context": "--context-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "expert": "--expert-model-parallel-size",
+}
+COUNTED = (EMBEDDING, LOSS)
+PLACING = (EACH, CHUNKS, LAYOUT, FIRST, LAST, GROUP)
+"""Names of Megatron's arguments that say which stage owns which layers; `COUNTED`, too."""
+
+Changes = tuple[tuple[str, tuple[str, ...]], ...]
+"""Flags with their words."""
+
+
+def changes(before: Job, after: Job, made: Plan, reading: Reading | None = None) -> Changes:
+    """Flags that turn the launch of a job into that of another layout. `made`: the other's plan, which places its layers."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for name, flag in SIZES.items():
+        if (size := getattr(after.parallel, name)) != getattr(before.parallel, name):
+            found.append((flag, (str(size),)))
+    if after.parallel.sequence_parallel and not before.parallel.sequence_parallel:
+        found.append(("--sequence-parallel", ()))
+    if after.batch.micro != before.batch.micro:
+        found.append(("--micro-batch-size", (str(after.batch.micro),)))
+    return (*found, *(_placing(made, reading) if _places(before, after) else ()))
+
+
+def in_words(found: Changes) -> str:
+    """As a shell reads them."""
+    return " ".join(word for flag, values in found for word in (flag, *map(shlex.quote, values)))
+
+
+def command(reading: Reading, before: Job, after: Job, made: Plan, plan: str) -> str:
+    """The launch with another layout, under its plan."""
+    setting = dict(changes(before, after, made, reading))
+    if "global_batch_size" not in reading.given.values and "step_batch_size_schedule" not in reading.given.values:
+        setting["--global-batch-size"] = (str(after.batch.global_),)
+    counted = () if _counts_ends(made, reading) else COUNTED
+    without = (*PLACING, *counted) if _places(before, after) else ()
+    return reading.changed(setting, without).under_plan(plan, [])
+
+
+def _places(before: Job, after: Job) -> bool:
+    """Whether layers are placed anew: another pipeline, other chunks, or where the launch leaves it open."""
+    auto = after.parallel.partition == "auto"
+    return auto or before.partition != after.partition or before.parallel.pipeline != after.parallel.pipeline
+
+
+def _placing(made: Plan, reading: Reading | None) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if _counts_ends(made, reading):
+        if made.parallel.chunks > 1:
+            yield "--num-layers-per-virtual-pipeline-stage", (str(len(made.stages[1].layers)),)
+        return
+    for text in layer_flags(made):
+        flag, *values = shlex.split(text)
+        yield flag, tuple(values)
+
+
+def _counts_ends(made: Plan, reading: Reading | None) -> bool:
+    """Whether the launch counts the embedding and the loss as layers of its ends, and the plan's layers are placed so."""
+    if reading is None or not all(reading.given[name] for name in COUNTED):
+        return False
+    counts = [len(stage.layers) for stage in made.stages]
+    return len(counts) > 2 and counts[0] == counts[-1] == counts[1] - 1 and len(set(counts[1:-1])) == 1

@@ -1,0 +1,105 @@
+"""The command that says what to run: advise; and the screen that it shares with plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_lynx.cli.app import app
+from megatron_lynx.cli.inputs import costs_of, mention_experts
+from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch, show_understood, understood_as_json, warn_of_unknown
+from megatron_lynx.cli.options import (
+    AsJson,
+    ClusterOption,
+    GpusOption,
+    JobOrLaunch,
+    LaunchFileOption,
+    LayersOption,
+    MemoryOption,
+    StrictOption,
+    VerboseOption,
+)
+from megatron_lynx.cli.terminal import awaited, show, show_json, show_screen
+
+if TYPE_CHECKING:
+    from megatron_lynx.advise import Answer
+    from megatron_lynx.config import Job
+    from megatron_lynx.errors import Problem
+    from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.profiler.profile import Profile
+
+
+@app.command()
+def advise(
+    words: JobOrLaunch = None,
+    cluster: ClusterOption = None,
+    gpus: GpusOption = None,
+    launch_file: LaunchFileOption = None,
+    strict: StrictOption = False,
+    memory_gib: MemoryOption = None,
+    profile_file: LayersOption = None,
+    verbose: VerboseOption = False,
+    as_json: AsJson = False,
+) -> None:
+    """What to run: the launch today, the plan in its layout, what the memory that is left would buy. Writes nothing."""
+    from megatron_lynx.advise import answered
+    from megatron_lynx.advise import as_json as as_json_of
+
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
+    job, reading, refused = _to_advise(asked, changes)
+    costs = costs_of(job, profile_file)
+    with awaited("comparing layouts"):
+        answer = answered(job, costs, reading, refused=refused, near=profile_file is None)
+    if as_json:
+        show_json({**details_as_json(answer, costs), **as_json_of(answer), **understood_as_json(reading)})
+    else:
+        show_answer(answer)
+        if verbose:
+            show_details(answer, costs)
+    if answer.plan is None:
+        raise typer.Exit(1)
+
+
+def _to_advise(asked: Asked, changes: dict[str, Any]) -> tuple[Job, Reading | None, tuple[Problem, ...]]:
+    """The job, and why no plan can be made of the launch although what it does today can be priced."""
+    from megatron_lynx.advise.launch import asked_launch
+
+    if asked.cluster is None:
+        return (*job_or_launch(asked, planning=True, changes=changes), ())
+    launch = asked_launch(asked.words, asked.cluster, asked.gpus, changes, strict=asked.strict)
+    warn_of_unknown(launch.reading)
+    mention_experts(launch.job)
+    return launch.job, launch.reading, launch.refused
+
+
+def show_answer(answer: Answer, *, reasons: bool = True) -> None:
+    """The screen."""
+    from megatron_lynx.advise import screen
+
+    show_screen(screen(answer, reasons=reasons))
+
+
+def show_details(answer: Answer, costs: Profile) -> None:
+    """What was read, what each stage does, the launch lines of neighbours."""
+    from megatron_lynx.cost.host_optimizer import OnHost
+    from megatron_lynx.plan.explanation import explanation
+
+    if answer.reading is not None:
+        show_understood(answer.reading)
+    if (decision := answer.decision) is not None:
+        show(explanation(decision.plan))
+        on_host = OnHost.of(decision.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
+        said = [] if on_host is None else [on_host.in_words]
+        typer.echo("\n".join([*said, *decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
+    for number, near in enumerate(answer.near, start=1):
+        command = answer.command(near)
+        typer.echo(f"\n{number}. {answer.changed(near)}" + ("" if command is None else f"\n\n{command}"))
+
+
+def details_as_json(answer: Answer, costs: Profile) -> dict[str, Any]:
+    """What each stage does; nothing where there is no plan."""
+    from megatron_lynx.planner.summary import summary
+
+    return {} if answer.decision is None else summary(answer.decision, costs)

@@ -1,0 +1,164 @@
+"""What a command was asked about: a job, or a launch with the cluster where it is to run; and the launch under a plan.
+
+megatron-lynx plan jobs/demo                                       a job file, or a bundled one
+megatron-lynx plan --cluster h100-80g -- torchrun ...              a launch
+megatron-lynx plan --launch-file FILE                              the same, one word a line; its header may name the cluster
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megatron_lynx.cli.terminal import show
+
+if TYPE_CHECKING:
+    from megatron_lynx.config import Job
+    from megatron_lynx.launch_arguments import Reading
+    from megatron_lynx.launch_arguments.today import Today
+    from megatron_lynx.plan import Plan
+
+UNCLEAR = "it is not clear what is asked"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of a command that say what it is about."""
+
+    words: tuple[str, ...]
+    cluster: str | None = None
+    gpus: int | None = None
+    strict: bool = False
+    """Whether flags that Megatron does not know are refused."""
+
+    @property
+    def is_launch(self) -> bool:
+        """A launch is told from a job file by its cluster."""
+        return self.cluster is not None
+
+    def again(self, more: Mapping[str, object | None]) -> str:
+        """The words of a shell that ask for the same job, or the same launch, again. `more`: options with their values."""
+        given = {"--cluster": self.cluster, "--gpus": self.gpus, **more}
+        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        return shlex.join([*options, *(["--"] if self.is_launch else []), *self.words])
+
+
+def asked_about(
+    words: list[str] | None,
+    cluster: str | None,
+    gpus: int | None = None,
+    launch_file: Path | None = None,
+    *,
+    strict: bool = False,
+) -> Asked:
+    """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
+    from megatron_lynx.errors import ConfigError
+    from megatron_lynx.launch_arguments.launch_file import read_launch_file
+
+    words = words or []
+    if launch_file is None:
+        asked = Asked(tuple(words), cluster, gpus, strict)
+    elif words:
+        raise ConfigError(UNCLEAR, [_both(launch_file, words)])
+    else:
+        file = read_launch_file(launch_file)
+        if cluster is None and file.cluster is not None:
+            typer.echo(f"cluster {file.cluster}, as {launch_file} says", err=True)
+        asked = Asked(file.words, cluster or file.cluster, gpus, strict)
+    if problems := _unclear(asked, launch_file):
+        raise ConfigError(UNCLEAR, problems)
+    return asked
+
+
+def _both(launch_file: Path, words: list[str]) -> Any:
+    from megatron_lynx.errors import Problem
+
+    return Problem(f"--launch-file {launch_file}", f"also {words[0]!r}", "a file, or a launch behind --, not both")
+
+
+def _unclear(asked: Asked, launch_file: Path | None) -> list[Any]:
+    """What cannot be answered for want of a word; of a launch without a cluster also what else is wrong with it."""
+    from megatron_lynx.config.loader import bundled_configs
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.launch_arguments import read_launch
+
+    if asked.is_launch:
+        return []
+    if not asked.words:
+        return [Problem("JOB", "nothing", "a job file, or --cluster C -- LAUNCH")]
+    if launch_file is not None or any(word.startswith("--") or word.endswith(".py") for word in asked.words):
+        known = ", ".join(sorted(path.stem for path in (bundled_configs() / "clusters").glob("*.yaml")))
+        needed = f"where the launch is to run: {known}, or a file"
+        found: list[Any] = [Problem("--cluster", "nothing", needed, "megatron-lynx COMMAND --cluster h100-80g -- LAUNCH")]
+        try:
+            return [*found, *read_launch(asked.words, gpus=asked.gpus, strict=asked.strict).problems]
+        except ConfigError as error:
+            return [*found, *error.problems]
+    problems = [Problem(word, "a second job", "one job, or --cluster C before a launch") for word in asked.words[1:2]]
+    if asked.gpus is not None:
+        problems.append(Problem("--gpus", str(asked.gpus), "a launch: with a job file, its own figure counts"))
+    return problems
+
+
+def job_or_launch(asked: Asked, *, planning: bool, changes: Mapping[str, Any] | None = None) -> tuple[Job, Reading | None]:
+    """The job that was asked about; for a launch also what was understood of it. Warns of what Megatron does not know."""
+    from megatron_lynx.cli.inputs import job_named, mention_experts
+    from megatron_lynx.launch_arguments import job_of, read_launch
+
+    if asked.cluster is None:
+        return job_named(asked.words[0], changes), None
+    reading = read_launch(asked.words, gpus=asked.gpus, planning=planning, strict=asked.strict)
+    job = job_of(reading, asked.cluster, changes or {})
+    warn_of_unknown(reading)
+    mention_experts(job)
+    return job, reading
+
+
+def show_understood(reading: Reading) -> None:
+    """Each value of the job and where it comes from, then what is counted as something else, and what does not matter."""
+    from megatron_lynx.launch_arguments.table import remarks, understood
+
+    show(understood(reading))
+    typer.echo("\n".join(remarks(reading)))
+
+
+def priceable(reading: Reading) -> Today:
+    """What the launch does today. Raises `ConfigError` where nobody can say what that takes."""
+    from megatron_lynx.errors import ConfigError, Problem
+
+    if reading.today.not_priced:
+        problems = [Problem("today", why, "", "plan, or price the launch without it") for why in reading.today.not_priced]
+        raise ConfigError("what this launch does today cannot be priced", problems)
+    return reading.today
+
+
+def warn_of_unknown(reading: Reading) -> None:
+    """One warning that names what Megatron does not know."""
+    from megatron_lynx.launch_arguments.table import unknown_in_words
+
+    if (line := unknown_in_words(reading)) is not None:
+        typer.echo(f"warning: {line}", err=True)
+
+
+def understood_as_json(reading: Reading | None) -> dict[str, object]:
+    from megatron_lynx.launch_arguments.table import as_json
+
+    return {} if reading is None else {"understood": as_json(reading)}
+
+
+def command_with(reading: Reading, job: Job, made: Plan, path: Path, more: Sequence[str] = ()) -> str:
+    """The launch under the plan. Only where the launch left the layers' places open has the plan decided them. `more`: flags that
+    it gets besides, of which Megatron takes the last."""
+    from megatron_lynx.plan.layout import layer_flags, schedule_flags
+    from megatron_lynx.planner.summary import job_environment
+
+    layers = layer_flags(made) if job.parallel.partition == "auto" else ()
+    said = {word.partition("=")[0] for word in reading.command.arguments}
+    schedule = (flag for flag in schedule_flags(made) if flag.split()[0] not in said)
+    return reading.under_plan(os.fspath(path), [*layers, *schedule, *more], job_environment(job, made))

@@ -1,0 +1,175 @@
+"""What a launch does against activation memory today, as it is written: the setting that a plan is held against.
+
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1      every layer: `full`
+--recompute-activations                                                              the core attention alone
+--recompute-granularity selective --recompute-modules moe layernorm                  these modules
+--fine-grained-activation-offloading --offload-modules core_attn                     copies to the host
+--overlap-moe-expert-parallel-comm --delay-wgrad-compute                             exchanges of experts beside computing
+
+The launch under a plan is printed without these flags. What TransformerConfig would refuse is a problem of the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_lynx.errors import Problem
+from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.stock.legality import Facts, fails, not_launched, refused
+from megatron_lynx.stock.offload import LEAST_ELEMENTS, OFFLOADED
+from megatron_lynx.stock.recompute import RECOMPUTED, Fact
+from megatron_lynx.stock.setting import NONE, WHOLE, StockSetting
+
+if TYPE_CHECKING:
+    from megatron_lynx.config import Job
+
+GRANULARITY, METHOD, LAYERS, MODULES = (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
+FINE_GRAINED, OFFLOAD, FRACTION = "fine_grained_activation_offloading", "offload_modules", "activation_offload_fraction"
+BY_LAYERS = "cpu_offloading_num_layers"
+OVERLAP, DELAYED = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"
+SHARED_OUT = "distribute_saved_activations"
+
+SWITCHES = ("recompute_activations", GRANULARITY, "moe_layer_recompute", SHARED_OUT, FINE_GRAINED, BY_LAYERS, OVERLAP, DELAYED)
+"""What switches something on that a plan does in its own way, or cannot have beside it."""
+
+REPLACED = (
+    *SWITCHES,
+    *(METHOD, LAYERS, MODULES, OFFLOAD, FRACTION, "min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks"),
+    *("delay_offload_until_cuda_graph", "fine_grained_offloading_max_inflight_offloads"),
+    *("cpu_offloading_retain_pinned_cpu_buffers", "ep_overlap_early_attn_memory_release"),
+)
+"""Names of Megatron's namespace whose flags are left out of a launch under a plan."""
+
+STOPS = "Megatron stops here"
+NOT_PRICED = {
+    BY_LAYERS: "what Transformer Engine copies of whole layers, and when it waits for it, is not recorded",
+    SHARED_OUT: "inputs that tensor-parallel ranks share out, and gather again, are not priced",
+}
+"""Settings that a launch may have and that nobody has figures for."""
+
+LOWER_BOUND = {
+    "min_offloaded_tensor_size": LEAST_ELEMENTS,
+    "delta_offload_bytes_across_pp_ranks": 0,
+}
+"""Settings of offloading that are priced at this value, Megatron's own."""
+
+
+@dataclass(frozen=True)
+class Today:
+    """What a launch says. `flags`: as they were written, of what a plan replaces."""
+
+    setting: StockSetting = NONE
+    flags: tuple[str, ...] = ()
+    overlaps_exchanges: bool = False
+    """Whether exchanges of experts run beside the computing of another micro-batch."""
+    not_priced: tuple[str, ...] = ()
+    """Why nobody can say what it takes; empty where it is priced."""
+
+    @property
+    def name(self) -> str:
+        """In few words."""
+        delayed = [flag for flag in self.flags if flag.startswith("--delay")]
+        overlap = ["exchanges overlapped" + (", weight gradients delayed" if delayed else "")] if self.overlaps_exchanges else []
+        named = [] if self.setting == NONE and (overlap or self.not_priced) else [f"stock {self.setting.name}"]
+        return ", ".join([*named, *overlap]) or "stock"
+
+
+def today_of(given: Given, problems: list[Problem]) -> Today:
+    """What the flags say. What Megatron refuses of them whatever the model is goes to `problems`."""
+    problems += _contradictions(given)
+    said = (given.origin(name) for name in REPLACED if name in given.values)
+    flags = tuple(dict.fromkeys(said)) if any(given[name] for name in SWITCHES) else ()
+    not_priced = tuple(f"{given.origin(name)}: {why}" for name, why in NOT_PRICED.items() if given[name])
+    if given[FINE_GRAINED]:
+        others = [name for name, least in LOWER_BOUND.items() if given[name] not in (None, least)]
+        not_priced += tuple(f"{given.origin(name)}: only Megatron's default is priced" for name in others)
+    return Today(_setting(given), flags, bool(given[OVERLAP]), not_priced)
+
+
+def against_megatron(given: Given, today: Today, job: Job) -> Iterator[Problem]:
+    """What each release that takes the launch's flags refuses of its setting, for this job: in the words of the newest."""
+    whys = [_refusals(today.setting, _facts(given, job, release)) for release in given.releases]
+    if all(whys):
+        where = " ".join(today.flags)
+        yield from (Problem(where, why, "", f"{STOPS}: drop what it refuses") for why in whys[-1])
+
+
+def cannot_train(given: Given, today: Today, job: Job) -> str | None:
+    """Why stock Megatron cannot train with it, although it starts; None where it can."""
+    return fails(today.setting, _facts(given, job, given.release))
+
+
+def _refusals(setting: StockSetting, facts: Facts) -> list[str]:
+    unlaunched = not_launched(setting, facts)
+    return [*refused(setting, facts), *([unlaunched] if unlaunched else [])]
+
+
+def _facts(given: Given, job: Job, release: str) -> Facts:
+    """The job's, as the launch's flags have them."""
+    facts = Facts.of(job, release)
+    grouped: frozenset[Fact] = frozenset({"grouped_gemm"} if given["moe_grouped_gemm"] else ())
+    has = (facts.has - {"grouped_gemm"}) | (grouped if "experts" in facts.has else frozenset())
+    overlap, fuser = bool(given["moe_shared_expert_overlap"]), bool(given["use_transformer_engine_op_fuser"])
+    return replace(facts, has=has, shared_overlap=overlap, op_fuser=fuser)
+
+
+def _setting(given: Given) -> StockSetting:
+    """In the order in which `stock` lists modules."""
+    layered = bool(given["moe_layer_recompute"])
+    granularity = given[GRANULARITY] or ("selective" if given["recompute_activations"] or layered else None)
+    offload = tuple(given[OFFLOAD] or ()) if given[FINE_GRAINED] else ()
+    offload = _in_order(offload, [module.name for module in OFFLOADED])
+    fraction = given[FRACTION] if offload and given[FRACTION] is not None else WHOLE
+    if granularity == "full":
+        return StockSetting(method=given[METHOD], layers=given[LAYERS], offload=offload, fraction=fraction)
+    modules = (*(given[MODULES] or ("core_attn",)), *(["moe"] if layered else [])) if granularity else ()
+    recompute = _in_order(modules, [module.name for module in RECOMPUTED])
+    return StockSetting(recompute=recompute, offload=offload, fraction=fraction)
+
+
+def _in_order(names: tuple[str, ...], known: list[str]) -> tuple[str, ...]:
+    """Each once; unknown ones last, to be refused by name."""
+    return (*(name for name in known if name in names), *(name for name in dict.fromkeys(names) if name not in known))
+
+
+def _contradictions(given: Given) -> Iterator[Problem]:
+    """What `validate_args` and TransformerConfig refuse whatever the model is."""
+    selective = given["recompute_activations"] or given[GRANULARITY] == "selective"
+    if given[GRANULARITY] == "full" and not given["recompute_activations"]:
+        if given[METHOD] is None:
+            yield _missing(given, GRANULARITY, "full", "--recompute-method uniform (or block) beside it")
+        if given[LAYERS] is None:
+            yield _missing(given, GRANULARITY, "full", "--recompute-num-layers 1 (or more) beside it")
+    if selective:
+        for name in (METHOD, LAYERS):
+            if given[name] is not None:
+                yield _missing(given, name, str(given[name]), "no such flag with selective recomputation")
+    if given[FINE_GRAINED] and not given[OFFLOAD]:
+        yield _missing(given, FINE_GRAINED, "given", "--offload-modules MODULE ... beside it")
+    yield from _by_layers(given)
+    if given[DELAYED] and not given[OVERLAP]:
+        yield _missing(given, DELAYED, "given", "--overlap-moe-expert-parallel-comm beside it")
+    if given[OVERLAP] and (given[GRANULARITY] == "full" or "moe" in (given[MODULES] or ())):
+        yield _missing(given, OVERLAP, "given", "neither full recomputation nor that of moe beside it")
+    if given[SHARED_OUT] and (given["sequence_parallel"] or given[GRANULARITY] != "full"):
+        yield _missing(given, SHARED_OUT, "given", "--recompute-granularity full, and no --sequence-parallel")
+
+
+def _by_layers(given: Given) -> Iterator[Problem]:
+    if not given[BY_LAYERS]:
+        return
+    found = str(given[BY_LAYERS])
+    if (given["pipeline_model_parallel_size"] or 1) > 1:
+        yield _missing(given, BY_LAYERS, found, "--pipeline-model-parallel-size 1")
+    if given[GRANULARITY] or given["recompute_activations"]:
+        yield _missing(given, BY_LAYERS, found, "no recomputation beside it")
+    if given[FINE_GRAINED]:
+        yield _missing(given, BY_LAYERS, found, "no --fine-grained-activation-offloading beside it")
+    if given["num_layers"] and given[BY_LAYERS] >= given["num_layers"]:
+        yield _missing(given, BY_LAYERS, found, f"fewer than --num-layers ({given['num_layers']})")
+
+
+def _missing(given: Given, name: str, found: str, needed: str) -> Problem:
+    return Problem(given.origin(name), found, needed, STOPS)

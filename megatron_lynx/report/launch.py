@@ -1,0 +1,70 @@
+"""The launch that a plan was made of, on the page: what it takes today beside the plan, and what was read of it.
+
+plan.yaml: provenance.asked ──> the launch's words and cluster ──> today, priced ──> first table
+                                                              └──> facts, and where each comes from ──> last table
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lynx.advise.rows import Row
+from megatron_lynx.advise.today import Launch, launch_today
+from megatron_lynx.cost.update import update_s
+from megatron_lynx.errors import LynxError
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.launch_arguments.table import remarks
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.planner import partitioned_as
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.report.island import Cell, Column, Table, Unit
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """A launch with what it takes today, and its plan."""
+
+    reading: Reading
+    today: Launch
+    plan: Row
+
+    def tables(self) -> Iterator[Table]:
+        rows: list[list[Cell]] = []
+        if self.today.row is not None:
+            rows.append([f"today: {self.today.setting}", *self._figures(self.today.row)])
+        rows.append(["the plan", *self._figures(self.plan)])
+        left_out = " ".join(self.today.flags)
+        note = f"simulated, the optimizer's update included; left out of the launch under the plan: {left_out or 'nothing'}"
+        columns: list[tuple[str, Unit]] = [("", "text"), ("step", "s"), ("of today", "share"), ("fullest device", "bytes")]
+        yield _table("today", "The launch today, and the plan", f"{self.today.unknown} {note}".strip(), columns, rows)
+        facts: list[list[Cell]] = [[fact.place, str(fact.value), fact.origin] for fact in self.reading.facts]
+        words: list[tuple[str, Unit]] = [("job", "text"), ("value", "text"), ("from", "text")]
+        yield _table("launch", "What was read of the launch", "; ".join(remarks(self.reading)), words, facts)
+
+    def _figures(self, row: Row) -> list[Cell]:
+        before = self.today.row
+        return [row.step_s, None if before is None else row.step_s / before.step_s, row.memory_bytes]
+
+
+def planned_launch(plan: Plan) -> PlannedLaunch | None:
+    """The launch that a plan was made of; None for a plan of a job file, or of a launch that cannot be read here any more."""
+    try:
+        words = shlex.split(plan.provenance.asked or "")
+        options, launch = words[: words.index("--")], words[words.index("--") + 1 :]
+        asked = dict(zip(options[::2], options[1::2], strict=True))
+        reading = read_launch(launch, gpus=int(asked["--gpus"]) if "--gpus" in asked else None)
+        job = job_of(reading, asked["--cluster"])
+    except (LynxError, ValueError, KeyError):
+        return None
+    if job.cluster.matmul is None:
+        return None
+    costs = analytic_profile(job)
+    step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
+    held = max(stage.predicted.memory_bytes for stage in plan.stages)
+    return PlannedLaunch(reading, launch_today(job, costs, reading), Row("plan", step_s, held))
+
+
+def _table(name: str, title: str, note: str, columns: list[tuple[str, Unit]], rows: list[list[Cell]]) -> Table:
+    return Table(id=name, title=title, note=note, columns=[Column(label=label, unit=unit) for label, unit in columns], rows=rows)

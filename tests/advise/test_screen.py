@@ -1,0 +1,238 @@
+"""The first screen of `advise` and `plan`, by what it says at 80 and 120 columns."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_lynx.advise import Answer, answered, screen, verdict
+from megatron_lynx.advise.launch import asked_launch
+from megatron_lynx.errors import Infeasible, Problem
+from megatron_lynx.launch_arguments import job_of, read_launch
+from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.units import format_bytes
+from tests.report.test_cli_report import island_in
+from tests.test_cli import lynx
+
+LAUNCH = (
+    "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 24 --hidden-size 4096 --ffn-hidden-size 14336 "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear "
+    "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 2 --global-batch-size 64 --bf16 --vocab-size 128256 "
+    "--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --normalization RMSNorm"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EXPERTS = "--num-experts 8 --moe-grouped-gemm --moe-router-topk 2 --expert-model-parallel-size 4"
+
+
+def answer(flags: str, memory_gib: float | None = None, *, near: bool = False) -> Answer:
+    changes = {} if memory_gib is None else {"budget.memory_gib": memory_gib}
+    asked = asked_launch(shlex.split(f"{LAUNCH} {flags}"), "a100-80g", changes=changes)
+    return answered(asked.job, analytic_profile(asked.job), asked.reading, refused=asked.refused, near=near)
+
+
+def printed(found: Answer, width: int) -> list[str]:
+    page = io.StringIO()
+    Console(file=page, width=width).print(screen(found))
+    return page.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def recomputing() -> Answer:
+    """A launch that recomputes everything, with its neighbours."""
+    return answer(FULL, near=True)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_launch_that_recomputes_is_answered_on_one_screen(recomputing: Answer, width: int) -> None:
+    """Its flags were a reason to refuse it, and what it takes today was not said anywhere."""
+    lines = printed(recomputing, width)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("Run the plan: ")
+    assert "less than today" in lines[0]
+    today = next(line for line in lines if line.startswith("today"))
+    assert today.split()[:3] == ["today", "stock", "full"]
+    assert today.split()[-2] == "1.00"
+    plan = next(line for line in lines if line.startswith("plan"))
+    assert float(plan.split()[-2]) < 1
+    assert any(line.startswith("1 ") and "--" in line for line in lines), "the best neighbour, by the flags that change"
+    assert "left out of the launch under a plan: --recompute-granularity" in "\n".join(lines)
+
+
+def test_neighbours_are_ranked_and_fit(recomputing: Answer) -> None:
+    seconds = [near.row.step_s for near in recomputing.near]
+    assert 1 <= len(seconds) <= 3
+    assert seconds == sorted(seconds)
+    assert all(near.row.memory_bytes <= recomputing.job.memory_budget_bytes for near in recomputing.near)
+
+
+def test_a_neighbours_launch_line_is_its_layout(recomputing: Answer) -> None:
+    """Read again, the line is the job that was planned."""
+    for near in recomputing.near:
+        command = recomputing.command(near)
+        assert command is not None
+        assert command.endswith(" --lynx-plan plan.yaml")
+        again = job_of(read_launch(shlex.split(command)), "a100-80g")
+        assert again.batch == near.job.batch
+        for name in ("tensor", "context", "pipeline", "sequence_parallel"):
+            assert getattr(again.parallel, name) == getattr(near.job.parallel, name)
+        counts = [len(stage.layers) for stage in near.plan.stages]
+        assert list(again.partition) == counts
+
+
+def test_the_plan_is_also_held_against_the_launch_at_its_own_bytes(recomputing: Answer) -> None:
+    launch, plan, within = recomputing.launch.row, recomputing.plan, recomputing.in_todays_bytes
+    assert launch is not None
+    assert plan is not None
+    if plan.memory_bytes > launch.memory_bytes:
+        assert within is None or within.memory_bytes <= launch.memory_bytes
+    assert launch.memory_bytes < plan.memory_bytes <= recomputing.job.memory_budget_bytes
+
+
+def test_where_stock_does_as_well_it_says_so() -> None:
+    found = answer("--no-gradient-accumulation-fusion --micro-batch-size 1 --pipeline-model-parallel-size 1")
+    assert found.launch.setting == "stock none"
+    assert verdict(found).startswith("Nothing to gain: keep your launch")
+
+
+def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -> None:
+    found = answer(FULL, 14)
+    assert found.plan is None
+    assert found.launch.row is not None
+    assert verdict(found).startswith("No plan fits in 14.00 GiB; ")
+    assert f"today holds {format_bytes(found.launch.row.memory_bytes)}" in verdict(found)
+    assert any(each.startswith(("another layout", "more GPUs", "activations on the host")) for each in found.would_fit)
+    assert "What would fit, nearest first:" in printed(found, 80)
+
+
+def test_a_launch_that_fits_where_no_plan_does_is_kept() -> None:
+    """Its least memory may lie below a plan's: `no plan fits` alone would have been no answer."""
+    nothing = Infeasible("no plan fits", [Problem("memory of a device", "too much", "less")])
+    found = replace(answer(FULL), plan=None, decision=None, error=nothing, near=())
+    assert found.launch.row is not None
+    held, may = format_bytes(found.launch.row.memory_bytes), format_bytes(found.job.memory_budget_bytes)
+    assert verdict(found) == f"Today fits with {held}; no plan fits in {may}: keep your launch."
+
+
+def test_a_launch_that_holds_too_much_by_our_count_is_told_so() -> None:
+    found = answer("--micro-batch-size 4", 50)
+    assert verdict(found).startswith("By this count today holds ")
+    assert "run the plan: it fits" in verdict(found)
+
+
+def test_what_no_plan_goes_with_is_named_beside_what_the_launch_takes() -> None:
+    found = answer(f"{EXPERTS} --moe-token-dispatcher-type flex --recompute-granularity selective --recompute-modules moe")
+    assert verdict(found) == "No plan goes with --moe-token-dispatcher-type. Keep your launch."
+    assert found.launch.setting == "stock moe"
+    assert found.launch.row is not None
+    assert any("needed alltoall" in line for line in printed(found, 120))
+
+
+def test_overlapped_exchanges_are_a_range() -> None:
+    """Nobody can say beforehand how much they hide."""
+    overlap = f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+    found = answer(f"{overlap} --num-layers-per-virtual-pipeline-stage 6")
+    launch = found.launch
+    assert launch.row is not None
+    assert launch.at_best_s is not None
+    assert 0.5 * launch.row.step_s < launch.at_best_s < launch.row.step_s
+    assert " to " in launch.seconds
+    assert "exchanges overlapped, weight gradients delayed" in "\n".join(printed(found, 120))
+
+
+def test_what_cannot_be_priced_is_planned_all_the_same() -> None:
+    found = answer("--pipeline-model-parallel-size 1 --cpu-offloading-num-layers 4")
+    assert found.plan is not None
+    assert "is not known (--cpu-offloading-num-layers" in verdict(found)
+
+
+def test_advise_as_json_has_what_the_screen_says() -> None:
+    result = lynx("advise", "--cluster", "a100-80g", "--json", "--", *shlex.split(f"{LAUNCH} {FULL} --use-mpi"))
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["launch"]["setting"] == "stock full"
+    assert said["plan"]["step_s"] < said["launch"]["step_s"]
+    assert said["plan"]["memory_bytes"] <= said["budget_bytes"]
+    assert said["verdict"].startswith("Run the plan")
+    assert said["neighbours"][0]["launch"].startswith("torchrun --nproc-per-node 8 --nnodes 2 -m megatron_lynx.launch")
+    assert said["understood"]["unknown"] == ["--use-mpi"]
+    assert said["stages"], "what each stage does"
+    assert result.stderr.count("warning: not known to Megatron 0.16 to 0.19") == 1
+
+
+def test_plan_prints_the_same_screen_and_the_rest_where_asked(tmp_path: Path) -> None:
+    """Its verdict came behind 150 lines."""
+    words = ("plan", "--cluster", "a100-80g", "-o", tmp_path / "plan.yaml")
+    launch = shlex.split(f"{LAUNCH} {FULL}")
+    short = lynx(*words, "--", *launch).stdout
+    assert short.startswith("Run the plan: ")
+    assert len(short.splitlines()) <= 20
+    assert "--recompute" not in short.splitlines()[-1]
+    whole = lynx(*words, "--verbose", "--", *launch).stdout
+    assert "model.ffn" in whole
+    assert "stage 0: layers" in whole
+    said = json.loads(lynx(*words, "--json", "--", *launch).stdout)
+    assert said["plan"]["file"] == str(tmp_path / "plan.yaml")
+    assert said["plan"]["step_s"] == pytest.approx(said["step_s"] + said["update_s"])
+
+
+def test_strict_refuses_what_megatron_does_not_know() -> None:
+    result = lynx("advise", "--cluster", "a100-80g", "--strict", "--", *shlex.split(f"{LAUNCH} --use-mpi"))
+    assert result.exit_code == 2
+    assert "--use-mpi: found unknown" in result.stderr
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    """No cluster, and a launch that no stock Megatron would start."""
+    words = shlex.split(f"{LAUNCH} --num-layers none --recompute-granularity full")
+    result = lynx("advise", "--", *words)
+    assert result.exit_code == 2
+    for part in ("--cluster: found nothing", "h100-80g", "--num-layers: found none", "--recompute-method uniform (or block)"):
+        assert part in result.stderr
+
+
+def test_a_launch_file_and_the_cluster_of_its_header(tmp_path: Path) -> None:
+    words = shlex.split(f"{LAUNCH} {FULL}")
+    file = tmp_path / "mine.args"
+    file.write_text("\n".join(["# mine", "# cluster: a100-80g", *words, ""]))
+    result = lynx("estimate", "--launch-file", file, "--json")
+    assert json.loads(result.stdout)["launch"]["setting"] == "stock full"
+    assert "cluster a100-80g, as" in result.stderr
+    assert lynx("estimate", "--launch-file", file, "--cluster", "h100-80g").stderr.count("as /") == 0
+    both = lynx("estimate", "--launch-file", file, "--", *words)
+    assert both.exit_code == 2
+    assert "not both" in both.stderr
+
+
+def test_estimate_says_first_what_the_launch_takes() -> None:
+    result = lynx("estimate", "--cluster", "a100-80g", "--", *shlex.split(f"{LAUNCH} --recompute-granularity selective"))
+    assert result.stdout.startswith("today (stock selective): ")
+
+
+def test_a_comparison_begins_with_the_launch(tmp_path: Path) -> None:
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    words = ("compare", "--cluster", "a100-80g", "--simulate", "-o", tmp_path, "--json")
+    rows = json.loads(lynx(*words, "--", *shlex.split(f"{LAUNCH} {block}")).stdout)["rows"]
+    assert rows[0]["setting"] == "today: stock block 2"
+    assert [row["setting"] for row in rows].count("stock block 2") == 0
+
+
+def test_a_report_of_the_plan_begins_with_the_launch(tmp_path: Path) -> None:
+    plan, page = tmp_path / "plan.yaml", tmp_path / "report.html"
+    words = ("plan", "--cluster", "a100-80g", "-o", plan, "--json", "--", *shlex.split(f"{LAUNCH} {FULL}"))
+    said = json.loads(lynx(*words).stdout)
+    assert lynx("report", plan, "-o", page).exit_code == 0
+    tables = island_in(page)["tables"]
+    assert [row[0] for row in tables[0]["rows"]] == ["today: stock full", "the plan"]
+    assert tables[0]["rows"][0][1:] == [said["launch"]["step_s"], 1.0, said["launch"]["memory_bytes"]]
+    assert tables[0]["rows"][1][3] == said["plan"]["memory_bytes"]
+    assert tables[0]["rows"][1][1] == pytest.approx(said["plan"]["step_s"], rel=1e-6)
+    read = {row[0]: row[2] for row in tables[-1]["rows"]}
+    assert read["model.ffn"] == "--ffn-hidden-size"

@@ -1,0 +1,122 @@
+"""What a launch does today is read as stock's setting; what Megatron would refuse of it is refused in the launch's own words."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megatron_lynx.errors import ConfigError
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
+from megatron_lynx.stock.setting import FULL, NONE, SELECTIVE, StockSetting
+from tests.launch_arguments.test_reading import SMALL
+
+FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EXPERTS = "--num-experts 8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --disable-bias-linear"
+OFFLOADING = "--fine-grained-activation-offloading --offload-modules attn_proj core_attn"
+
+
+def read(flags: str, *, planning: bool = True, strict: bool = False) -> Reading:
+    return read_launch(shlex.split(f"torchrun --nproc-per-node 8 train.py {SMALL} {flags}"), planning=planning, strict=strict)
+
+
+def refused(flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        job_of(read(flags), "a100-80g")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        ("", NONE),
+        ("--recompute-activations", SELECTIVE),
+        (FULL_FLAGS, FULL),
+        ("--recompute-granularity selective", SELECTIVE),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", StockSetting(recompute=("layernorm", "mlp"))),
+        (
+            "--recompute-granularity=full --recompute-method=block --recompute-num-layers=3",
+            StockSetting(method="block", layers=3),
+        ),
+        (f"{EXPERTS} --moe-layer-recompute", StockSetting(recompute=("core_attn", "moe"))),
+        (OFFLOADING, StockSetting(offload=("core_attn", "attn_proj"))),
+        (f"{OFFLOADING} --activation-offload-fraction 0.5", StockSetting(offload=("core_attn", "attn_proj"), fraction=0.5)),
+        ("--recompute-modules mlp", NONE),
+        ("--offload-modules core_attn", NONE),
+    ],
+)
+def test_flags_are_the_setting_of_today_and_no_reason_to_refuse_a_plan(flags: str, setting: StockSetting) -> None:
+    """They were refused: of 25 public launches that recompute or offload none got a plan."""
+    reading = read(flags)
+    assert reading.today.setting == setting
+    assert job_of(reading, "a100-80g").policy == "planned"
+    if setting.flags:
+        again = " ".join(setting.flags)
+        assert read(again).today.setting == setting, "its own flags say the same"
+
+
+def test_the_launch_under_a_plan_is_printed_without_them() -> None:
+    flags = "--seed 5 --recompute-granularity selective --recompute-modules mlp layernorm --lr 1e-3 --use-mpi 'a b' 3"
+    command = read(flags).under_plan("plan.yaml", ["--decoder-last-pipeline-num-layers 3"])
+    assert "--recompute" not in command
+    assert command.endswith("--seed 5 --lr 1e-3 --use-mpi 'a b' 3 --decoder-last-pipeline-num-layers 3 --lynx-plan plan.yaml")
+    assert command.startswith("torchrun --nproc-per-node 8 -m megatron_lynx.launch train.py --num-layers 8 ")
+    assert read_launch(shlex.split(command)).today.setting == NONE
+
+
+def test_arguments_alone_are_told_what_to_drop() -> None:
+    reading = read_launch(shlex.split(f"{SMALL} {FULL_FLAGS}"), gpus=8)
+    answer = reading.under_plan("plan.yaml", [])
+    dropped = "--recompute-granularity --recompute-method --recompute-num-layers"
+    assert answer == f"add to the launch: --lynx-plan plan.yaml, and drop {dropped}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--recompute-granularity full", "--recompute-method uniform (or block) beside it; Megatron stops here"),
+        (f"{FULL_FLAGS} --recompute-activations", "--recompute-method: found uniform, needed no such flag with selective"),
+        ("--recompute-granularity selective --recompute-modules moe_act", "moe_act is recomputed with --moe-grouped-gemm alone"),
+        ("--recompute-granularity selective --recompute-modules attention", "0.19 does not recompute attention"),
+        ("--recompute-granularity selective --recompute-modules mla_up_proj", "with --multi-latent-attention alone"),
+        ("--fine-grained-activation-offloading", "--offload-modules MODULE ... beside it"),
+        ("--fine-grained-activation-offloading --offload-modules attn_proj", "attn_proj is offloaded with core_attn alone"),
+        (f"{OFFLOADING} --transformer-impl local", "offloads from Transformer Engine's layers alone"),
+        ("--delay-wgrad-compute", "--overlap-moe-expert-parallel-comm beside it"),
+        ("--cpu-offloading-num-layers 8", "fewer than --num-layers (8)"),
+        ("--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"),
+    ],
+)
+def test_what_megatron_would_stop_at_is_said(flags: str, said: str) -> None:
+    assert said in refused(flags)
+
+
+def test_exchanges_that_overlap_are_today_too() -> None:
+    reading = read(f"{EXPERTS} --expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm --delay-wgrad-compute")
+    assert reading.today.overlaps_exchanges
+    assert reading.today.name == "exchanges overlapped, weight gradients delayed"
+    assert "--overlap-moe" not in reading.under_plan("plan.yaml", [])
+    assert reading.problems == ()
+
+
+def test_what_nobody_has_figures_for_is_planned_and_not_priced() -> None:
+    today = read("--cpu-offloading-num-layers 4").today
+    assert today.flags == ("--cpu-offloading-num-layers",)
+    assert "Transformer Engine copies of whole layers" in today.not_priced[0]
+    assert read(f"{OFFLOADING} --min-offloaded-tensor-size 10").today.not_priced
+
+
+def test_flags_that_megatron_does_not_know_are_planned_unless_strict() -> None:
+    """The words behind one, up to the next flag, are its own."""
+    flags = "--use-mpi --qknorm-impl apex --trigger-path /a /b --lr-wsd-decay-style 1-sqrt"
+    reading = read(flags)
+    assert reading.given.unknown == ("--use-mpi", "--qknorm-impl apex", "--trigger-path /a /b", "--lr-wsd-decay-style 1-sqrt")
+    assert reading.problems == ()
+    strict = "\n".join(map(str, read(flags, strict=True).problems))
+    assert "--use-mpi: found unknown, needed a flag of Megatron 0.16 to 0.19; drop it for planning" in strict
+    assert "--lr-wsd-decay-style: found unknown, 1-sqrt, needed a value of Megatron" in strict
+
+
+def test_a_value_that_matters_is_not_a_forks() -> None:
+    assert "--position-embedding-type" in refused("--position-embedding-type relative2")
+    assert refused("--optimizer ademamix").count("--optimizer") == 1, "once, with the reason"
