@@ -280,8 +280,8 @@ class Offloader:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held for this stage, or set aside."""
-        return self._limit.held_bytes
+        """Host memory that this stage's blocks have, or will have. What was locked ahead is a little more (`bytes_ahead`)."""
+        return sum(pool.bytes for pool in self._pools.values())
 
     def take_bytes(self) -> tuple[int, int]:
         """Bytes that went out, and back, since this was last asked."""
