@@ -71,11 +71,11 @@ def _another_projection(chunk: Any) -> Iterator[Problem]:
         return
     weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else projection.weight
     needed = {
-        "bias": (projection.bias is not None, "none"),
-        "gather_output": (projection.gather_output, "False: every rank has the loss of its part of the vocabulary"),
-        "explicit_expert_comm": (projection.explicit_expert_comm, "False"),
-        "weight.requires_grad": (not weight.requires_grad, "True"),
+        "bias": (projection.bias is not None, False),
+        "gather_output": (projection.gather_output, False),
+        "explicit_expert_comm": (projection.explicit_expert_comm, False),
+        "weight.requires_grad": (weight.requires_grad, True),
     }
-    for name, (unfit, wanted) in needed.items():
-        if unfit:
-            yield Problem(f"output_layer.{name}", "otherwise", f"{wanted}, with a head in pieces", WHOLE)
+    for name, (found, wanted) in needed.items():
+        if found != wanted:
+            yield Problem(f"output_layer.{name}", str(found), f"{wanted} with a head in pieces", WHOLE)

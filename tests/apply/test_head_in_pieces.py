@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
+from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.plan.plan import Head, Plan
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.apply import head_on_ranks
@@ -23,6 +24,8 @@ SMALL = 1e-6
 """Of fp32 sums in another order, of the largest value."""
 ROUNDED = 1 / 128
 """Of sums that are rounded to bf16, with 8 bits, once more."""
+ADDED_ROUNDED = 1 / 16
+"""Of sums that are rounded to bf16 with every piece."""
 
 CASES = {
     "tied": ({}, How(masked=True), SMALL),
@@ -30,6 +33,11 @@ CASES = {
     "untied, bf16": ({**UNTIED, "dtype": "bf16"}, How(masked=True), ROUNDED),
     "tied, bf16, added to main_grad": ({"dtype": "bf16"}, How(masked=True, **FUSED), SMALL),
     "untied, bf16, added to main_grad": ({**UNTIED, "dtype": "bf16"}, How(masked=True, **FUSED), SMALL),
+    "untied, bf16, added to main_grad in bf16": (
+        {**UNTIED, "dtype": "bf16", "optimizer": {"gradients": "bf16"}},
+        How(masked=True, **FUSED),
+        ADDED_ROUNDED,
+    ),
     "Megatron's fused loss": ({**UNTIED, "cross_entropy": "native"}, How(masked=True), SMALL),
     "loss per token": (UNTIED, How(masked=True, ddp=True, model={"calculate_per_token_loss": True}), SMALL),
     "TP2": ({"tensor": 2}, How(masked=True), SMALL),
@@ -46,6 +54,12 @@ CASES = {
 NAMES = [name for name in CASES if name != "PP2, two chunks"]
 
 
+def job_of(fields):
+    gradients = Optimizer(**fields.get("optimizer", {}))
+    job = tiny_job("gpt", **{name: value for name, value in fields.items() if name != "optimizer"})
+    return job.model_copy(update={"optimizer": gradients})
+
+
 def in_pieces(job, pieces=PIECES):
     """A plan that replays what it can, too."""
     plan = plan_for(job, lambda _: replayable(job, gather=True))
@@ -55,7 +69,7 @@ def in_pieces(job, pieces=PIECES):
 @pytest.mark.parametrize("name", [*NAMES, *long("PP2, two chunks")])
 def test_only_the_gradient_of_the_heads_weight_is_another_sum(pool_of, name):
     fields, how, tolerance = CASES[name]
-    job = tiny_job("gpt", **fields)
+    job = job_of(fields)
     found = pool_of(job.gpus).run(compare, job, in_pieces(job), how)
     assert sum(each.losses for each in found) == job.microbatches * job.gpus // job.parallel.pipeline
     weights = {"output_layer.weight", *(["embedding.word_embeddings.weight"] if job.model.tied_embeddings else [])}

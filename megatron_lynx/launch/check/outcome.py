@@ -7,6 +7,7 @@ lies behind the first is mostly its consequence. What a plan does not promise in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +21,9 @@ from megatron_lynx.anatomy import ITEMS
 from megatron_lynx.launch.check.bits import bits, unlike
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.saved import tensors_in
+
+_AT_ONCE = 1 << 24
+"""Values that are compared at a time."""
 
 Gradients = Mapping[str, Tensor | None]
 Position = tuple[int, ...]
@@ -112,8 +116,8 @@ def differences(
     found += [
         Difference(one.positions[name], rank, stage, name, what)
         for name, mine in one.gradients.items()
-        if (what := _difference(mine, other.gradients[name], names))
-        and not _near(mine, other.gradients[name], tolerances.get(name, 0.0))
+        if not _near(mine, other.gradients[name], tolerances.get(name))
+        and (what := _difference(mine, other.gradients[name], names))
     ]
     return sorted(found)
 
@@ -147,12 +151,21 @@ def _difference(one: Tensor | None, other: Tensor | None, names: tuple[str, str]
     return f"{len(mine)} of {one.numel()} values that differ, most {most}"
 
 
-def _near(one: Tensor | None, other: Tensor | None, tolerance: float) -> bool:
-    """Whether no value of two gradients differs by more than this part of the largest value of the first."""
-    if not tolerance or one is None or other is None or one.shape != other.shape:
+def _near(one: Tensor | None, other: Tensor | None, tolerance: float | None) -> bool:
+    """Whether no value of two gradients differs by more than this part of the largest value of the first. None: it must not.
+
+    Looked at part by part: a head's gradient may be gigabytes.
+    """
+    if tolerance is None or one is None or other is None or one.shape != other.shape:
         return False
-    difference = (one.to(other.device).double() - other.double()).abs().max()
-    return bool(difference <= tolerance * one.double().abs().max().to(difference.device))
+    most = largest = 0.0
+    for mine, yours in zip(one.flatten().split(_AT_ONCE), other.flatten().split(_AT_ONCE), strict=True):
+        mine = mine.to(yours.device).double()
+        difference = float((mine - yours.double()).abs().max())
+        if math.isnan(difference):
+            return False
+        most, largest = max(most, difference), max(largest, float(mine.abs().max()))
+    return most <= tolerance * largest
 
 
 def backward_position(name: str, parameter: Parameter) -> Position:

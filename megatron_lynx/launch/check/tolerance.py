@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from torch.nn import Module, Parameter
 
-from megatron_lynx.launch.check.outcome import named_parameters
+from megatron_lynx.launch.check.outcome import gradient_of, named_parameters
 
 IN_FP32 = 2.0**-16
 """Of sums in fp32 (24 bits), whose order differs."""
 IN_16_BITS = 2.0**-7
 """Of sums that are rounded to 8 bits, once a micro-batch, in stock and under the plan."""
+ADDED_IN_16_BITS = 2.0**-4
+"""Where gradients are added up in 16 bits, each sum is rounded: of every micro-batch in stock, of every piece under the plan."""
 
 
 def head_tolerances(chunks: Sequence[Module]) -> dict[str, float]:
@@ -25,7 +27,10 @@ def head_tolerances(chunks: Sequence[Module]) -> dict[str, float]:
 
 
 def tolerance_of(chunk: Module, weight: Parameter) -> float:
-    fused: bool = chunk.config.gradient_accumulation_fusion  # type: ignore[union-attr,assignment]
+    """Of the largest value of a weight's gradient."""
+    gradient, fused = gradient_of(weight), chunk.config.gradient_accumulation_fusion  # type: ignore[union-attr]
+    if gradient is not None and gradient.element_size() < 4 and hasattr(weight, "main_grad"):
+        return ADDED_IN_16_BITS
     return IN_FP32 if fused or weight.element_size() == 4 else IN_16_BITS
 
 
