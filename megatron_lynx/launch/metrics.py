@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lynx.apply.all_ranks import of_all_ranks
 from megatron_lynx.apply.hook import Claim, Hook
-from megatron_lynx.launch.agreement import of_all_ranks, on_rank_0
+from megatron_lynx.launch.agreement import on_rank_0
 from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.engine import Engine
 

@@ -1,4 +1,5 @@
-"""What installation refuses by Megatron's settings, `plan` refuses by its flags: nobody is given a plan that cannot be installed.
+"""What installation refuses by Megatron's settings, `plan` refuses by its flags, or leaves out of the launch: nobody is given a plan
+that cannot be installed.
 
 The tables of `apply` are walked: each of their fields is set by a flag, which the launch is then given, or by none.
 """
@@ -11,9 +12,10 @@ import pytest
 
 from megatron_lynx.apply import features, fp8_refusals
 from megatron_lynx.errors import ConfigError, Problem
-from megatron_lynx.launch_arguments import job_of, read_launch
+from megatron_lynx.launch_arguments import Reading, job_of, read_launch
 from megatron_lynx.launch_arguments.flag_kinds import NOT_UNDER_PLANS, REFUSED
 from megatron_lynx.launch_arguments.flag_table import Flag, flag_table
+from megatron_lynx.launch_arguments.today import REPLACED
 
 from .test_reading import SMALL
 
@@ -73,20 +75,29 @@ def words_of(flag: Flag) -> str:
     return f"{flag.options[0]} {value}"
 
 
+def reading_of(flags: str) -> Reading:
+    return read_launch(shlex.split(f"{SMALL} --position-embedding-type rope {flags}"), gpus=8)
+
+
 def problems_of(flags: str) -> tuple[Problem, ...]:
     """What `plan` says is wrong with a launch."""
     try:
-        job_of(read_launch(shlex.split(f"{SMALL} --position-embedding-type rope {flags}"), gpus=8), "h100-80g")
+        job_of(reading_of(flags), "h100-80g")
     except ConfigError as error:
         return error.problems
     return ()
 
 
 @pytest.mark.parametrize(("field", "beside"), FIELDS)
-def test_what_installation_refuses_is_refused_by_plan(field: str, beside: str) -> None:
+def test_what_installation_refuses_is_refused_by_plan_or_left_out(field: str, beside: str) -> None:
     flag = flag_of(field)
     fused = "" if field == "apply_rope_fusion" else "--no-rope-fusion"
-    found = problems_of(f"{FLAGS[beside]} {fused} {words_of(flag)}")
+    said = f"{FLAGS[beside]} {fused} {words_of(flag)}"
+    found = problems_of(said)
+    if flag.sets in REPLACED:  # the launch under the plan is without it
+        assert flag.options[0] in said
+        assert flag.options[0] not in shlex.split(reading_of(said).under_plan("plan.yaml", ()))
+        return
     assert [problem for problem in found if problem.where in flag.options or (field == "fp8" and "fp8" in problem.found)] != []
 
 
