@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lynx.advise import Answer, answered
+from megatron_lynx.advise import Answer, answered, verdict
 from megatron_lynx.advise.launch import asked_launch
 from megatron_lynx.advise.rows import Row
 from megatron_lynx.errors import ConfigError, Problem
@@ -23,6 +23,10 @@ from megatron_lynx.units import GIB, format_seconds
 from megatron_lynx.whole_file import write_whole
 
 BEGIN, END = "<!-- launches -->", "<!-- end of launches -->"
+
+
+LONGEST = 16
+"""Characters of a flag's value that is told."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,20 @@ def table(found: list[Advised]) -> Iterator[str]:
     yield from ("", "No plan, and why:", "")
     for each in found:
         if each.problems:
-            yield f"* **{each.name}**: {'; '.join(dict.fromkeys(map(_why, each.problems)))}"
+            yield f"* **{each.name}**: {_why_none(each)}"
 
 
-def _why(problem: Problem) -> str:
-    needed = f", needed {problem.needed}" if problem.needed else ""
-    return f"`{problem.where}` {problem.found}{needed}".replace("|", "\\|")
+def _why_none(each: Advised) -> str:
+    """The flags by name; where nothing but memory is in the way, the verdict."""
+    if each.answer is not None and not each.answer.refused:
+        return verdict(each.answer)
+    return ", ".join(dict.fromkeys(map(_named, each.problems)))
+
+
+def _named(problem: Problem) -> str:
+    """A flag, and what it says where that is short."""
+    found = "" if problem.found in ("given", "nothing") or len(problem.found) > LONGEST else f" {problem.found}"
+    return f"`{problem.where}{found}`".replace("|", "\\|")
 
 
 def _figures(row: Row | None) -> str:
