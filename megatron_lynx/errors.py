@@ -4,6 +4,7 @@
      ├── ConfigError      a file, a key or a flag is wrong                      exit status 2
      ├── PlanMismatch     the plan does not fit the run it was given to         exit status 2
      ├── Infeasible       the question was right and its answer is no           exit status 1
+     ├── PlannerFault     a finished plan breaks what it was asked to keep      exit status 1
      ├── HookRefused      Megatron is not as this package knows it (rule R6)    exit status 1
      ├── ReplayError      a training step asked for what replay cannot give     (raised inside the job)
      └── OffloadError     activations could not be brought to the host or back  (raised inside the job)
@@ -73,6 +74,10 @@ class PlanMismatch(LynxError):
 
 class Infeasible(LynxError):
     """No answer exists; the problems name what binds and by how much."""
+
+
+class PlannerFault(LynxError):
+    """The planner's own mistake: its finished plan does not keep the budget. To be reported; nobody else can mend it."""
 
 
 class HookRefused(LynxError):

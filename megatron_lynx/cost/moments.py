@@ -10,6 +10,8 @@
     update               every later one: its state is there all the time
     optimizer_made       with an optimizer that is on the host in part: before the first step it is made of whole parameters
 
+Without flushes all micro-batches in flight but one are there in reductions and updates, too: the pipeline never gets empty.
+
 What is held of the layers at each is the same for stock's policies and for plans, so both are counted by `Parts`.
 """
 
@@ -119,6 +121,10 @@ class Parts:
     recomputed: int = 0
     chunk: int = 0
     """What the layers of one chunk keep of one micro-batch, whose backward ends with the embedding's."""
+    activations_behind_backward: int | None = None
+    """What they hold when the backward of one micro-batch is over, deferred weight gradients included; None: all but `chunk`."""
+    flushed: bool = True
+    """Whether no micro-batch is in flight when gradients are reduced and parameters updated."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -163,16 +169,9 @@ class Parts:
     def _beside_states(self, moment: Moment) -> dict[str, int]:
         if moment == "optimizer_made":
             return {"update_copies": self.optimizer_made}
-        if moment == "reduction":
-            return {"in_hand": self.reduced + self.remembered}
-        if moment in ("first_update", "update"):
-            return {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}
-        running = {
-            "activations": self.activations,
-            "staging": self.staging,
-            "embedding": self.embedding,
-            "messages": self.messages,
-        }
+        if moment in ("reduction", "first_update", "update"):
+            return self._between_batches(moment)
+        running = self._running
         if moment in ("loss", "head_backward") and self.activations_at_loss is not None:
             running |= {"activations": self.activations_at_loss}
         if moment == "loss":
@@ -182,6 +181,29 @@ class Parts:
         if moment == "backward":
             return running | {"recomputed": self.recomputed, "in_hand": self.in_hand + self.tied_gradient}
         if moment == "embedding_backward":
-            others = max(0, self.activations - self.chunk)
-            return running | {"activations": others, "in_hand": self.embedding_gradient + self.remembered}
+            others = {"activations": self._activations_of_others}
+            return running | others | {"in_hand": self.embedding_gradient + self.remembered}
         return running | {"head": self.head // 2} if moment == "forward" else running
+
+    def _between_batches(self, moment: Moment) -> dict[str, int]:
+        """In reductions and updates."""
+        left = {} if self.flushed else self._running | {"activations": self._activations_of_others}
+        if moment == "reduction":
+            return left | {"in_hand": self.reduced + self.remembered}
+        return left | {"update_copies": self.update_copies, "in_hand": self.update_in_hand + self.remembered}
+
+    @property
+    def _running(self) -> dict[str, int]:
+        """What is held for all micro-batches in flight, or to pass them on."""
+        return {
+            "activations": self.activations,
+            "staging": self.staging,
+            "embedding": self.embedding,
+            "messages": self.messages,
+        }
+
+    @property
+    def _activations_of_others(self) -> int:
+        """When the backward of one micro-batch is over."""
+        rest = self.activations - self.chunk if self.activations_behind_backward is None else self.activations_behind_backward
+        return max(0, rest)

@@ -175,6 +175,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
         update_in_hand=states.update_in_hand,
         optimizer_made=states.optimizer_made,
         remembered=experts * remembered_bytes(shape) if experts else 0,
+        flushed=job.schedule == "flush" or microbatches_in_flight(job, stage) == 1,
     )
 
 

@@ -6,6 +6,7 @@ job, profile ──partitioned──> layers of each stage ──Stages──> w
                                                        ├── with weight gradients in what waits are left (`filling`) ──────┤
                                                        ├── all of it with less for the layers, where these lack memory ───┤
                                                        └── all of it without replays while tokens travel in forwards ─────┘
+    what is finished is counted once more, at every moment, against the budget (`budget_kept`)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import head
+from megatron_lynx.planner.budget_kept import check_budget_kept
 from megatron_lynx.planner.checks import check_plannable, check_profile
 from megatron_lynx.planner.deferrable import why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
@@ -77,7 +79,8 @@ def make_plan(job: Job, profile: Profile) -> Plan:
     The budget is `solver.stage_budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
     fastest plan that fits is wanted; on the testbed, where no budget is stated, the least memory. Raises `ConfigError` where the
     profile is of another shape than the job or no plan can do what the job asks, and `Infeasible` (for every stage what binds
-    and by how much, and the nearest change that fits) where no choice fits the budget.
+    and by how much, and the nearest change that fits) where no choice fits the budget. `PlannerFault` would be our own mistake: a
+    finished plan that exceeds its budget.
     """
     return decide(job, profile).plan
 
@@ -129,7 +132,9 @@ def _fastest(job: Job, profile: Profile) -> Decision:
     if replays_beside_forwards(filled.plan):  # what these regenerate may be memory, and waits, that weight gradients lack
         late = without_early_exchanges(job, decision.job, profile)
         filled = filled if _faster(filled.simulation, late) else late
-    return _with_loads(filled, profile)
+    finished = _with_loads(filled, profile)
+    check_budget_kept(finished.job, finished.simulation)
+    return finished
 
 
 def _with_best_share(job: Job, profile: Profile) -> Decision:

@@ -84,11 +84,18 @@ def device_memory(job: Job, answer: StageAnswer, held_bytes: int = 0) -> StageMe
     return device_parts(job, answer, held_bytes).fullest
 
 
-def device_parts(job: Job, answer: StageAnswer, held_bytes: int = 0, at_loss_bytes: int | None = None) -> Parts:
+def device_parts(
+    job: Job,
+    answer: StageAnswer,
+    held_bytes: int = 0,
+    at_loss_bytes: int | None = None,
+    behind_backward_bytes: int | None = None,
+) -> Parts:
     """Everything that a device of a stage ever holds, by name. `job`: with its layers.
 
     `held_bytes`: what its layers hold in a rehearsal, which is more where originals wait for copies that lag behind, or where
     weight gradients are deferred. `at_loss_bytes`: what they hold of it before a backward begins; None: as much more then, too.
+    `behind_backward_bytes`: and when one is over; None: what the others keep.
     """
     staging = round(2 * answer.offloaded_share * answer.chunk_bytes)
     kept = ceil(answer.chunks[0].in_flight * answer.chunk_bytes) - staging - answer.within_bytes
@@ -101,6 +108,7 @@ def device_parts(job: Job, answer: StageAnswer, held_bytes: int = 0, at_loss_byt
         staging=staging,
         recomputed=answer.layers_peak_bytes - kept - staging,
         chunk=answer.chunk_bytes,
+        activations_behind_backward=None if behind_backward_bytes is None else behind_backward_bytes - staging,
     )
 
 
@@ -112,8 +120,11 @@ def _by_moment(parts: Parts) -> dict[str, dict[str, int]]:
 
 def parts_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> Parts:
     """The same in a rehearsal. `defers`: whether weight gradients are deferred in it."""
-    at_loss_bytes = simulation.before_backward_bytes(answer.stage, job.chunks - 1) if defers else None
-    return device_parts(job, answer, simulation.memory(answer.stage).peak_bytes, at_loss_bytes)
+    held_bytes = simulation.memory(answer.stage).peak_bytes
+    if not defers:
+        return device_parts(job, answer, held_bytes)
+    before, behind = simulation.before_backward_bytes, simulation.behind_backward_bytes
+    return device_parts(job, answer, held_bytes, before(answer.stage, job.chunks - 1), behind(answer.stage, 0))
 
 
 def memory_in(job: Job, answer: StageAnswer, simulation: Simulation, *, defers: bool) -> StageMemory:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_lynx.config.job import Budget, Job
 from megatron_lynx.cost.stage_memory import memory_of_stages
-from megatron_lynx.errors import LynxError
+from megatron_lynx.errors import ConfigError, Infeasible, LynxError
 from megatron_lynx.planner import Decision, decide, least_memory
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.report.island import Point, PointStage
@@ -38,7 +38,7 @@ def plans_over_budgets(job: Job, profile: Profile, budgets: int, watch: Watch) -
         changed = job.model_copy(update={"budget": Budget(memory_gib=budget_bytes / GIB), "policy": "planned"})
         try:
             found = point(decide(changed, profile), f"{budget_bytes / GIB:.1f} GiB", round(budget_bytes))
-        except LynxError:
+        except (ConfigError, Infeasible):
             continue
         finally:
             watch(number + 1, budgets)

@@ -320,7 +320,7 @@ def _due(treated: Sequence[Treated], others: Mapping[int, Sequence[Treated]]) ->
     for linear, waits in _waits(treated):
         for wait in waits:
             due.setdefault(wait, []).append(linear)
-    for other in others.values():
+    for other in others.values() if treated else ():  # a chunk without layers has no waits
         for linear, waits in _waits(other):
             for wait in _moved(dict.fromkeys(waits, linear), treated[0].layer - other[0].layer):
                 due.setdefault(wait, []).append(linear)

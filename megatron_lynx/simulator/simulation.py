@@ -125,6 +125,12 @@ class Simulation:
         starts_s = [each.start_s for each in self.executed[stage] if (each.action.kind, each.action.chunk) == ("B", chunk)]
         return max((curve.bytes[bisect_right(curve.times_s, start_s) - 1] for start_s in starts_s), default=0)
 
+    def behind_backward_bytes(self, stage: int, chunk: int) -> int:
+        """The most that the stage's layers hold when a backward of one of its chunks is over."""
+        curve = self.memory(stage)
+        ends_s = [each.end_s for each in self.executed[stage] if (each.action.kind, each.action.chunk) == ("B", chunk)]
+        return max((curve.bytes[bisect_right(curve.times_s, end_s) - 1] for end_s in ends_s), default=0)
+
     @cached_property
     def _curves(self) -> dict[int, MemoryCurve]:
         return {}

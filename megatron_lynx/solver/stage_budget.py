@@ -2,7 +2,8 @@
 
 budget of the device   -   states, buffers, messages, what a backward has in hand  =  layers may hold while they run backward
                        -   states, ..., the head's inputs, copies of the logits    =  layers may hold while the loss is computed
-                       -   states, copies that an update makes                     =  nothing of the layers is left then
+                       -   states, copies that an update makes                     =  nothing of the layers is left then; without
+                                                                                  flushes all micro-batches in flight but one are
                            `cost.stage_memory` names each, `cost.moments` says when it is there
 
 budget.activation_mib   bounds the layers alone
@@ -24,7 +25,7 @@ from megatron_lynx.units import MIB
 
 def layers_budget_bytes(job: Job, stage: int) -> int | None:
     """The smallest of the bounds on layers that run backward, below 0 where the rest alone is too much; None without a bound."""
-    return _budget_bytes(job, beside_layers(job, stage)) if _bounded(job) else None
+    return _budget_bytes(job, stage, beside_layers(job, stage)) if _bounded(job) else None
 
 
 def loss_bytes(job: Job, stage: int) -> int:
@@ -33,7 +34,7 @@ def loss_bytes(job: Job, stage: int) -> int:
         return 0
     parts = beside_layers(job, stage)
     at_loss = max(parts.at(moment).total for moment in parts.moments if moment in ("forward", "loss", "head_backward"))
-    return max(0, _budget_bytes(job, parts) - (job.memory_budget_bytes - at_loss))
+    return max(0, _budget_bytes(job, stage, parts) - (job.memory_budget_bytes - at_loss))
 
 
 def bounded_by_device(job: Job) -> bool:
@@ -54,13 +55,13 @@ def _bounded(job: Job) -> bool:
     return job.budget.activation_mib is not None or bounded_by_device(job)
 
 
-def _budget_bytes(job: Job, beside: Parts) -> int:
-    """The smallest of the bounds, of which there is one. `beside`: of the stage in question, as below."""
+def _budget_bytes(job: Job, stage: int, beside: Parts) -> int:
+    """The smallest of the bounds, of which there is one. `beside`: of that stage, as below."""
     bounds = []
     if job.budget.activation_mib is not None:
         bounds.append(int(job.budget.activation_mib * MIB))
     if bounded_by_device(job):
-        bounds.append(_on_device_bytes(job, beside))
+        bounds.append(_on_device_bytes(job, stage, beside))
     return min(bounds)
 
 
@@ -69,20 +70,21 @@ def _most(job: Job, beside: Parts) -> StageMemory:
     return update if update.total > job.memory_budget_bytes else beside.at("backward")
 
 
-def _on_device_bytes(job: Job, beside: Parts) -> int:
+def _on_device_bytes(job: Job, stage: int, beside: Parts) -> int:
     """Where an update alone is too much, what is missing, below 0."""
     most = _most(job, beside)
     if most.moment != "backward":
         return job.memory_budget_bytes - most.total
-    return job.memory_budget_bytes - most.total - _more_for_embedding(job, beside)
+    return job.memory_budget_bytes - most.total - _more_behind_backward(job, stage, beside)
 
 
-def _more_for_embedding(job: Job, beside: Parts) -> int:
-    """How much more the embedding's backward has in hand than the layers'.
+def _more_behind_backward(job: Job, stage: int, beside: Parts) -> int:
+    """How much more is held beside the layers when these have run backward for one micro-batch, while others are in flight: in
+    the embedding's backward, and without flushes in updates.
 
     Less what the layers of that micro-batch no longer hold then: at least their inputs.
     """
-    if not beside.embedding_gradient:
-        return 0
-    least = min(job.chunk_layers(0)) * LayerShape.of(job).input_bytes
-    return max(0, beside.embedding_gradient - beside.in_hand - least)
+    later = {"embedding_backward"} | (set() if beside.flushed else {"reduction", "first_update", "update"})
+    most = max((beside.at(moment).total for moment in beside.moments if moment in later), default=0)
+    least = min(job.chunk_layers(stage)) * LayerShape.of(job).input_bytes
+    return max(0, most - beside.at("backward").total - least)
