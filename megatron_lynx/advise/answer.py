@@ -18,6 +18,7 @@ from megatron_lynx.advise.rows import Row, row_of
 from megatron_lynx.advise.today import Launch, launch_today
 from megatron_lynx.advise.would_fit import would_fit
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.errors import ConfigError, Infeasible, LynxError, Problem
 from megatron_lynx.launch_arguments import Reading
 from megatron_lynx.planner import Decision, decide
@@ -48,6 +49,8 @@ class Answer:
     refused: tuple[Problem, ...] = ()
     """What no plan goes with, whatever the budget."""
     decision: Decision | None = field(default=None, repr=False)
+    on_host: OnHost | None = None
+    """What of the optimizer is on the host under the plan; None where nothing is."""
 
     @property
     def none_in_todays_bytes(self) -> bool:
@@ -94,7 +97,8 @@ def answered(
         return Answer(job, reading, launch, error=error, refused=error.problems)
     plan = row_of(made, costs, "plan")
     within = _within_today(job, costs, launch, plan)
-    return Answer(job, reading, launch, plan, within, found, near, decision=made)
+    on_host = OnHost.of(made.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
+    return Answer(job, reading, launch, plan, within, found, near, decision=made, on_host=on_host)
 
 
 def _without_plan(

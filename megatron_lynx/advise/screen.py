@@ -96,6 +96,8 @@ def _notes(answer: Answer, *, reasons: bool) -> Iterator[str]:
         yield f"today: {launch.unknown}"
     if launch.at_best_s is not None:
         yield "today's seconds: if overlapped exchanges are hidden whole, to not at all; what they hold more is not counted"
+    if answer.on_host is not None:
+        yield answer.on_host.in_words
     if launch.flags and not answer.refused:
         yield f"left out of the launch under a plan: {' '.join(launch.flags)}"
     yield f"simulated from the figures of {answer.job.cluster.name}; a step includes the optimizer's update"

@@ -57,7 +57,7 @@ def advise(
     else:
         show_answer(answer)
         if verbose:
-            show_details(answer, costs)
+            show_details(answer)
     if answer.plan is None:
         raise typer.Exit(1)
 
@@ -81,18 +81,15 @@ def show_answer(answer: Answer, *, reasons: bool = True) -> None:
     show_screen(screen(answer, reasons=reasons))
 
 
-def show_details(answer: Answer, costs: Profile) -> None:
+def show_details(answer: Answer) -> None:
     """What was read, what each stage does, the launch lines of neighbours."""
-    from megatron_lynx.cost.host_optimizer import OnHost
     from megatron_lynx.plan.explanation import explanation
 
     if answer.reading is not None:
         show_understood(answer.reading)
     if (decision := answer.decision) is not None:
         show(explanation(decision.plan))
-        on_host = OnHost.of(decision.job, None if costs.host_time is None else costs.host_time.adam, priced=True)
-        said = [] if on_host is None else [on_host.in_words]
-        typer.echo("\n".join([*said, *decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
+        typer.echo("\n".join([*decision.host.lines, f"weight gradients: {decision.weight_gradients}"]))
     for number, near in enumerate(answer.near, start=1):
         command = answer.command(near)
         typer.echo(f"\n{number}. {answer.changed(near)}" + ("" if command is None else f"\n\n{command}"))

@@ -109,7 +109,7 @@ def plan(
     if compared is not None:
         typer.echo(compared.in_words)
     if verbose:
-        show_details(answer, costs)
+        show_details(answer)
     typer.echo(f"wrote {output}; {_launched(job, decision, reading, output, chosen=optimizer_offload is not None)}")
 
 

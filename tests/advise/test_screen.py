@@ -70,7 +70,7 @@ def test_neighbours_are_ranked_and_fit(recomputing: Answer) -> None:
     seconds = [near.row.step_s for near in recomputing.near]
     assert 1 <= len(seconds) <= 3
     assert seconds == sorted(seconds)
-    assert all(near.row.memory_bytes <= recomputing.job.memory_budget_bytes for near in recomputing.near)
+    assert all(near.row.memory_bytes <= near.job.memory_budget_bytes for near in recomputing.near)
 
 
 def test_a_neighbours_launch_line_is_its_layout(recomputing: Answer) -> None:

@@ -1,5 +1,5 @@
-"""What installation refuses by Megatron's settings, `plan` refuses by its flags, or leaves out of the launch: nobody is given a plan
-that cannot be installed.
+"""What installation refuses by Megatron's settings, `plan` refuses by its flags, or leaves out of the launch: nobody is given
+a plan that cannot be installed.
 
 The tables of `apply` are walked: each of their fields is set by a flag, which the launch is then given, or by none.
 """
@@ -96,7 +96,7 @@ def test_what_installation_refuses_is_refused_by_plan_or_left_out(field: str, be
     found = problems_of(said)
     if flag.sets in REPLACED:  # the launch under the plan is without it
         assert flag.options[0] in said
-        assert flag.options[0] not in shlex.split(reading_of(said).under_plan("plan.yaml", ()))
+        assert flag.options[0] not in reading_of(said).changed({}).arguments
         return
     assert [problem for problem in found if problem.where in flag.options or (field == "fp8" and "fp8" in problem.found)] != []
 
