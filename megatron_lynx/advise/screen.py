@@ -60,7 +60,8 @@ def _budget(answer: Answer) -> str:
         return f"with at most {budget.activation_mib:g} MiB of activations"
     if budget.memory_gib is None and answer.job.cluster.device == "cpu":
         return "the least memory"
-    return f"within {format_bytes(answer.job.memory_budget_bytes)}, the device's budget"
+    whose = "the device's budget" if budget.memory_gib is None else "as stated"
+    return f"within {format_bytes(answer.job.memory_budget_bytes)}, {whose}"
 
 
 def _add(table: Table, answer: Answer, name: str, what: str, row: Row) -> None:

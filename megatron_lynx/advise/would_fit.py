@@ -1,6 +1,6 @@
 """Where no plan fits the budget: what would make one fit, nearest first.
 
-[1] activations on the host          [2] the optimizer on the host        bytes alone: the update's seconds are not priced
+[1] activations on the host          [2] a part of the optimizer on the host, with what its update then takes
 [3] another layout of as many GPUs   [4] more GPUs, in the same layout: twice, four, eight times as many
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.planner import least_memory
+from megatron_lynx.cost.host_optimizer import OnHost
 from megatron_lynx.planner.decision import plannable
-from megatron_lynx.planner.nearest import fewest_changes, with_changes
+from megatron_lynx.planner.nearest import Changes, fewest_changes, with_changes
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.units import format_bytes
 
 TIMES_AS_MANY = (2, 4, 8)
+
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the optimizer that are tried."""
 
 OF_THE_HOST = ("offload_ratio",)
 
@@ -35,14 +37,20 @@ def would_fit(job: Job, costs: Profile) -> Iterator[str]:
 
 
 def _optimizer(job: Job, costs: Profile) -> str | None:
-    """Whether a plan would fit if its fullest stages held no state of the optimizer."""
-    stages, budget = least_memory(job, costs), job.memory_budget_bytes
-    over = [memory for memory in stages if memory.total > budget]
-    if not over or any(memory.total - memory.optimizer > budget for memory in over):
+    """The least quarter of the optimizer's state with which a plan fits when that is on the host. Megatron steps a part of the
+    parameters there only with a precision-aware optimizer, which has to be distributed."""
+    if job.optimizer.offload != 0:
         return None
-    missing, freed = max(memory.total - budget for memory in over), min(memory.optimizer for memory in over)
-    sizes = f"it holds {format_bytes(freed)}, {format_bytes(missing)} are missing"
-    return f"the optimizer on the host (--optimizer-cpu-offload): {sizes}; its seconds are not priced here"
+    aware: Changes = () if job.optimizer.precision_aware else (("optimizer.precision_aware", True),)
+    for share in QUARTERS:
+        asked = with_changes(job, [*aware, ("optimizer.offload", share)])
+        if asked is not None and plannable(asked, costs):
+            flags = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
+            adam = None if costs.host_time is None else costs.host_time.adam
+            on_host = OnHost.of(asked, adam, priced=adam is not None)
+            assert on_host is not None, "a share of the optimizer is there"
+            return f"{on_host.in_words}: {flags} {share:g}"
+    return None
 
 
 def _more_gpus(job: Job) -> Iterator[str]:
