@@ -112,6 +112,17 @@ def test_where_no_plan_fits_it_says_what_the_launch_holds_and_what_would_fit() -
     assert "What would fit, nearest first:" in printed(found, 80)
 
 
+def test_the_share_of_the_optimizer_that_would_do_has_a_plan_in_the_launch_with_its_flags() -> None:
+    said = next(each for each in answer(FULL, 17).would_fit if each.startswith("optimizer on the host: "))
+    assert " a step (gradients out " in said
+    flags = said[said.index("--use-precision-aware-optimizer") :]
+    assert flags.endswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.75")
+    found = answer(f"{FULL} {flags}", 17)
+    assert found.plan is not None
+    assert found.on_host is not None
+    assert found.on_host.in_words in "\n".join(printed(found, 200))
+
+
 def test_a_launch_that_fits_where_no_plan_does_is_kept() -> None:
     """Its least memory may lie below a plan's: `no plan fits` alone would have been no answer."""
     nothing = Infeasible("no plan fits", [Problem("memory of a device", "too much", "less")])
