@@ -24,32 +24,43 @@ BUDGET_BYTES = 3_900_000
 NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
 
+ONE_TENSOR = 0.01
+"""One activation of a layer is 0.8 % of what these ranks hold: a plan that keeps others than its forerunner is not nearer."""
+
 
 @pytest.mark.long
-def test_a_second_run_holds_what_its_plan_says_and_keeps_the_budget(run, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("budget_bytes", "nearly"), [(None, NEARLY), (BUDGET_BYTES, ONE_TENSOR)], ids=["the same plan", "budget"]
+)
+def test_a_second_run_holds_what_its_plan_says_and_keeps_the_budget(run, tmp_path: Path, budget_bytes, nearly):
     """Seconds are not looked at: those of a machine with other work are nobody's price."""
-    job = tiny_job("gpt", pipeline=2, microbatches=4, **SIZE)
-    job = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": BUDGET_BYTES / GIB})})
-    (tmp_path / "job.yaml").write_text(write_yaml(job.model_dump(mode="json", by_alias=True)))
-    save_profile(made_up_profile(job, 1e-5), tmp_path / "profile.yaml")
-    asked = ["plan", tmp_path / "job.yaml", "--profile", tmp_path / "profile.yaml", "-o", tmp_path / "plan.yaml"]
-
+    asked = asked_for(tmp_path, budget_bytes)
     assert lynx(*asked).exit_code == 0
     first = launched(run, tmp_path)
-    assert max(row.measured.allocated_bytes for row in first.stages) > BUDGET_BYTES
+    assert all(row.measured.allocated_bytes > row.predicted.memory_bytes for row in first.stages)
 
     again = lynx(*asked, "--from-run", tmp_path / FILE_NAME)
     assert again.exit_code == 0, again.output
     assert "learned from " in again.stdout
     second = launched(run, tmp_path)
     for row in second.stages:
-        assert row.predicted.memory_bytes <= BUDGET_BYTES
-        assert row.measured.allocated_bytes <= BUDGET_BYTES
-        assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=NEARLY)
+        assert row.measured.allocated_bytes == pytest.approx(row.predicted.memory_bytes, rel=nearly)
+    if budget_bytes is not None:
+        assert max(row.measured.allocated_bytes for row in first.stages) > budget_bytes
+        assert max(row.measured.allocated_bytes for row in second.stages) <= budget_bytes
     learned = load_plan(tmp_path / "plan.yaml").provenance.learned
-    assert load_outcome(tmp_path / FILE_NAME).learned == learned
     assert learned is not None
-    assert min(learned.beside_bytes) > 0
+    assert load_outcome(tmp_path / FILE_NAME).learned == learned
+
+
+def asked_for(folder: Path, budget_bytes: int | None) -> list[object]:
+    """The command that plans for two ranks, with figures that nobody measured."""
+    job = tiny_job("gpt", pipeline=2, microbatches=4, **SIZE)
+    if budget_bytes is not None:
+        job = job.model_copy(update={"budget": job.budget.model_copy(update={"memory_gib": budget_bytes / GIB})})
+    (folder / "job.yaml").write_text(write_yaml(job.model_dump(mode="json", by_alias=True)))
+    save_profile(made_up_profile(job, 1e-5), folder / "profile.yaml")
+    return ["plan", folder / "job.yaml", "--profile", folder / "profile.yaml", "-o", folder / "plan.yaml"]
 
 
 def launched(run, folder: Path) -> Report:
