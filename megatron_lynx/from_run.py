@@ -169,11 +169,11 @@ def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
     """Runs of which nobody knows what a usual step takes and holds."""
     last = outcome.reports[-1]
     if not outcome.finished:
-        yield Problem(f"{where}: finished", "false", "a run that has ended; --exit-interval 20 ends one after so many steps")
+        yield Problem(f"{where}: finished", "false", "a run that has ended", "--exit-interval 20 ends one behind so many steps")
     if last.step < ENOUGH_STEPS:
-        yield Problem(f"{where}: reports", f"{last.step} steps", f"at least {ENOUGH_STEPS}", "--exit-interval 20, say")
+        yield Problem(f"{where}: reports", f"{last.step} steps", f"at least {ENOUGH_STEPS}", "run it for longer")
     if outcome.checked:
-        yield Problem(f"{where}: checked", "true", "a run without --lynx-check: stock's steps filled the devices, too")
+        yield Problem(f"{where}: checked", "true", "a run without --lynx-check", "stock's steps filled the devices, too")
 
 
 def _nonsense(outcome: RunOutcome, job: Job, where: str) -> Iterator[Problem]:

@@ -24,13 +24,14 @@ BUDGET_BYTES = 3_900_000
 NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
 
-ONE_TENSOR = 0.01
-"""One activation of a layer is 0.8 % of what these ranks hold: a plan that keeps others than its forerunner is not nearer."""
+FEW_TENSORS = 0.025
+"""One activation of a layer is 0.8 % of what these ranks hold, and one peak does not say which of them was counted too often: a plan
+that keeps others than its forerunner is not nearer."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("budget_bytes", "nearly"), [(None, NEARLY), (BUDGET_BYTES, ONE_TENSOR)], ids=["the same plan", "budget"]
+    ("budget_bytes", "nearly"), [(None, NEARLY), (BUDGET_BYTES, FEW_TENSORS)], ids=["the same plan", "budget"]
 )
 def test_a_second_run_holds_what_its_plan_says_and_keeps_the_budget(run, tmp_path: Path, budget_bytes, nearly):
     """Seconds are not looked at: those of a machine with other work are nobody's price."""
