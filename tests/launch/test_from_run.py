@@ -25,8 +25,8 @@ NEARLY = 0.2 / 80
 """0.2 GiB of a GPU with 80."""
 
 FEW_TENSORS = 0.025
-"""One activation of a layer is 0.8 % of what these ranks hold, and one peak does not say which of them was counted too often: a plan
-that keeps others than its forerunner is not nearer."""
+"""One activation of a layer is 0.8 % of what these ranks hold, and one peak does not say which of them was counted too often: a
+plan that keeps others than its forerunner is not nearer."""
 
 
 @pytest.mark.long
