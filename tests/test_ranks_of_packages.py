@@ -20,6 +20,7 @@ FOUNDATION = {
     "fp8_recipes",
     "free_memory",
     "latent_sizes",
+    "learned",
     "norm_kernels",
     "units",
     "nest",
@@ -32,7 +33,7 @@ FOUNDATION = {
     "yaml_file",
     "version",
 }
-PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise"}
+PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
     "config": {"schedule.groups"},
@@ -50,6 +51,7 @@ MAY_IMPORT = {
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
+    "from_run": {"config", "profiler", "cost", "measure.run_outcome"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},

@@ -97,6 +97,15 @@ def finite(figure: float | None) -> float | None:
     return figure
 
 
+FromRunOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from-run",
+        metavar="OUTCOME",
+        help="The lynx_outcome.json of a run under a plan for the same: planned with what was measured.",
+        show_default=False,
+    ),
+]
 OptimizerOption = Annotated[
     str | None,
     typer.Option("--optimizer-offload", metavar="SHARE", help="Of the optimizer, to the host: in [0, 1], or auto."),

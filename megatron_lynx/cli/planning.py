@@ -11,11 +11,13 @@ import typer
 from megatron_lynx.cli.advising import show_answer, show_details
 from megatron_lynx.cli.answers import profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import costs_of, figures_for, hosts_of, job_named, job_path, measured_here, number_or_word
+from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
+from megatron_lynx.cli.learning import taught
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
+    FromRunOption,
     GpusOption,
     InexactOption,
     JobName,
@@ -71,6 +73,7 @@ def plan(
     optimizer_offload: OptimizerOption = None,
     inexact: InexactOption = None,
     profile_file: LayersOption = None,
+    run_file: FromRunOption = None,
     verbose: VerboseOption = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,25 +90,31 @@ def plan(
     changes |= {"head.pieces": "auto"} if inexact else {}
     asked = asked_about(words, cluster, gpus, launch_file, strict=strict)
     job, reading = job_or_launch(asked, planning=True, changes=changes)
-    check_writable(output, read=[profile_file, launch_file, job_path(asked.words[0]) if reading is None else None])
-    costs = costs_of(job, profile_file)
+    check_writable(output, read=[profile_file, launch_file, run_file, job_path(asked.words[0]) if reading is None else None])
+    job, costs, lesson = taught(job, profile_file, run_file)
     with awaited("making the plan"):
         answer = answered(job, costs, reading, near=False)
     if (decision := answer.decision) is None:
+        if lesson is not None:
+            typer.echo("\n".join(lesson.lines), err=True)
         _say_no(answer, as_json=as_json)
         return
     compared = against_windows(decision, job, costs)
     options = {"--profile": profile_file, "--optimizer-offload": optimizer_offload, "--inexact": next(iter(inexact or ()), None)}
-    provenance = decision.plan.provenance.model_copy(update={"asked": asked.again(options)})
+    origin = {"asked": asked.again(options), "job": job.digest, **({} if lesson is None else lesson.origin)}
+    provenance = decision.plan.provenance.model_copy(update=origin)
     save_plan(decision.plan.model_copy(update={"provenance": provenance}), output)
     if as_json:
         found = {} if compared is None else {"userbuffers": compared.as_json}
+        found |= {} if lesson is None else {"from_run": lesson.as_json}
         own = as_json_of(answer)
         plan_ = {"plan": {"file": os.fspath(output), **own["plan"]}}
         update = {"update_s": update_s(decision.job, costs)}
         show_json({**own, **plan_, **update, **summary(decision, costs), **found, **understood_as_json(reading)})
         return
     show_answer(answer)
+    if lesson is not None:
+        typer.echo("\n".join(lesson.lines))
     if compared is not None:
         typer.echo(compared.in_words)
     if verbose:

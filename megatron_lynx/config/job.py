@@ -17,6 +17,7 @@ from megatron_lynx.config.model import Model
 from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.learned import Learned
 from megatron_lynx.schedule.groups import groups_needed
 from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part
@@ -76,6 +77,8 @@ class Job(Part):
     """Without flushes: whether stages go on with the next batch until all can update together, into a second gradient buffer."""
     head: Head | None = None
     """None: the head is whole, as stock has it."""
+    learned: Learned = Learned()
+    """What a run has taught (`from_run`). Nobody writes it into a file, and no digest has it: it is the same job."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Job:
@@ -199,9 +202,11 @@ class Job(Part):
 
     @property
     def memory_budget_bytes(self) -> int:
-        """What may be used of one device, by what PyTorch allocates; below 0 where nothing is left beside the reserve."""
-        stated = self.budget.memory_gib
-        return self.device_reserve.left_bytes if stated is None else int(GIB * stated)
+        """What may be used of one device, by what PyTorch allocates; below 0 where nothing is left beside the reserve.
+        Never more than a run has shown to be there."""
+        stated, found = self.budget.memory_gib, self.learned.device_bytes
+        own = self.device_reserve.left_bytes if stated is None else int(GIB * stated)
+        return own if found is None else min(own, found)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -252,6 +257,7 @@ class Job(Part):
         """
         parts = {"model": self.model, "parallel": self.parallel, "budget": self.budget, "optimizer": self.optimizer}
         off = left_out(parts, self.overlap, self.cluster, fp8=self.model.fp8 is not None)
+        off["learned"] = True
         if self.head is None:
             off["head"] = True
         return hashlib.sha256(self.model_dump_json(by_alias=True, exclude=off).encode()).hexdigest()

@@ -49,6 +49,8 @@ class StageMemory:
     messages: int = 0
     buffers: int = 0
     update_copies: int = 0
+    learned: int = 0
+    """What a run was seen to hold beside all that is counted; below 0 where it held less."""
     moment: Moment = field(default="forward", compare=False)
     """Which moment this is: of a stage's peak, the one that binds."""
     totals: Mapping[Moment, int] = field(default_factory=dict, compare=False)
@@ -58,7 +60,7 @@ class StageMemory:
     def always(self) -> int:
         """What is held before there is any activation."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest
+        return states + self.fp8_weights + self.second_weights + self.second_gradients + self.rest + self.learned
 
     @property
     def before_step(self) -> int:

@@ -2,6 +2,7 @@
 
     parameters  gradients  optimizer       all the time
     rest                                   workspaces
+    learned                                what a run was seen to hold beside all of these, or less than them (below 0)
     buffers                                Megatron's global buffer; blocks that Transformer Engine keeps for weights' gradients;
                                            userbuffers
     activations                            what layers keep, all chunks in flight; with offloading, the share that stays
@@ -158,7 +159,7 @@ def _beside_layers(job: Job, stage: int, shape: LayerShape, states: _States, lay
     if last and keeps_head_block(shape):
         buffers += head_block_bytes(shape)
     return Parts(
-        states=replace(states.held, rest=REST_BYTES[job.cluster.device], buffers=buffers),
+        states=replace(states.held, rest=REST_BYTES[job.cluster.device], buffers=buffers, learned=job.learned.beside(stage)),
         embedding=microbatches_in_flight(job, stage) * embedding_bytes(shape) if first else 0,
         messages=_messages(job, shape),
         in_hand=(layer_in_hand_bytes(shape) if layer_whole else half_in_hand_bytes(shape))

@@ -82,6 +82,20 @@ def update_s(job: Job, profile: Profile) -> float:
     return seconds + fixed_s(job, stage, most, buckets(job, stage, most))
 
 
+def reduction_s(job: Job) -> float:
+    """Seconds in which gradients are reduced behind the last backward, on the stage with most parameters: Megatron's schedule
+    ends with them. 0 where they are reduced while backward runs."""
+    if job.overlap.gradients:
+        return 0.0
+    most = max(of_every_stage(job, lambda stage: stage_parameters(job, stage)), key=lambda parameters: parameters.total)
+    layout, sharers = job.parallel, job.parallel.context * job.replicas
+    others_s = _updated(job, most.others, sharers, layout.tensor, most.others).reduce_s
+    if not most.experts:
+        return others_s
+    stride = layout.expert_tensor_size * layout.expert
+    return others_s + _updated(job, most.experts, expert_sharers(job), stride, most.experts).reduce_s
+
+
 def _updated(job: Job, count: int, sharers: int, stride: int, bucket: int) -> UpdateSeconds:
     """Updating `count` parameters that so many ranks share, `stride` ranks apart, in buckets of so many."""
     owned, each = count / sharers if job.parallel.distributed_optimizer else count, bytes_each(job)

@@ -17,6 +17,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_lynx.errors import ConfigError, Problem, in_words
+from megatron_lynx.learned import Learned
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole
 
@@ -107,6 +108,14 @@ class RunOutcome(Part):
     plan_digest: str
     job_digest: str | None = None
     """Of the job that the plan was made for; null where the plan does not say."""
+    profile_digest: str | None = None
+    """Of the profile that the plan was made with, before anything was learned; null where the plan does not say."""
+    asked: str | None = None
+    """The words with which the plan was asked for; null where it does not say."""
+    learned: Learned | None = None
+    """What its plan had been taught by a run before."""
+    checked: bool = False
+    """Whether steps also ran as stock runs them (`--lynx-check`), which may be what filled the devices."""
     ranks: int = Field(ge=1)
     finished: bool
     """Whether the training loop has ended as it should."""

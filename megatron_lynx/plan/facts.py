@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
 
@@ -110,4 +111,6 @@ class Provenance(Part):
     profile: str | None = None
     asked: str | None = None
     """The words with which `megatron-lynx plan` was asked for it: a job, or a cluster and a launch."""
+    learned: Learned | None = None
+    """What a run before had taught. None: nothing."""
     note: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -42,9 +42,9 @@ class Predicted(Part):
     """Pinned host memory of the whole stage."""
     memory_bytes: int = 0
     """Everything on a device of the whole stage at its fullest, parameters and optimizer included."""
-    memory: Mapping[str, Mapping[str, Annotated[int, Field(ge=0)]]] = {}
+    memory: Mapping[str, Mapping[str, int]] = {}
     """What that consists of, by moment and kind: under `always` what is there all the time, under each moment that the stage has
-    what is held beside it then. Stated once, with a stage's first chunk."""
+    what is held beside it then. Stated once, with a stage's first chunk. Of all kinds only `learned` may be below 0."""
     host_s: float = 0.0
     """Of a whole stage that is host-bound: seconds of the host to issue its passes. 0 for others, and where that is not known."""
     device_s: float = 0.0

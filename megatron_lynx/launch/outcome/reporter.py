@@ -44,13 +44,24 @@ def path_of(stated: Path | None, trace: Path | None, logs: str | None) -> Path |
 
 
 class Reporter:
-    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it."""
+    """Of one rank. `path`: of the outcome file; None: none is written. `plan_path`: as the launch was told it. `checked`: whether
+    steps are compared with stock's."""
 
     def __init__(
-        self, engine: Engine, device: Device, peak: DevicePeak, plan: Plan, stage: int, plan_path: str, path: Path | None
+        self,
+        engine: Engine,
+        device: Device,
+        peak: DevicePeak,
+        plan: Plan,
+        stage: int,
+        plan_path: str,
+        path: Path | None,
+        *,
+        checked: bool = False,
     ) -> None:
         self._engine, self._clock, self._peak = engine, StepClock(device), peak
         self._plan, self._stage, self._plan_path, self._path = plan, stage, plan_path, path
+        self._checked = checked
         self._step = self._measured = 0
         """Steps of this run, and those of them that were like others."""
         self._seconds: StepSeconds | None = None
@@ -124,12 +135,17 @@ class Reporter:
             self._write(self._path, finished=when == "end", ranks=len(ranks))
 
     def _write(self, path: Path, finished: bool, ranks: int) -> None:
+        origin = self._plan.provenance
         outcome = RunOutcome(
             made_by=f"megatron-lynx {__version__}",
             megatron_core=installed_version(),
             plan=self._plan_path,
             plan_digest=self._plan.digest,
-            job_digest=self._plan.provenance.job,
+            job_digest=origin.job,
+            profile_digest=origin.profile,
+            asked=origin.asked,
+            learned=origin.learned,
+            checked=self._checked,
             ranks=ranks,
             finished=finished,
             reports=tuple(self._reports),

@@ -1,0 +1,199 @@
+"""A plan that learns from its run: what was measured under a plan becomes prices of the next one.
+
+    lynx_outcome.json ──lesson──> Learned ──┬─ seconds         x the profile's (`profiler.scaled`)
+                                            ├─ beside_bytes    + what each stage holds (`cost.stage_memory`)
+                                            └─ device_bytes    the budget is never more than that (`Job.memory_budget_bytes`)
+
+    seconds        measured passes of the slowest stage, less the reduction of gradients  /  predicted passes
+    beside_bytes   of each stage: the most that was allocated  -  predicted peak
+    device_bytes   the device  -  used outside PyTorch's allocator  -  reserved and not allocated; of the stages the least
+
+The outcome says what its own plan had been taught: factors multiply, and offsets add up, from run to run.
+
+A stage's offset is there at all moments. One peak does not say which of them was counted wrongly; it does say what the device
+held then, so a plan that holds x more at all moments than the one that ran holds x more than what was measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lynx.config.job import Job
+from megatron_lynx.cost.update import reduction_s
+from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.learned import Learned
+from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageRow
+from megatron_lynx.profiler.profile import Profile
+from megatron_lynx.profiler.scaled import scaled
+from megatron_lynx.units import format_bytes, format_seconds
+
+ENOUGH_STEPS = 5
+"""The first two are not like others; of those behind them the median is told."""
+
+MOST_TIMES = 2.0
+"""Passes that took more than so many times what was predicted, or less than one so-manieth, are another machine's."""
+
+MOST_OFF = 0.5
+"""The same of bytes, as a part of what was predicted."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one run teaches the plans of its job."""
+
+    source: str
+    """The outcome file."""
+    profile: str
+    """The digest of the profile that was corrected."""
+    steps: int
+    learned: Learned
+    """By this run and those before."""
+    seconds: tuple[float, float]
+    """Passes of a step: was, is."""
+    stages: tuple[tuple[int, int] | None, ...]
+    """By stage the peak: was, is; None where it was not measured."""
+    budget: tuple[int, int] | None
+    """What PyTorch may allocate on a device: was, is; None where no run can tell."""
+    not_learned: tuple[str, ...]
+
+    def job(self, job: Job) -> Job:
+        return job.model_copy(update={"learned": self.learned})
+
+    def costs(self, profile: Profile) -> Profile:
+        return scaled(profile, self.learned.seconds)
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """What a plan states of where it came from."""
+        return {"profile": self.profile, "learned": self.learned}
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """In words, for 80 columns."""
+        was_s, is_s = self.seconds
+        told = [f"learned from {self.source} ({self.steps} steps): was -> is"]
+        told.append(f"  passes of a step   {format_seconds(was_s)} -> {format_seconds(is_s)}   x {is_s / was_s:.3f}")
+        for stage, peak in enumerate(self.stages):
+            if peak is not None:
+                more = f"{'+' if peak[1] >= peak[0] else ''}{format_bytes(peak[1] - peak[0])}"
+                told.append(f"  stage {stage} at its peak   {format_bytes(peak[0])} -> {format_bytes(peak[1])}   {more}")
+        if self.budget is not None:
+            was, now = map(format_bytes, self.budget)
+            told.append(f"  budget of a device   {was}, kept" if was == now else f"  budget of a device   {was} -> {now}")
+        return (*told, *(f"  not learned: {each}" for each in self.not_learned))
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        was_s, is_s = self.seconds
+        stages = ((stage, peak) for stage, peak in enumerate(self.stages) if peak is not None)
+        return {
+            "file": self.source,
+            "steps": self.steps,
+            "passes_s": {"was": was_s, "is": is_s, "times": is_s / was_s},
+            "peak_bytes": [{"stage": stage, "was": was, "is": now} for stage, (was, now) in stages],
+            "budget_bytes": None if self.budget is None else dict(zip(("was", "is"), self.budget, strict=True)),
+            "not_learned": list(self.not_learned),
+            "learned": self.learned.model_dump(mode="json"),
+        }
+
+
+def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Lesson:
+    """What a run teaches. `where`: its file.
+
+    Raises `ConfigError` with everything for which it can teach nothing: it ran under a plan for another job or profile, has not
+    finished, was too short, was checked, or came out as no run of that plan can.
+    """
+    if problems := [*_of_another(outcome, job, profile, where), *_untypical(outcome, where), *_nonsense(outcome, job, where)]:
+        raise ConfigError(f"no plan can be made from the run in {where}", problems)
+    last, before = outcome.reports[-1], outcome.learned or Learned()
+    stages = tuple(_peak(row) for row in last.stages)
+    off = [0 if peak is None else peak[1] - peak[0] for peak in stages]
+    device_bytes = min((found for row in last.stages if (found := _left_bytes(job, row)) is not None), default=None)
+    beside = tuple(before.beside(stage) + more for stage, more in enumerate(off))
+    was_s, is_s = _seconds(last, job)
+    learned = Learned(seconds=before.seconds * is_s / was_s, beside_bytes=beside, device_bytes=device_bytes)
+    own = job.memory_budget_bytes
+    budget = None if device_bytes is None else (own, min(own, device_bytes))
+    return Lesson(where, profile.digest, last.step, learned, (was_s, is_s), stages, budget, tuple(_not_learned(last)))
+
+
+def _seconds(report: Report, job: Job) -> tuple[float, float]:
+    """Passes of a step, as predicted and as measured, on the stage that took longest."""
+    predicted = [row.predicted.passes_s for row in report.stages if row.predicted is not None and row.predicted.passes_s]
+    measured = [row.measured.passes_s for row in report.stages if row.measured.passes_s is not None]
+    return max(predicted), max(measured) - reduction_s(job)
+
+
+def _peak(row: StageRow) -> tuple[int, int] | None:
+    """What a stage was predicted to hold, and held; None where one of them is not known."""
+    if row.predicted is None or row.predicted.memory_bytes is None or row.measured.allocated_bytes is None:
+        return None
+    return row.predicted.memory_bytes, row.measured.allocated_bytes
+
+
+def _left_bytes(job: Job, row: StageRow) -> int | None:
+    """What PyTorch can allocate on a stage's devices; None where the device does not tell what others use."""
+    outside, slack = row.measured.outside_bytes, row.measured.slack_bytes
+    return None if outside is None or slack is None else job.device_reserve.memory_bytes - outside - slack
+
+
+def _not_learned(report: Report) -> Iterator[str]:
+    if unknown := [str(row.stage) for row in report.stages if _peak(row) is None]:
+        yield f"bytes of {_stages(unknown)}: not measured, or not predicted"
+    if any(row.measured.in_windows for row in report.stages):
+        yield "what windows hide: a run says how long recomputations took in them, not the wait"
+
+
+def _of_another(outcome: RunOutcome, job: Job, profile: Profile, where: str) -> Iterator[Problem]:
+    """The job and the profile that are asked for are not those of the run's plan."""
+    again = f"megatron-lynx plan --from-run {shlex.quote(where)} -o PLAN {outcome.asked or 'JOB'}"
+    own, last = outcome.profile_digest, outcome.reports[-1]
+    if outcome.job_digest is None:
+        yield Problem(
+            f"{where}: job_digest", "nothing", "the job of the run's plan", "launch a plan that megatron-lynx plan made"
+        )
+    elif outcome.job_digest != job.digest:
+        found, needed = f"{outcome.job_digest[:12]}...", f"{job.digest[:12]}..., the job that is asked for"
+        yield Problem(f"{where}: job_digest", found, needed, f"ask as its plan was asked for: {again}")
+    elif own is not None and own != profile.digest:
+        found, needed = f"{own[:12]}...", f"{profile.digest[:12]}..., the profile that is given"
+        yield Problem(f"{where}: profile_digest", found, needed, "give the --profile, or the cluster, of its plan")
+    elif (numbers := [row.stage for row in last.stages]) != list(range(job.parallel.pipeline)):
+        yield Problem(f"{where}: stages", ", ".join(map(str, numbers)), f"0 to {job.parallel.pipeline - 1}, as the job has them")
+
+
+def _untypical(outcome: RunOutcome, where: str) -> Iterator[Problem]:
+    """Runs of which nobody knows what a usual step takes and holds."""
+    last = outcome.reports[-1]
+    if not outcome.finished:
+        yield Problem(f"{where}: finished", "false", "a run that has ended", "--exit-interval 20 ends one behind so many steps")
+    if last.step < ENOUGH_STEPS:
+        yield Problem(f"{where}: reports", f"{last.step} steps", f"at least {ENOUGH_STEPS}", "run it for longer")
+    if outcome.checked:
+        yield Problem(f"{where}: checked", "true", "a run without --lynx-check", "stock's steps filled the devices, too")
+
+
+def _nonsense(outcome: RunOutcome, job: Job, where: str) -> Iterator[Problem]:
+    """Figures that no run of this plan on this machine can have."""
+    last = outcome.reports[-1]
+    if silent := [str(row.stage) for row in last.stages if row.predicted is None or not row.predicted.passes_s]:
+        yield Problem(f"{where}: {_stages(silent)}", "a plan that predicts no seconds", "one of megatron-lynx plan")
+    elif all(row.measured.passes_s is None for row in last.stages):
+        yield Problem(f"{where}: passes_s", "null", "seconds: all steps of the run were checked or traced")
+    else:
+        was_s, is_s = _seconds(last, job)
+        if not 1 / MOST_TIMES <= is_s / was_s <= MOST_TIMES:
+            needed = f"{format_seconds(was_s / MOST_TIMES)} to {format_seconds(was_s * MOST_TIMES)}, around what was predicted"
+            yield Problem(f"{where}: passes_s", format_seconds(is_s), needed, "another machine's run? Then say so with --cluster")
+    for stage, peak in enumerate(map(_peak, last.stages)):
+        if peak is not None and abs(peak[1] - peak[0]) > MOST_OFF * peak[0]:
+            low, high = (format_bytes((1 + sign * MOST_OFF) * peak[0]) for sign in (-1, 1))
+            needed = f"{low} to {high}, around what was predicted"
+            yield Problem(f"{where}: stage {stage}, allocated_bytes", format_bytes(peak[1]), needed, "another machine's run?")
+
+
+def _stages(numbers: Sequence[str]) -> str:
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
