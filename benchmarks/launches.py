@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_lynx.advise import Answer, answered, verdict
 from megatron_lynx.advise.launch import asked_launch
 from megatron_lynx.advise.rows import Row
-from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.errors import ConfigError, Problem, in_words
 from megatron_lynx.launch_arguments.launch_file import read_launch_file
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.units import GIB, format_seconds
@@ -99,10 +99,22 @@ def _ratio(answer: Answer, row: Row | None) -> str:
     return "" if row is None or launch is None else f"{row.step_s / launch.step_s:.2f}"
 
 
+def page(text: str) -> Path:
+    """The page. Raises `ArgumentTypeError`, which argparse tells, where there is none with both marks."""
+    path = Path(text)
+    try:
+        marks = [mark for mark in (BEGIN, END) if mark not in path.read_text(encoding="utf-8")]
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: found {in_words(error)}, needed a page") from None
+    if marks:
+        raise argparse.ArgumentTypeError(f"{path}: found no {' and no '.join(marks)}, needed both marks")
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("-o", "--output", type=Path, help="a page that has both marks")
+    parser.add_argument("-o", "--output", type=page, help="a page that has both marks")
     arguments = parser.parse_args()
     found = []
     for path in sorted(arguments.folder.glob("*.args")):

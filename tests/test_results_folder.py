@@ -14,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FOLDER = re.compile(r'add_argument\((?:"-o", )?"(--out(?:put)?)"|add_out\(')
-MORE = {"benchmarks.simulated_against_real": ["jobs/demo"]}
+MORE = {"benchmarks.simulated_against_real": ["jobs/demo"], "benchmarks.launches": ["."]}
 """What else some of them have to be told."""
 
 

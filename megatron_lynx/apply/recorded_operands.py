@@ -34,5 +34,5 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
 
 
 def _over_nccl(run: LiveRun) -> bool:
-    on_cuda = next(run.chunks[0].parameters()).device.type == "cuda"
+    on_cuda = any(parameter.is_cuda for chunk in run.chunks for parameter in chunk.parameters())  # a stage may have none
     return on_cuda or distributed.get_backend(run.tensor_group) == "nccl"

@@ -101,7 +101,7 @@ class _Passes:
     def during(self, kinds: str, chunk: int) -> int:
         which = self._which(kinds, chunk)
         ranges = np.column_stack([self._first[which], self._last[which] + 1]).ravel()
-        return int(np.maximum.reduceat(self._bytes, ranges)[::2].max()) if which else 0
+        return int(np.maximum.reduceat(self._bytes, ranges).reshape(-1, 2)[:, 0].max()) if which else 0
 
     def between(self) -> int:
         """While none of them runs."""

@@ -52,8 +52,8 @@ def planned_launch(plan: Plan) -> PlannedLaunch | None:
     """The launch that a plan was made of; None for a plan of a job file, or of a launch that cannot be read here any more."""
     try:
         words = shlex.split(plan.provenance.asked or "")
-        options, launch = words[: words.index("--")], words[words.index("--") + 1 :]
-        asked = dict(zip(options[::2], options[1::2], strict=True))
+        options, launch = iter(words[: words.index("--")]), words[words.index("--") + 1 :]
+        asked = dict(zip(options, options, strict=True))
         reading = read_launch(launch, gpus=int(asked["--gpus"]) if "--gpus" in asked else None)
         job = job_of(reading, asked["--cluster"])
     except (LynxError, ValueError, KeyError):

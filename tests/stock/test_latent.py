@@ -33,5 +33,5 @@ def test_heads_are_made_again_of_what_was_compressed(implementation: str) -> Non
 def test_it_is_for_latent_attention_alone() -> None:
     usual = tiny_job("gpt")
     assert refused(UP, Facts.of(tiny_job("gpt", latent=SIZES))) == []
-    assert refused(UP, Facts.of(usual)) == ["mla_up_proj needs a model with latent"]
+    assert refused(UP, Facts.of(usual)) == ["mla_up_proj is recomputed with --multi-latent-attention alone"]
     assert layer_bytes(LayerShape.of(usual), UP) == layer_bytes(LayerShape.of(usual), StockSetting())
