@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from megatron_lynx.anatomy import HALVES
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 
 PartT = TypeVar("PartT", bound=BaseModel)
@@ -16,7 +17,7 @@ def scaled(profile: Profile, times: float) -> Profile:
 
     As they are stay: copies from and to the host, host time (Python's), and the optimizer's update, which no profile has.
     """
-    named = ((name, getattr(profile, name)) for name in ("attention", "mlp", "experts", "embedding", "head"))
+    named = ((name, getattr(profile, name)) for name in (*HALVES, "experts", "embedding", "head"))
     parts = {name: _scaled(part, times) for name, part in named if part is not None}
     links = tuple(_link(point, times) for point in profile.links)
     return profile.model_copy(update={**parts, "links": links, "head_summand_s": times * profile.head_summand_s})

@@ -86,7 +86,7 @@ class ForwardHooks:
 
 
 class _Watched:
-    """A hook, and whether it changes anything, which it tells to `changes`. `behind`: it is called with what a module returned."""
+    """A hook, and whether it changes anything, told to `changes`. `behind`: it is called with what a module returned."""
 
     def __init__(self, hook: Hook, half: str, changes: Callable[[], None], *, behind: bool) -> None:
         self._hook = hook

@@ -294,6 +294,7 @@ def test_of_several_works_the_first_wait_alone_is_a_window() -> None:
     for work in stage.engine.receive([Work(log, "first"), Work(log, "second")]):
         work.wait()
     assert log == ["a in pipe.recv_backward for 1", "waited first", "waited second"]
+    stage.backward(1, 0)  # nodes hold the stage that holds its graph: without a backward they would stay
 
 
 def test_a_replay_that_communicates_is_refused() -> None:
