@@ -22,7 +22,7 @@ from benchmarks import one_core
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.loader import bundled_configs, cluster_data
 from megatron_lynx.profiler.analytic import analytic_profile
-from megatron_lynx.solver import exact, heuristic
+from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.options import StageProblems
@@ -75,7 +75,7 @@ def timed(action: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def with_budget(problem: StageProblem, share: float) -> StageProblem:
-    least, most = heuristic.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
+    least, most = sweep.least_memory(problem).peak_bytes, keep_all(problem).peak_bytes
     return replace(problem, budget_bytes=least + int(share * (most - least)))
 
 
@@ -89,7 +89,7 @@ def heuristic_row(model: str, cluster: str, layers: int, stages: int, rounds: in
 
         def plan(budgets: Sequence[int | None] = budgets) -> list[Solved]:
             problems = StageProblems(job, profile)
-            return [heuristic.solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
+            return [sweep.solve(replace(problems.of(stage), budget_bytes=size)) for stage, size in enumerate(budgets)]
 
         seconds = timed(plan, rounds)
         medians.append(statistics.median(seconds))
@@ -103,7 +103,7 @@ def exact_row(model: str, cluster: str, layers: int, rounds: int, at_most_s: flo
     problem = replace(StageProblems(job, analytic_profile(job)).of(0), in_flight=8)
     limited = [with_budget(problem, share) for share in SHARES]
     seconds = [timed(lambda one=one: exact.solve(one), rounds) for one in limited]  # type: ignore[misc]
-    answers = [(exact.solve(one), heuristic.solve(one).exposed_s) for one in limited]
+    answers = [(exact.solve(one), sweep.solve(one).exposed_s) for one in limited]
     proven = sum(answer.proven for answer, _ in answers)
     above = max((by_form_s / answer.exposed_s - 1 for answer, by_form_s in answers if answer.exposed_s), default=0.0)
     note = f"{model}, {cluster}: {proven} of {len(answers)} proven; the heuristic exposes up to {above:.1%} more"

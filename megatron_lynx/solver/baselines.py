@@ -19,7 +19,6 @@ from dataclasses import replace
 from megatron_lynx.anatomy.address import ON_DEMAND
 from megatron_lynx.config.job import Policy
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.memory import AHEAD
 from megatron_lynx.solver.answer import LayerChoice, Solved, layers_of
 from megatron_lynx.solver.placement import ON_DEMAND_SEAT
 from megatron_lynx.solver.problem import Choices, Mixed, Option, StageProblem
@@ -70,7 +69,7 @@ def on_demand(solved: Solved) -> Solved:
 
 def _exposed(option: Option) -> Option:
     seat = replace(ON_DEMAND_SEAT, gather=option.seat.gather and ON_DEMAND, gather_s=option.seat.gather_s)
-    memory = replace(option.memory, early=0, **dict.fromkeys(AHEAD, 0))
+    memory = replace(option.memory, early=0, ahead=(0, 0, 0, 0))
     return replace(option, seat=seat, exposed_s=option.replay_s + seat.gather_s, memory=memory, cooldown_memory=None)
 
 

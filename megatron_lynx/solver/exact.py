@@ -23,7 +23,7 @@ from math import inf
 
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.errors import Infeasible, Problem
-from megatron_lynx.solver import heuristic, mixed
+from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import Solved, Solver, infeasible
 from megatron_lynx.solver.mended import mended
 from megatron_lynx.solver.problem import StageProblem
@@ -40,12 +40,12 @@ SAME_S, SAME_BYTES = 1e-9, 1.0
 """So are answers that differ by less than this."""
 
 
-def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0, quick: Solver = heuristic.solve) -> Solved:
+def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0.0, quick: Solver = sweep.solve) -> Solved:
     """The fastest answer: `proven` (to a millionth), or its `gap` says what part of its seconds a faster one could save at most.
     It is not looked for where it could save no more than `enough_s`. `quick`: the heuristic, which may remember its answers.
 
     Without a budget the least memory is wanted, with every replay in the window of its backward that hides most of it. Stages
-    with experts are left to `mixed`. Raises `Infeasible` where nothing fits, or nothing was found in time.
+    with experts are left to `quick`. Raises `Infeasible` where nothing fits, or nothing was found in time.
     """
     if problem.mixed is not None:
         return quick(problem)
@@ -63,8 +63,8 @@ def solve(problem: StageProblem, time_limit_s: float = 10.0, enough_s: float = 0
 def least_memory(problem: StageProblem, time_limit_s: float = 10.0) -> Solved:
     """The answer that holds least, whatever it exposes."""
     if problem.mixed is not None:
-        return mixed.least_memory(problem)
-    search = _Search(problem, "memory", heuristic.least_memory(problem), 0.0)
+        return sweep.least_memory(problem)
+    search = _Search(problem, "memory", sweep.least_memory(problem), 0.0)
     search.go(time.monotonic() + time_limit_s)
     assert search.answer is not None
     return search.answer

@@ -3,7 +3,7 @@
 windows of       stage's forward, receive    ...  attention(3)        mlp(2): the half before    attention(2): the half itself
                                                   [A]       [B]       [A]       [B]              [A]
 what is made     early ............................................................. until the half's own backward is over
-in them is               ahead4              ahead4    ahead3    ahead2    ahead               whole
+in them is               ahead[3]            ahead[3]  ahead[2]  ahead[1]  ahead[0]            whole
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, HALVES, MLP, Half, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, WindowAddress, window_at
-from megatron_lynx.cost.memory import AHEAD, HalfMemory
+from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
 from megatron_lynx.solver.placement import Placement, is_early
 
@@ -38,15 +38,15 @@ def held_in(
         steps.append((gather, stops[sections[half].column_parallel].bytes))
     for portion in placement:
         steps.append((portion.window, memory.regenerated if portion.until is None else stops[portion.until].bytes))
-    early, there = 0, dict.fromkeys(AHEAD, 0)
+    early, there = 0, [0] * len(memory.ahead)
     for window, size in steps:
         if is_early(window):
             early = size
             continue
         ahead = moments_ahead(window, half, sequence_parallel=sequence_parallel, exchanging=exchanging, attention=attention)
-        for moment in AHEAD[:ahead]:
-            there[moment] = size
-    return replace(memory, early=early, **{moment: max(0, size - early) for moment, size in there.items()})
+        there[:ahead] = [size] * min(ahead, len(there))
+    first, second, third, fourth = (max(0, size - early) for size in there)
+    return replace(memory, early=early, ahead=(first, second, third, fourth))
 
 
 @lru_cache(maxsize=256)

@@ -18,13 +18,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_lynx.cost.memory import held_by_one
 from megatron_lynx.solver.answer import Solved, layers_of
-from megatron_lynx.solver.problem import Choices, Columns, Floats, Option, StageProblem
+from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem
 
 WEIGHTS = (1.0, 1.5)
 """What bytes count beside seconds."""
-
-KINDS = ("resident", "held", "whole", "tail", "ahead", "ahead2", "ahead3", "ahead4")
 
 FREE_S = 1e-12
 """A change that takes no longer than this, or less time than before, is taken to cost so much."""
@@ -45,28 +44,30 @@ class _Mender:
 
     def mended(self, answer: Solved, weight: float) -> Solved | None:
         backward = list(answer.halves[::-1])
-        while (change := self._change(backward, weight)) is not None:
+        own = Choices(backward).columns
+        seconds = own.longer_s.copy()
+        held = np.array([self._adds(own.at(np.array([half])), half)[0] for half in range(len(backward))])
+        while (change := self._change(seconds, held, weight)) is not None:
             half, option = change
-            backward[half] = option
+            backward[half] = self._offered[half][option]
+            seconds[half], held[half] = self._seconds[half, option], self._bytes[half, option]
         found = Solved(layers_of(backward[::-1]), self.problem.in_flight, loss_bytes=self.problem.loss_bytes)
         return found if found.peak_bytes <= (self.problem.budget_bytes or 0) else None
 
-    def _change(self, backward: list[Option], weight: float) -> tuple[int, Option] | None:
-        """The next half to change, and its option; None where nothing is too much, or no change takes anything away."""
-        own = Choices(backward).columns
-        bytes_now = _by_kind(own)
-        held = np.einsum("hc,hcm->m", bytes_now, self._adds)
-        held[0] += self.problem.loss_bytes
-        too_much = self._beyond(held)
+    def _change(self, seconds: Floats, held: Floats, weight: float) -> tuple[int, int] | None:
+        """The next half to change, and the number of its option; None where nothing is too much, or no change takes anything
+        away. `held`: by half and moment."""
+        together = held.sum(axis=0)
+        together[0] += self.problem.loss_bytes
+        too_much = self._beyond(together)
         if not too_much:
             return None
-        held_then = held + (self._bytes - bytes_now[:, None]) @ self._adds
-        taken_away = too_much - self._beyond(held_then)
-        dearer_s = np.maximum(self._seconds - own.longer_s[:, None], FREE_S)
+        taken_away = too_much - self._beyond(together + (self._bytes - held[:, None]))
+        dearer_s = np.maximum(self._seconds - seconds[:, None], FREE_S)
         with np.errstate(divide="ignore", invalid="ignore"):
             price = np.where(taken_away > 0, dearer_s / taken_away**weight, np.inf)
         half, option = divmod(int(price.argmin()), price.shape[1])
-        return (half, self._offered[half][option]) if np.isfinite(price[half, option]) else None
+        return (half, option) if np.isfinite(price[half, option]) else None
 
     def _beyond(self, held: Floats) -> Floats:
         """All that is too much at any moment, added up over the moments."""
@@ -86,31 +87,12 @@ class _Mender:
 
     @cached_property
     def _bytes(self) -> Floats:
-        """By half, option and kind."""
-        table = np.zeros((*self._seconds.shape, len(KINDS)))
+        """By half, option and moment: what it adds to what is held then."""
+        table = np.zeros((*self._seconds.shape, 1 + 2 * len(self._offered)))
         for half, choices in enumerate(self._offered):
-            table[half, : len(choices)] = _by_kind(choices.columns)
+            table[half, : len(choices)] = self._adds(choices.columns, half)
         return table
 
-    @cached_property
-    def _adds(self) -> Floats:
-        """By half, kind and moment: how many bytes one byte of that kind adds to what is held.
-
-        Moments: before backward begins, the beginning of every half's, the end of every half's.
-        """
-        count = len(self._offered)
-        adds = np.zeros((count, len(KINDS), 1 + 2 * count))
-        adds[:, KINDS.index("resident")] = self.problem.in_flight - 1
-        adds[:, KINDS.index("held"), 0] = 1
-        begins, ends = adds[:, :, 1 : 1 + count], adds[:, :, 1 + count :]
-        for half in range(count):
-            begins[half, KINDS.index("held"), :half] = ends[half, KINDS.index("held"), :half] = 1
-            for before, at_beginning, at_end in ((0, "whole", "tail"), (1, "ahead2", "ahead"), (2, "ahead4", "ahead3")):
-                if half >= before:
-                    begins[half, KINDS.index(at_beginning), half - before] = 1
-                    ends[half, KINDS.index(at_end), half - before] = 1
-        return adds
-
-
-def _by_kind(columns: Columns) -> Floats:
-    return np.stack([getattr(columns, kind) for kind in KINDS], axis=-1)
+    def _adds(self, columns: Columns, half: int) -> Floats:
+        others = (self.problem.in_flight - 1) * columns.resident
+        return np.asarray(others[:, None] + held_by_one(columns.moments, half, len(self._offered)))

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_lynx.errors import Infeasible
-from megatron_lynx.solver import heuristic
+from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import Solved, Solver, WholeMicroBatches
 from megatron_lynx.solver.baselines import keep_all
 from megatron_lynx.solver.problem import StageProblem
 
 
-def with_whole_microbatches(problem: StageProblem, solve: Solver = heuristic.solve) -> Solved:
+def with_whole_microbatches(problem: StageProblem, solve: Solver = sweep.solve) -> Solved:
     """The answer that exposes least in the mean; ties: the fewest whole micro-batches.
 
     Without a budget, or where a share of a micro-batch is in flight (offloading), there are none. Raises `Infeasible` as `solve`

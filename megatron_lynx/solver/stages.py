@@ -32,11 +32,11 @@ from megatron_lynx.schedule.host_pool import sets_on_host
 from megatron_lynx.solver import baselines, exact, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, Solver, infeasible
 from megatron_lynx.solver.chunks import Chunks
-from megatron_lynx.solver.heuristic import solve
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.stage_answer import SolvedChunks, StageAnswer
 from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes, most_beside_layers
+from megatron_lynx.solver.sweep import solve
 from megatron_lynx.solver.within import Leaver, goes_within
 from megatron_lynx.units import SECOND_DIGITS, format_bytes
 
