@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lynx.config.job import Budget, Job
+from megatron_lynx.cost import budget as cost_budget
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, PlannerFault
 from megatron_lynx.planner import decide, decision, least_memory, load
@@ -17,8 +18,7 @@ from megatron_lynx.planner.slack import Slack
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver import stage_budget
-from megatron_lynx.solver.stage_answer import SolvedChunks
+from megatron_lynx.solver.answer import SolvedChunks
 from megatron_lynx.units import GIB, MIB
 from tests.config.jobs import catalogued_job
 
@@ -180,7 +180,7 @@ def test_updates_without_flushes_hold_micro_batches_too(monkeypatch) -> None:
     for stage, stated in enumerate(decided.memory):
         (update,) = (held for held in most_held(decided.job, decided.simulation, stage) if held.moment == "update")
         assert update.device_bytes == stated.totals["update"]
-    monkeypatch.setattr(stage_budget, "_more_behind_backward", lambda *given: 0)
+    monkeypatch.setattr(cost_budget, "_more_behind_backward", lambda *given: 0)
     assert "stage 0, first update: found" in message_of(job, profile)
 
 

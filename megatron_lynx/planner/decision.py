@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
 from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
@@ -34,9 +35,7 @@ from megatron_lynx.planner.writing import device_memory, memory_in, with_rehears
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice
-from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import bounded_by_device, layers_budget_bytes
+from megatron_lynx.solver.answer import NOTHING_FITS, LayerChoice, StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import SECOND_DIGITS
 
@@ -76,7 +75,7 @@ class Decision:
 def make_plan(job: Job, profile: Profile) -> Plan:
     """The plan for a job: what `job.policy` asks for, with its windows, its copies and, if left open, its partition.
 
-    The budget is `solver.stage_budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
+    The budget is `cost.budget`'s: what the job states, else on a GPU its memory less the cluster's reserve, and the
     fastest plan that fits is wanted; on the testbed, where no budget is stated, the least memory. Raises `ConfigError` where the
     profile is of another shape than the job or no plan can do what the job asks, and `Infeasible` (for every stage what binds
     and by how much, and the nearest change that fits) where no choice fits the budget. `PlannerFault` would be our own mistake: a

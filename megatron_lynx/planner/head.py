@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 from megatron_lynx.config.head import Head
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.errors import Problem
 from megatron_lynx.profiler.profile import Profile
-from megatron_lynx.solver.stage_budget import beside_layers
 
 LEAST_TOKENS = {"cuda": 1024, "cpu": 1}
 """Of a piece: GEMMs of fewer rows do not fill a GPU."""

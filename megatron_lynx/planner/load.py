@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from math import floor
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import bounded_by_device
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner.writing import device_memory
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import bounded_by_device
+from megatron_lynx.solver.answer import StageAnswer
 
 DOUBLED = 2.0
 

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import layers_budget_bytes
 from megatron_lynx.errors import Problem
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import Profile, shape_of
-from megatron_lynx.solver.stage_budget import layers_budget_bytes
 from megatron_lynx.solver.stages import Stages
 
 NEVER_MORE_TENSOR_RANKS = 8

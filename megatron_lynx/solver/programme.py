@@ -147,7 +147,7 @@ class Programme:
 
     @cached_property
     def _byte_unit(self) -> float:
-        most = self._columns.moments.max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
+        most = self._columns.moments[:, 1:].sum(axis=-1).max() * 2 * self.problem.layers * max(1.0, self.problem.in_flight)
         return max(1.0, float(most) / LARGEST)
 
     @cached_property

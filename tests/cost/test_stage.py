@@ -15,9 +15,8 @@ from megatron_lynx.cost.communication import (
     message_bytes_of,
     window_lengths_s,
 )
-from megatron_lynx.cost.in_flight import chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
-from megatron_lynx.cost.stage import Phases, StageSeconds, phases_of, step_s
+from megatron_lynx.cost.stage import Phases, StageSeconds, chunks_in_flight_by_stage, microbatches_in_flight, phases_of, step_s
 from megatron_lynx.profiler.profile import BlockProfile
 from megatron_lynx.schedule.interleaved import interleaved
 from megatron_lynx.testbed.tiny_jobs import tiny_job

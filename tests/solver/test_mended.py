@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from megatron_lynx.solver import exact, sweep
 from megatron_lynx.solver.answer import Remembering
 from megatron_lynx.solver.baselines import keep_all
-from megatron_lynx.solver.mended import mended
+from megatron_lynx.solver.exact import mended
 from megatron_lynx.solver.problem import StageProblem
 from megatron_lynx.solver.programme import Programme
 from tests.solver.problems import budgets, options, problems

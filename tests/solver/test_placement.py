@@ -8,8 +8,7 @@ from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.cost.section import Stop
-from megatron_lynx.solver.held import held_in, moments_ahead
-from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat
+from megatron_lynx.solver.placement import NOWHERE, ON_DEMAND_SEAT, Placement, Portion, Seat, held_in, moments_ahead
 
 
 def test_on_demand_everything_is_exposed() -> None:

@@ -13,9 +13,9 @@ from megatron_lynx.anatomy.address import RECV_BACKWARD
 from megatron_lynx.solver import sweep
 from megatron_lynx.solver.answer import Solved
 from megatron_lynx.solver.baselines import keep_all, of_policy
+from megatron_lynx.solver.chunks import with_shared_receive
 from megatron_lynx.solver.options import StageProblems
 from megatron_lynx.solver.problem import StageProblem
-from megatron_lynx.solver.receive import with_shared_receive
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from tests.profiler.made_up import made_up_profile

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from megatron_lynx.errors import Infeasible
 from megatron_lynx.solver import exact
 from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all
-from megatron_lynx.solver.microbatches import with_whole_microbatches
+from megatron_lynx.solver.baselines import keep_all, on_demand, replay_all, with_whole_microbatches
 from megatron_lynx.solver.problem import Choices, StageProblem
 from megatron_lynx.solver.sweep import least_memory, solve
 from tests.solver.problems import budgets, catalogued_problems, every_answer, options, problems
