@@ -105,7 +105,7 @@ def exact_row(model: str, cluster: str, layers: int, rounds: int, at_most_s: flo
     seconds = [timed(lambda one=one: exact.solve(one), rounds) for one in limited]  # type: ignore[misc]
     answers = [(exact.solve(one), sweep.solve(one).exposed_s) for one in limited]
     proven = sum(answer.proven for answer, _ in answers)
-    above = max((by_form_s / answer.exposed_s - 1 for answer, by_form_s in answers if answer.exposed_s), default=0.0)
+    above = max((swept_s / answer.exposed_s - 1 for answer, swept_s in answers if answer.exposed_s), default=0.0)
     note = f"{model}, {cluster}: {proven} of {len(answers)} proven; the sweep exposes up to {above:.1%} more"
     return Row(
         "exact", f"one stage of {layers} layers", max(map(statistics.median, seconds)), max(map(max, seconds)), at_most_s, note

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, cycle, pairwise
+from itertools import accumulate, compress, cycle, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.cost.memory import COLUMNS, held_at_moments
 from megatron_lynx.solver.answer import Solved, infeasible, layers_of
-from megatron_lynx.solver.problem import Choices, Floats, StageProblem, unbeaten
+from megatron_lynx.solver.problem import Choices, Columns, Floats, StageProblem, unbeaten
 from megatron_lynx.units import SECOND_DIGITS
 
 WEIGHINGS = (("held", 0.0), ("most", 0.5), ("most", 1.0), ("ends", 0.5), ("ends", 1.0), ("-1", 0.5), ("-1", 1.0))
@@ -95,9 +95,6 @@ class _Part(NamedTuple):
     resident: Floats
     held: Floats
     """At every moment, of one micro-batch."""
-
-    def others(self, problem: StageProblem) -> Floats:
-        return (problem.in_flight - 1) * self.resident
 
 
 @dataclass(frozen=True)
@@ -170,13 +167,24 @@ class _Sweep:
 
     def _part(self, chosen: Numbers, first: int) -> _Part:
         """These options of halves, from the first one of these in the order of a backward on."""
-        seconds, resident = np.zeros(len(chosen)), np.zeros(len(chosen))
-        columns = np.zeros((len(chosen), first + chosen.shape[1], len(COLUMNS)))
-        for place, half in enumerate(range(first, columns.shape[1])):
-            costs = self._backward[half].columns.at(chosen[:, place])
-            seconds, resident = seconds + costs.longer_s, resident + costs.resident
-            columns[:, half] = costs.moments
-        return _Part(chosen, seconds, resident, held_at_moments(columns))
+        every, halves = self._every_option, slice(first, first + chosen.shape[1])
+        options = chosen + self._first_options[halves]
+        columns = np.zeros((len(chosen), halves.stop, len(COLUMNS)))
+        columns[:, halves] = every.moments[options]
+        return _Part(chosen, every.longer_s[options].sum(axis=-1), every.resident[options].sum(axis=-1), held_at_moments(columns))
+
+    @cached_property
+    def _every_option(self) -> Columns:
+        """The options of all kinds of halves, one kind behind the other."""
+        kinds = {id(choices): choices.columns for choices in self._backward}
+        return Columns(*(np.concatenate(costs) for costs in zip(*kinds.values(), strict=True)))
+
+    @cached_property
+    def _first_options(self) -> Numbers:
+        """Where in these the options of each half begin."""
+        kinds = {id(choices): len(choices) for choices in self._backward}
+        begins = dict(zip(kinds, accumulate(kinds.values(), initial=0), strict=False))
+        return np.array([begins[id(choices)] for choices in self._backward], dtype=np.intp)
 
     @cached_property
     def _of_two_sorts(self) -> Numbers:
