@@ -189,7 +189,7 @@ class _Sweep:
     @cached_property
     def _of_two_sorts(self) -> Numbers:
         """Options of the lower layers' halves, where layers are alike or of two sorts; a row for each."""
-        pairs = np.array(list(dict.fromkeys(self._pairs)))
+        pairs = np.array(list(dict.fromkeys(self._pairs)), dtype=np.intp)
         below, above = pairs[:, 0, self._kind_of_half], pairs[:, 1, self._kind_of_half]
         alike, halves = (pairs[:, 0] == pairs[:, 1]).all(axis=-1), below.shape[1]
         counts = np.arange(1, halves // len(HALVES))[:, None] * len(HALVES)
