@@ -72,7 +72,7 @@ def held_at_most(answer):
     """A walk through one backward, byte by byte, as the picture in `cost.memory` has it; not its formula."""
     backward = [half.memory for half in reversed(list(answer.halves))]
     resident = sum(half.resident for half in backward)
-    there = {number: half.regenerated for number, half in enumerate(backward) if half.early}
+    there = {number: half.early for number, half in enumerate(backward) if half.early}
     held = [resident + sum(there.values()) + answer.loss_bytes]
     for number, half in enumerate(backward):
         there[number] = half.regenerated
@@ -80,7 +80,7 @@ def held_at_most(answer):
         following = backward[number + 1 : number + 2]
         del there[number]
         resident -= half.resident
-        ahead = {at: each.ahead[0] for at, each in enumerate(following, start=number + 1) if not each.early}
+        ahead = {at: each.early + each.ahead[0] for at, each in enumerate(following, start=number + 1)}
         held.append(resident + sum((there | ahead).values()) + half.tail)
     return max(held) + (answer.in_flight - 1) * sum(half.resident for half in backward)
 
