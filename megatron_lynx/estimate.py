@@ -23,7 +23,7 @@ from megatron_lynx.cost.step import StepSeconds, replaying_stage_s, step_seconds
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import ConfigError, Infeasible, Problem
 from megatron_lynx.planner import AgainstWindows, Decision, against_windows, check_profile, decide, least_memory
-from megatron_lynx.planner.optimizer_share import least_share_that_fits, with_share
+from megatron_lynx.planner.left_open import least_share_that_fits, with_share
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape

@@ -22,14 +22,12 @@ from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem
 from megatron_lynx.plan.experts import replays_beside_forwards
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.planner import head
+from megatron_lynx.planner import left_open
 from megatron_lynx.planner.budget_kept import check_budget_kept
-from megatron_lynx.planner.checks import check_plannable, check_profile
-from megatron_lynx.planner.deferrable import why_none_deferred
+from megatron_lynx.planner.checks import check_plannable, check_profile, why_none_deferred
 from megatron_lynx.planner.filling import Filler, Known, Refused
-from megatron_lynx.planner.load import loads_that_fit
-from megatron_lynx.planner.nearest import nearest_change
-from megatron_lynx.planner.optimizer_share import best_share
+from megatron_lynx.planner.left_open import best_share
+from megatron_lynx.planner.nearest import loads_that_fit, nearest_change
 from megatron_lynx.planner.partitioning import partitioned
 from megatron_lynx.planner.writing import device_memory, memory_in, with_rehearsed, written
 from megatron_lynx.profiler.profile import Profile
@@ -92,7 +90,7 @@ def decide(job: Job, profile: Profile) -> Decision:
     check_profile(job, profile)
     if job.head is None or job.head.pieces != "auto":
         return _decided(job, profile)
-    whole, pieced = head.whole(job), head.with_pieces(job)
+    whole, pieced = left_open.with_whole_head(job), left_open.with_pieces(job)
     if pieced is None:
         return _decided(whole, profile)
     try:
@@ -109,7 +107,7 @@ def _worth_its_bits(decision: Decision, pieced: Job, profile: Profile) -> Decisi
     except Infeasible:
         return decision
     if bounded_by_device(pieced):
-        better = other.simulation.step_s < (1 - head.WORTH_BITS) * decision.simulation.step_s
+        better = other.simulation.step_s < (1 - left_open.WORTH_BITS) * decision.simulation.step_s
     else:
         better = max(each.total for each in other.memory) < max(each.total for each in decision.memory)
     return other if better else decision
@@ -120,7 +118,7 @@ def _decided(job: Job, profile: Profile) -> Decision:
     try:
         return _fastest(job, profile)
     except Infeasible as error:
-        changes = [*nearest_change(job, profile, plannable), *head.inexact_change(job, profile, plannable)]
+        changes = [*nearest_change(job, profile, plannable), *left_open.inexact_change(job, profile, plannable)]
         raise Infeasible(error.headline, [*error.problems, *changes]) from None
 
 
