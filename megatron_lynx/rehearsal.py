@@ -15,8 +15,8 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, BackwardPhase, FrameK
 from megatron_lynx.config.experts import as_spans
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.memory import movable_bytes
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.replay import replay_of
-from megatron_lynx.cost.section import Prices
 from megatron_lynx.errors import PlanMismatch, Problem
 from megatron_lynx.pace import Pace
 from megatron_lynx.plan import order

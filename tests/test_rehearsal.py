@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_lynx.config.job import Budget
-from megatron_lynx.cost.section import Prices
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import StageSeconds, stage_seconds, step_s
 from megatron_lynx.errors import PlanMismatch
 from megatron_lynx.plan.layer_range import LayerRange

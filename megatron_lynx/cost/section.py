@@ -11,8 +11,6 @@ seconds │                    o full               It begins with nothing repla
         │   balanced                              or the attention has to run again.
         │ o──o
         └─────────────────────── bytes saved
-
-Most layers of a model are treated alike, so for a plan each price is worked out once (`Prices`).
 """
 
 from __future__ import annotations
@@ -20,23 +18,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Pass, Section
-from megatron_lynx.cost.communication import (
-    gather_lost_and_spared_s,
-    gather_once_s,
-    gathered_input_bytes,
-    kept_gathers_bytes,
-    message_bytes_of,
-    window_lengths_s,
-)
-from megatron_lynx.cost.host import HostSeconds, half_host_s
+from megatron_lynx.anatomy import Section
+from megatron_lynx.cost.communication import gather_once_s, gathered_input_bytes, kept_gathers_bytes, message_bytes_of
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
-from megatron_lynx.cost.weight_gradient import WeightGradient, weight_gradient
 from megatron_lynx.profiler.profile import Profile
 
 
@@ -131,55 +119,3 @@ def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
         gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """The prices of halves from one profile."""
-
-    profile: Profile
-    _sections: dict[tuple[Section, Collection[str]], PricedSection] = field(default_factory=dict)
-    _hosts: dict[tuple[Section, Collection[str], bool, int], HostSeconds] = field(default_factory=dict)
-    _gathers: dict[tuple[Section, Section | None, bool], tuple[float, float]] = field(default_factory=dict)
-    _windows: dict[tuple[Pass, Section, Collection[str]], tuple[float, ...]] = field(default_factory=dict)
-    _weight_gradients: dict[tuple[Section, str], WeightGradient] = field(default_factory=dict)
-
-    def of(self, section: Section, replay: Collection[str]) -> PricedSection:
-        """A half in which these items, in their order, are replayed."""
-        key = section, replay
-        if key not in self._sections:
-            self._sections[key] = priced(self.profile, section, replay)
-        return self._sections[key]
-
-    def host(self, section: Section, replay: Collection[str], *, offloads: bool, deferred: int) -> HostSeconds:
-        """What the host takes to issue such a half, in which so many weight gradients are deferred."""
-        key = section, replay, offloads, deferred
-        if key not in self._hosts:
-            self._hosts[key] = half_host_s(self.profile, section, replay, offloads=offloads, deferred=deferred)
-        return self._hosts[key]
-
-    def gathered_s(self, section: Section, behind: Section | None, *, whole: bool) -> tuple[float, float]:
-        """What gathering a half's input behind another's first collective delays, and what it spares (`cost.communication`)."""
-        key = section, behind, whole
-        if key not in self._gathers:
-            self._gathers[key] = gather_lost_and_spared_s(self.profile, *key[:2], self.message_bytes, whole=whole)
-        return self._gathers[key]
-
-    def windows_s(self, passing: Pass, section: Section, deferred: Collection[str]) -> tuple[float, ...]:
-        """How long the windows of a half are in one pass, where these linears put their weight gradients off."""
-        key = passing, section, deferred
-        if key not in self._windows:
-            self._windows[key] = window_lengths_s(self.profile, passing, section, self.message_bytes, deferred)
-        return self._windows[key]
-
-    def weight_gradient(self, section: Section, linear: str) -> WeightGradient:
-        """What one weight gradient that is deferred takes and holds."""
-        key = section, linear
-        if key not in self._weight_gradients:
-            self._weight_gradients[key] = weight_gradient(self.profile, section, linear)
-        return self._weight_gradients[key]
-
-    @cached_property
-    def message_bytes(self) -> int:
-        """What a tensor-parallel collective of a layer moves."""
-        return message_bytes_of(self.profile)

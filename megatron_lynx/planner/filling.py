@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, is_forward, window_at
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.section import Prices
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.stage import phases_of
 from megatron_lynx.plan.plan import LayerRange, Plan, Stage, WeightGradients
 from megatron_lynx.plan.rule import joined

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, PASSES, Half, Section
 from megatron_lynx.anatomy.address import WindowAddress, window_name
-from megatron_lynx.cost.section import Prices
+from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.weight_gradient import WeightGradient
 from megatron_lynx.plan.order import windows_in_order
 from megatron_lynx.plan.plan import Plan, Stage
