@@ -15,7 +15,7 @@ from megatron_lynx.from_run import Lesson, lesson
 from megatron_lynx.launch.outcome.rank_figures import predicted_of, reserve_of
 from megatron_lynx.learned import Learned
 from megatron_lynx.measure.run_outcome import Report, RunOutcome, StageMeasured, StageRow, load_outcome, save_outcome
-from megatron_lynx.plan import Plan, load_plan
+from megatron_lynx.plan import Plan, load_plan, save_plan
 from megatron_lynx.planner import decide
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.profile import LinkPoint
@@ -23,6 +23,7 @@ from megatron_lynx.profiler.scaled import scaled
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.units import GIB
 from tests.profiler.made_up import made_up_profile
+from tests.report.test_cli_report import island_in
 from tests.test_cli import lynx
 
 NAME = "jobs/llama3-8b-a100-80g"
@@ -206,6 +207,33 @@ def test_the_command_says_which_prices_moved_and_writes_where_they_are_from(job,
     assert told["peak_bytes"][0]["is"] - told["peak_bytes"][0]["was"] == MORE[0]
     assert told["passes_s"]["times"] == pytest.approx(written.learned.seconds)
     assert told["budget_bytes"]["was"] == told["budget_bytes"]["is"] == job.memory_budget_bytes
+    assert written.asked == f"--from-run {tmp_path / 'o.json'} {NAME}"
+
+
+def test_whoever_prices_a_learned_plan_takes_what_was_learned(job, costs, plan, tmp_path: Path):
+    """`simulate` and `report` said of a plan from a run what the profile said, not what the run had shown."""
+    learned = lesson(run_of(plan, times=1.25), job, costs, "o.json")
+    again = learned_plan(learned, job, costs)
+    save_plan(again, tmp_path / "plan.yaml")
+    told_s = again.stages[0].predicted.step_s
+    said = lynx("simulate", tmp_path / "plan.yaml", "--job", NAME, "--json")
+    assert json.loads(said.stdout)["step_s"] == pytest.approx(told_s, rel=1e-3)
+    page = tmp_path / "report.html"
+    assert lynx("report", tmp_path / "plan.yaml", NAME, "--budgets", 0, "-o", page).exit_code == 0
+    (point,) = [each for each in island_in(page)["points"] if each["by"] == "plan"]
+    assert point["step_s"] == pytest.approx(told_s, rel=1e-3)
+    folder = tmp_path / "compared"
+    rows = lynx("compare", "--simulate", "--plan", tmp_path / "plan.yaml", "-o", folder, "--json", NAME)
+    assert rows.exit_code == 0, rows.output
+    (ours,) = [row for row in json.loads(rows.stdout)["rows"] if row["ours"]]
+    assert ours["step_s"] == pytest.approx(told_s, rel=1e-3)
+    assert ours["device_bytes"] == pytest.approx(max(entry.predicted.memory_bytes for entry in again.stages), rel=0.01)
+
+
+def test_a_second_run_is_asked_for_without_the_first(job, costs, plan):
+    outcome = run_of(plan, job_digest="0" * 64, asked=f"--from-run first.json {NAME}")
+    with pytest.raises(ConfigError, match=f"--from-run o.json -o PLAN {NAME}"):
+        lesson(outcome, job, costs, "o.json")
 
 
 def test_a_machine_without_figures_needs_the_profile_of_the_runs_plan(plan, tmp_path: Path):

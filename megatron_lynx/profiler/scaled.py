@@ -7,9 +7,15 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from megatron_lynx.anatomy import HALVES
+from megatron_lynx.learned import Learned
 from megatron_lynx.profiler.profile import LinkPoint, Profile
 
 PartT = TypeVar("PartT", bound=BaseModel)
+
+
+def as_learned(profile: Profile, learned: Learned | None) -> Profile:
+    """The profile with what a run has taught, as a plan states it. None: the profile as it is."""
+    return profile if learned is None else scaled(profile, learned.seconds)
 
 
 def scaled(profile: Profile, times: float) -> Profile:
