@@ -45,8 +45,8 @@ class HalfSeconds(Part):
     calls: int = 0
     """Forwards of such a half."""
     seconds: float = 0.0
-    """As many forwards and backwards as there were, each counted as the usual one, and weight gradients that ran elsewhere; without
-    waits, recomputations and waits for copies."""
+    """As many forwards and backwards as there were, each counted as the usual one, and weight gradients that ran elsewhere;
+    without waits, recomputations and waits for copies."""
 
 
 class WaitSeconds(Part):

@@ -69,7 +69,7 @@ def _sum(kind: type[PartT], parts: Iterable[PartT]) -> PartT:
 
 
 def _half(found: Mapping[str, Sequence[float]]) -> HalfSeconds:
-    """Of one kind, by kind of span. Passes count as the usual one of them: in one step somebody else's work may fall into some."""
+    """Of one kind, by kind of span. A pass counts as the usual one: in one step somebody else's work may fall into some."""
     seconds = sum(len(found[passing]) * median(found[passing]) for passing in COMPUTING if found[passing])
     return HalfSeconds(calls=len(found["forward"]), seconds=seconds + sum(found["weight_gradient"]))
 
