@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
-    "from_run": {"config", "profiler", "cost", "measure.run_outcome"},
+    "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule"},

@@ -89,18 +89,20 @@ def warn_of(profile: Profile) -> None:
         typer.echo(f"warning: {profile.source.caution}", err=True)
 
 
-def figures_for(profile_file: Path | None, job_file: str | None) -> Profile:
-    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster. Nothing is measured."""
+def figures_for(plan: Plan, profile_file: Path | None, job_file: str | None) -> Profile:
+    """Seconds and bytes to simulate a plan with: from a profile, or a described cluster, with what the plan has learned. Nothing
+    is measured."""
     from megatron_lynx.errors import ConfigError, Problem
     from megatron_lynx.profiler.profile import load_profile
+    from megatron_lynx.profiler.scaled import as_learned
 
     job = None if job_file is None else job_named(job_file)
     if job is not None and (job.cluster.matmul is not None or profile_file is not None):
-        return costs_of(job, profile_file)
+        return as_learned(costs_of(job, profile_file), plan.provenance.learned)
     if profile_file is not None:
         given = load_profile(profile_file)
         warn_of(given)
-        return given
+        return as_learned(given, plan.provenance.learned)
     needed = "a profile of the plan's job, or --job, whose cluster has figures"
     raise ConfigError("there are no figures to simulate with", [Problem("--profile", "none", needed)])
 
@@ -163,10 +165,12 @@ def plan_for(job: Job, hosts: Hosts, plan_file: Path | None, profile_file: Path 
 def plan_and_costs(
     job: Job, plan_file: Path | None, profile_file: Path | None, folder: Path, hosts: Hosts | None = None
 ) -> tuple[Plan, Profile]:
-    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept."""
+    """The given plan, or one made from figures: those given, the cluster's, or what is measured at `hosts`. Both are kept. The
+    costs that are returned have what the given plan has learned."""
     from megatron_lynx.plan import save_plan
     from megatron_lynx.planner import make_plan
     from megatron_lynx.profiler.profile import save_profile
+    from megatron_lynx.profiler.scaled import as_learned
 
     given = None if plan_file is None else _given(job, plan_file)
     measured = hosts is not None and profile_file is None and job.cluster.matmul is None
@@ -174,7 +178,7 @@ def plan_and_costs(
     save_profile(costs, folder / "profile.yaml")
     made = make_plan(job, costs) if given is None else given
     save_plan(made, folder / "plan.yaml")
-    return made, costs
+    return made, as_learned(costs, made.provenance.learned)
 
 
 def _given(job: Job, plan_file: Path) -> Plan:

@@ -41,6 +41,7 @@ def report(
     ] = 12,
 ) -> None:
     """One HTML file to look at, without a network: schedule, waits, memory, plans over budgets; predicted beside measured."""
+    from megatron_lynx.profiler.scaled import as_learned
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
     from megatron_lynx.report.page import write_page
@@ -50,8 +51,12 @@ def report(
     if given.job is not None:
         mention_experts(given.job)
     job = given.job if job_file is None else job_named(job_file)
+    learned, costs = None if given.plan is None else given.plan.provenance.learned, _costs(job, given.profile)
+    if learned is not None:  # the plan, the front around it and stock's settings are priced with what its run before has taught
+        job = None if job is None else job.model_copy(update={"learned": learned})
+        costs = None if costs is None else as_learned(costs, learned)
     with counted("plans made") as watch:
-        island = contents(Asked(given, job, _costs(job, given.profile), budgets, watch))
+        island = contents(Asked(given, job, costs, budgets, watch))
     write_page(island, output)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser")
 

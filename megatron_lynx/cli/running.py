@@ -97,6 +97,8 @@ def _compare_simulated(
     from megatron_lynx.testbed.schedule_comparison import most_held
 
     made, costs = plan_and_costs(job, plan_file, profile_file, output)
+    if (learned := made.provenance.learned) is not None:
+        job = job.model_copy(update={"learned": learned})
     parted, simulation = partitioned_as(job, made), rehearse(made, costs, reduced_in_backward=job.overlap.gradients)
     ours_bytes = max(most_held(parted, simulation))
     budget_bytes = allowed_bytes(parted, ours_bytes)

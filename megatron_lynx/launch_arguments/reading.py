@@ -84,12 +84,19 @@ class Reading:
         table, releases = self.given.table, self.given.releases
         return replace(self.command, arguments=changed(self.command.arguments, table, releases, without=names, setting=setting))
 
-    def under_plan(self, plan: str, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})) -> str:
+    def under_plan(
+        self,
+        plan: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        without: Collection[str] = (),
+    ) -> str:
         """The command to run under a plan, without what the plan replaces; of a launch without a script, what to change in it.
-        `environment`: variables that the plan needs, unless the launch sets them."""
-        text = self.changed({}).under_plan(plan, flags, environment)
-        dropped = self.command.script is None and self.today.flags
-        return f"{text}, and drop {' '.join(self.today.flags)}" if dropped else text
+        `environment`: variables that the plan needs, unless the launch sets them. `without`: as of `changed`.
+        """
+        text = self.changed({}, without).under_plan(plan, flags, environment)
+        dropped = [*self.today.flags, *dict.fromkeys(self.given.origin(name) for name in without if name in self.given.values)]
+        return f"{text}, and drop {' '.join(dropped)}" if self.command.script is None and dropped else text
 
 
 def read_launch(words: Sequence[str], *, gpus: int | None = None, planning: bool = True, strict: bool = False) -> Reading:

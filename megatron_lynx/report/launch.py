@@ -19,6 +19,7 @@ from megatron_lynx.launch_arguments.table import remarks
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.planner import partitioned_as
 from megatron_lynx.profiler.analytic import analytic_profile
+from megatron_lynx.profiler.scaled import as_learned
 from megatron_lynx.report.island import Cell, Column, Table, Unit
 
 
@@ -61,6 +62,8 @@ def planned_launch(plan: Plan) -> PlannedLaunch | None:
     if job.cluster.matmul is None:
         return None
     costs = analytic_profile(job)
+    if (learned := plan.provenance.learned) is not None:
+        job, costs = job.model_copy(update={"learned": learned}), as_learned(costs, learned)
     step_s = (plan.stages[0].predicted.step_s or 0.0) + update_s(partitioned_as(job, plan), costs)
     held = max(stage.predicted.memory_bytes for stage in plan.stages)
     return PlannedLaunch(reading, launch_today(job, costs, reading), Row("plan", step_s, held))

@@ -26,7 +26,7 @@ from itertools import accumulate
 from megatron_lynx.anatomy import HALVES
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.host import HostSeconds, offloading_host_s
-from megatron_lynx.cost.host_optimizer import in_words, least_left_bytes
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import layer_seconds
 from megatron_lynx.cost.stage_memory import OffloadingStages, host_bytes, memory_of_stages
@@ -88,16 +88,8 @@ def _beside_optimizer(job: Job, ratio: float) -> list[Problem]:
 
 
 def _host_shortage(job: Job, ratio: float) -> Problem | None:
-    """Host memory is shared by a node's devices; each is taken to be of the stage that offloads most."""
-    node = job.cluster.node
-    if node is None or (ratio == 0 and not job.optimizer.offloaded):
-        return None
-    devices, left = job.host_sharers, least_left_bytes(job)
-    needed = devices * max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline))
-    if needed <= left:
-        return None
-    found = f"{format_bytes(needed)} for {devices} devices"
-    return Problem("host memory of a node", found, in_words(job, left), "offload less: lower the batch")
+    """What host memory lacks where this share is offloaded."""
+    return host_shortage(job, max(host_bytes(job, stage, ratio) for stage in range(job.parallel.pipeline)))
 
 
 SLACK = 0.95

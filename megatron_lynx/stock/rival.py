@@ -11,10 +11,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.host_optimizer import host_shortage
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.stock.legality import NEWEST
 from megatron_lynx.stock.offered import Family, families
-from megatron_lynx.stock.price import Priced, host_problem, least_bytes, priced
+from megatron_lynx.stock.price import Priced, least_bytes, priced
 from megatron_lynx.stock.setting import StockSetting
 
 
@@ -29,7 +30,7 @@ def rivals(job: Job, profile: Profile, budget_bytes: int, release: str = NEWEST)
         if family[-1].offload and (not _has_host_link(job, profile) or _fits_without(job, family[-1], budget_bytes)):
             continue
         price = _first_that_fits(job, profile, family, budget_bytes)
-        if price is not None and host_problem(job, price) is None:
+        if price is not None and host_shortage(job, price.host_bytes) is None:
             yield price
 
 
