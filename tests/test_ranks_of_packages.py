@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "solver": {"config", "schedule", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
-    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.offload", "stock.recompute"},
+    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
-        *("launch_arguments", "advise.rows", "advise.today"),
+        *("launch_arguments", "advise.today"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}

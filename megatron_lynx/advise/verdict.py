@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lynx.advise.answer import Answer
 from megatron_lynx.advise.neighbours import Neighbour
-from megatron_lynx.advise.rows import Row, gain
+from megatron_lynx.advise.today import Row, gain
 from megatron_lynx.units import format_bytes, format_seconds
 
 WORTH = 0.02

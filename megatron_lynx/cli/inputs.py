@@ -1,7 +1,10 @@
-"""Reads what a command was given, as jobs, profiles and plans; measures a profile on this machine where none is given."""
+"""Reads what a command was given, as jobs, profiles and plans, and what a run has taught (`plan --from-run lynx_outcome.json`);
+measures a profile on this machine where none is given.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from megatron_lynx.config import Job
     from megatron_lynx.config.host_time import HostTime
     from megatron_lynx.doctor import Unmeasured
+    from megatron_lynx.from_run import Lesson
+    from megatron_lynx.measure.run_outcome import RunOutcome
     from megatron_lynx.plan import Plan
     from megatron_lynx.profiler.profile import Profile
     from megatron_lynx.testbed.hosts import Hosts
@@ -189,3 +194,35 @@ def _given(job: Job, plan_file: Path) -> Plan:
     plan = load_plan(plan_file)
     check_plan(job, plan)
     return plan
+
+
+def taught(job: Job, profile_file: Path | None, run_file: Path | None) -> tuple[Job, Profile, Lesson | None]:
+    """The job and its costs with what a run has taught, if one is given; without one as ever."""
+    from megatron_lynx.errors import ConfigError, Problem
+    from megatron_lynx.from_run import lesson
+    from megatron_lynx.measure.run_outcome import load_outcome
+
+    if run_file is None:
+        return job, costs_of(job, profile_file), None
+    outcome = load_outcome(run_file)
+    if profile_file is None and job.cluster.matmul is None:
+        needed = f"the profile that {outcome.plan} was made with: one that is measured now has other seconds"
+        raise ConfigError("a run corrects the figures of its own plan", [Problem("--profile", "nothing", needed)])
+    costs = costs_of(job, profile_file)
+    found = lesson(outcome, job, costs, os.fspath(run_file), _plan_of(outcome, run_file))
+    return found.job(job), found.costs(costs), found
+
+
+def _plan_of(outcome: RunOutcome, run_file: Path) -> Plan | None:
+    """The plan that a run was made under: where its launch had it, or beside the outcome. None where it is not there."""
+    from megatron_lynx.errors import LynxError
+    from megatron_lynx.plan import load_plan
+
+    for path in (Path(outcome.plan), run_file.with_name(Path(outcome.plan).name)):
+        try:
+            plan = load_plan(path)
+        except LynxError:
+            continue
+        if plan.digest == outcome.plan_digest:
+            return plan
+    return None

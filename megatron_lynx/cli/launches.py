@@ -59,7 +59,7 @@ def asked_about(
 ) -> Asked:
     """What was asked about. Raises `ConfigError` where that is not clear, with everything that is not."""
     from megatron_lynx.errors import ConfigError
-    from megatron_lynx.launch_arguments.launch_file import read_launch_file
+    from megatron_lynx.launch_arguments.files import read_launch_file
 
     words = words or []
     if launch_file is None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_lynx.cli.advising import show_answer, show_details
-from megatron_lynx.cli.answers import profile_in_words, write_simulation
+from megatron_lynx.cli.answers import check_writable, profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
-from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word
+from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word, taught
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
-from megatron_lynx.cli.learning import taught
 from megatron_lynx.cli.options import (
     AsJson,
     ClusterOption,
@@ -31,7 +30,6 @@ from megatron_lynx.cli.options import (
     VerboseOption,
     finite,
 )
-from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import awaited, show, show_json
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_lynx.cli.answers import check_writable
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import job_named, mention_experts, warn_of
-from megatron_lynx.cli.outputs import check_writable
 from megatron_lynx.cli.terminal import counted
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def report(
     from megatron_lynx.profiler.scaled import as_learned
     from megatron_lynx.report.contents import Asked, contents
     from megatron_lynx.report.given import given_in
-    from megatron_lynx.report.page import write_page
+    from megatron_lynx.report.island import write_page
 
     given = given_in([*what, *([] if profile_file is None else [str(profile_file)])])
     check_writable(output, read=map(Path, given.sources.values()))

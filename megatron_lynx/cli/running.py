@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_lynx.cli.answers import show_findings, show_held, show_schedules, show_simulated, write_comparison
+from megatron_lynx.cli.answers import make_folder, show_findings, show_held, show_schedules, show_simulated, write_comparison
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import host_time_here, hosts_of, plan_and_costs, plan_for
 from megatron_lynx.cli.launches import Asked, asked_about, job_or_launch
@@ -20,7 +20,6 @@ from megatron_lynx.cli.options import (
     ProfileOption,
     StrictOption,
 )
-from megatron_lynx.cli.outputs import make_folder
 from megatron_lynx.cli.terminal import announced, page, quieten_megatron, show_json
 from megatron_lynx.errors import ConfigError, Problem
 

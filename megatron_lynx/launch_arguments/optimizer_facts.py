@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lynx.errors import Problem
-from megatron_lynx.launch_arguments.fact import Fact
-from megatron_lynx.launch_arguments.given import Given
+from megatron_lynx.launch_arguments.given import Fact, Given
 
 AWARE = "use_precision_aware_optimizer"
 SUM_IN_FP32 = "accumulate_allreduce_grads_in_fp32"

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lynx.advise.rows import Row
-from megatron_lynx.advise.today import Launch, launch_today
+from megatron_lynx.advise.today import Launch, Row, launch_today
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import LynxError
 from megatron_lynx.launch_arguments import Reading, job_of, read_launch
