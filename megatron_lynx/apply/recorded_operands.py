@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
-from megatron_lynx.apply.assignment import windows
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands
 
 
@@ -27,7 +27,7 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Of the whole plan, not of one stage: all ranks say the same."""
     if not _over_nccl(run) or not records_operands(torch.__version__, os.environ):
         return
-    if any(windows(stage).in_collectives for stage in plan.stages):
+    if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
         found = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
         needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
         yield Problem(AVOIDS_RECORDING, found, needed, f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later")

@@ -25,8 +25,8 @@ from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.apply.recorded_operands import refused_windows
 from megatron_lynx.apply.weight_gradient_refusals import refused_deferrals
 from megatron_lynx.errors import Problem
-from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 
 
 def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
@@ -87,8 +87,9 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
     if run.overlaps_exchanges:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
+    timetable = timetable_of(plan, run.stage)
     for entry in plan.chunks_of(run.stage):
-        if not any(receives_in(entry, phase) for phase in phases):
+        if not any(timetable.receive(entry.chunk, phase).replays for phase in phases):
             continue
         found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window, window_at
-from megatron_lynx.plan.order import frames_of, gather_of, stretches_of
-from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, Window
+from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import planned_halves
+from megatron_lynx.timetable import PlannedHalf
 
 Group = Literal["tp", "ep", "pp"]
 """A process group, by the name that Megatron's `--high-priority-stream-groups` has for it."""
@@ -21,37 +21,35 @@ Group = Literal["tp", "ep", "pp"]
 
 def groups_waited_for(plan: Plan) -> tuple[Group, ...]:
     """The groups for whose communication a plan's work is waited in."""
-    found = {_group(plan, window) for stage in plan.stages for window in _windows(stage) if window != ON_DEMAND}
+    found = {_group(plan, window) for half in _halves(plan) for window in _windows(half) if window != ON_DEMAND}
     return tuple(group for group in get_args(Group) if group in found)
 
 
 def norms_in_windows(plan: Plan) -> tuple[str, ...]:
     """The norms over whole rows that run again in windows. One before a gathered input runs where that is gathered: in none."""
-    found = dict.fromkeys(
-        norm
-        for stage in plan.stages
-        for frame in frames_of(stage)
-        if (norm := _section(plan, *frame).norm) in stage.rule_for(frame[0]).replays(frame[1])
-        for phase in BACKWARD_PHASES
-        if gather_of(stage, frame, phase) is None and stretches_of(stage, frame, phase)[0][0] != ON_DEMAND
-    )
+    found = {
+        half.section.norm
+        for half in _halves(plan)
+        if half.section.norm in half.replay
+        for place in map(half.place, BACKWARD_PHASES)
+        if place.gather is None and place.stretches[0][0] != ON_DEMAND
+    }
     return tuple(sorted(found))
 
 
-def _windows(stage: Stage) -> Iterator[Window]:
-    for frame in frames_of(stage):
-        for phase in BACKWARD_PHASES:
-            yield from (window for window, _ in stretches_of(stage, frame, phase))
-    for layer in stage.layers:
-        for waits in stage.rule_for(layer).weight_gradients.values():
-            yield from (window_at(wait, layer) for wait in waits)
+def _halves(plan: Plan) -> Iterator[PlannedHalf]:
+    return (half for stage in plan.stages for half in planned_halves(stage, plan.model.sections_of))
+
+
+def _windows(half: PlannedHalf) -> Iterator[Window]:
+    """Every window in which something of a half may run."""
+    for place in map(half.place, BACKWARD_PHASES):
+        yield from (window for window, _ in place.stretches)
+    for waits in half.deferred.values():
+        yield from waits
 
 
 def _group(plan: Plan, window: Window) -> Group:
     if isinstance(window, str):
         return "pp"
-    return "ep" if _section(plan, window.layer, window.half).exchanges else "tp"
-
-
-def _section(plan: Plan, layer: int, half: Half) -> Section:
-    return next(section for section in plan.model.sections_of(layer) if section.half == half)
+    return "ep" if any(one.exchanges for one in plan.model.sections_of(window.layer) if one.half == window.half) else "tp"

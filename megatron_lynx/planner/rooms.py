@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_lynx.anatomy import HALVES, PASSES, Half, Section
-from megatron_lynx.anatomy.address import WindowAddress, window_name
+from megatron_lynx.anatomy.address import FrameKey, Window, WindowAddress, window_name
 from megatron_lynx.cost.prices import Prices
 from megatron_lynx.cost.weight_gradient import WeightGradient
-from megatron_lynx.plan.order import windows_in_order
 from megatron_lynx.plan.plan import Plan, Stage
+from megatron_lynx.plan.timetables import layout_of, planned_halves
 from megatron_lynx.planner.packing import LONG, Linear, Put, Wait
 from megatron_lynx.rehearsal import treated_halves
-from megatron_lynx.simulator.halves import Served, parts_by_window
+from megatron_lynx.simulator.treated import Treated
+from megatron_lynx.timetable import Replay, Timetable
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class Rooms:
         return found
 
     def _wait(self, address: WindowAddress) -> Wait:
-        parts = self._served.get(address, ())
-        filled_s = sum(part.seconds for part in parts)
+        filled_s = sum(self._halves[replay.half].part(replay).seconds for replay in self._served.get(address, ()))
         name = window_name(address.passing, address.half, address.ordinal)
         return Wait(name, self._lengths_s[address], filled_s)
 
@@ -130,11 +130,15 @@ class Rooms:
                 yield Put(at, window_name("bwd", wait.half, wait.ordinal, -1), at + backward - first)
 
     @cached_property
+    def _timetable(self) -> Timetable:
+        """Of this chunk alone."""
+        return Timetable([tuple(planned_halves(self.entry, self.plan.model.sections_of))], layout_of(self.plan))
+
+    @cached_property
     def _backward(self) -> list[WindowAddress]:
         """The windows of a backward, in order."""
-        exchanging, halves = self.plan.exchanging, self.plan.model.halves
-        order = windows_in_order(self.entry, self.prices.profile.shape.sequence_parallel, "cooldown", exchanging, halves)
-        return [at for at in order if isinstance(at, WindowAddress) and at in self._lengths_s]
+        windows = (wait.window for half in self._timetable.backward(0, "steady").halves for wait in half.waits if not wait.over)
+        return [at for at in windows if isinstance(at, WindowAddress) and at in self._lengths_s]
 
     @cached_property
     def _lengths_s(self) -> dict[WindowAddress, float]:
@@ -155,9 +159,14 @@ class Rooms:
         }
 
     @cached_property
-    def _served(self) -> Served:
-        treated = tuple(treated_halves(self.plan, self.entry, self.prices))
-        return parts_by_window(treated, "steady")
+    def _served(self) -> dict[Window, tuple[Replay, ...]]:
+        """What of replays runs in which window."""
+        passes = self._timetable.forward(0, 0), self._timetable.backward(0, "steady")
+        return {window: wait.replays for each in passes for window, wait in each.busy.items()}
+
+    @cached_property
+    def _halves(self) -> dict[FrameKey, Treated]:
+        return {half.key: half for half in treated_halves(self.entry, self._timetable.chunks[0], self.prices)}
 
     @cached_property
     def _costs(self) -> dict[str, WeightGradient]:

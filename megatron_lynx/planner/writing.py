@@ -35,11 +35,13 @@ from megatron_lynx.plan.plan import (
 )
 from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.stage import ALWAYS
+from megatron_lynx.plan.timetables import planned_halves
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
 from megatron_lynx.solver.answer import LayerChoice, Solved
 from megatron_lynx.solver.stage_answer import StageAnswer
 from megatron_lynx.solver.stage_budget import beside_layers
+from megatron_lynx.timetable import Layout, Timetable
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 
@@ -194,7 +196,8 @@ def stage_of(
         offload=offload,
         predicted=predicted,
     )
-    deepest = order.depth(entry, job.parallel.sequence_parallel, exchanging_layers(job), job.model.halves)
+    layout = Layout(job.parallel.tensor > 1, job.parallel.sequence_parallel, exchanging_layers(job))
+    deepest = order.depth(Timetable([tuple(planned_halves(entry, job.model.sections))], layout))
     return entry.model_copy(update={"ahead_depth": max(entry.ahead_depth, deepest)})
 
 

@@ -11,26 +11,17 @@ linears, the receive of a gradient of the linears of the chunk whose gradient it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_lynx.anatomy import Half
-from megatron_lynx.anatomy.address import Window
 from megatron_lynx.cost.weight_gradient import WeightGradient
-
-
-class LinearOf(NamedTuple):
-    """A linear of a layer."""
-
-    layer: int
-    half: Half
-    linear: str
+from megatron_lynx.timetable import Linear
 
 
 class Entry(NamedTuple):
     """One weight gradient of one micro-batch that was deferred."""
 
-    of: LinearOf
+    of: Linear
     chunk: int
     cost: WeightGradient
 
@@ -38,17 +29,13 @@ class Entry(NamedTuple):
 Pending = tuple[Entry, ...]
 """Entries, the oldest first."""
 
-Due = Mapping[Window, Sequence[LinearOf]]
-"""By wait: of which linears the oldest entry runs there, if there is one, in this order."""
-
 
 class Queue:
     """What is pending on a stage while a pass of one chunk runs. `bound_bytes`: what entries of that chunk may hold."""
 
-    def __init__(self, chunk: int, bound_bytes: int, due: Due, pending: Pending = ()) -> None:
+    def __init__(self, chunk: int, bound_bytes: int, pending: Pending = ()) -> None:
         self.chunk = chunk
         self._bound_bytes = bound_bytes
-        self._due = due
         self._entries = list(pending)
 
     @property
@@ -68,15 +55,15 @@ class Queue:
             held_bytes -= oldest.cost.bytes
             yield oldest
 
-    def due(self, window: Window) -> Iterator[Entry]:
-        """Takes what runs in a wait."""
-        for linear in self._due.get(window, ()):
+    def due(self, linears: Sequence[Linear]) -> Iterator[Entry]:
+        """Takes what runs in a wait: of each of these linears the oldest entry, if there is one."""
+        for linear in linears:
             found = next((entry for entry in self._entries if entry.of == linear), None)
             if found is not None:
                 self._entries.remove(found)
                 yield found
 
-    def take(self, of: LinearOf) -> Iterator[Entry]:
+    def take(self, of: Linear) -> Iterator[Entry]:
         """Takes everything that is left of one linear."""
         own = [entry for entry in self._entries if entry.of == of]
         self._entries = [entry for entry in self._entries if entry.of != of]
