@@ -36,7 +36,7 @@ FOUNDATION = {
 PLANNING = {"config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"}
 RUNNING = {"runtime", "apply", "measure", "double_buffered"}
 MAY_IMPORT = {
-    "config": {"schedule.groups"},
+    "config": {"schedule.interleaved"},
     "schedule": set(),
     "timetable": {"schedule"},
     "plan": {"schedule", "timetable"},

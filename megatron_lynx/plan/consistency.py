@@ -19,7 +19,7 @@ from megatron_lynx.plan.contents import PlanContents
 from megatron_lynx.plan.rule import ByPhase, GatherByPhase, Rule
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.plan.timetables import timetable_of
-from megatron_lynx.schedule.groups import groups_needed
+from megatron_lynx.schedule.interleaved import groups_needed
 
 
 def problems(plan: PlanContents) -> list[str]:

@@ -46,10 +46,9 @@ from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site_call import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
-from megatron_lynx.runtime.waits import Waits
+from megatron_lynx.runtime.waits import Waits, WindowedWork
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.windows import WindowedWork
 from megatron_lynx.timetable import Timetable
 
 

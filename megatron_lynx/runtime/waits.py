@@ -1,19 +1,29 @@
-"""Waits for communication: each is a window, in which runs what the stage's timetable has there (`runtime.windows`).
+"""Waits for communication: windows in which compute would wait, and how the work runs that the plan has put into them.
 
-a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
-the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
+    issue ──> [ collective in flight .......................... ]
+    wait()    │ [1] replays, weight gradients, on this stream    │ [2] the wait proper │ [3] gathers
 
-Behind the replays, weight gradients that are pending run: of whichever micro-batch, and in a forward of whichever chunk. Which
-wait of which pass it is, is found here; what runs in it is looked up."""
+    a collective of a half        fwd.*: serves the micro-batch whose backward comes next     bwd.*: serves its own
+    the receive of a gradient     pipe.recv_backward: serves the micro-batch that it is for
+
+One mechanism serves every kind of wait: whatever returns a `Work` returns a `WindowedWork` instead. Which wait of which pass it
+is, is found here; what runs in it is looked up in the stage's timetable (`timetable.Wait`): it depends on the plan alone (rule
+R1), is equal on all ranks of the group, and holds no collective (rule R2). What has to communicate, such as gathering an input,
+runs behind the wait.
+
+An event names a half or a linear: it meets the frame of a micro-batch, or what is pending, when its window opens. It may find
+that there is nothing left to do, and none is needed for a gradient to be right: what no window did is done on demand (rule R5),
+or flushed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import RECV_BACKWARD, Window, WindowAddress
+from megatron_lynx.anatomy.address import RECV_BACKWARD, FrameKey, Window, WindowAddress
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.progress import Progress
@@ -24,8 +34,72 @@ from megatron_lynx.runtime.replays import Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.trace import SpanKind
 from megatron_lynx.runtime.weight_gradients import WeightGradients
-from megatron_lynx.runtime.windows import Opening, WindowedWork
-from megatron_lynx.timetable import Pass, Timetable, Wait
+from megatron_lynx.timetable import Pass, Replay, Timetable, Wait
+
+
+class WindowedWork:
+    """A `Work` whose first wait runs a window. Everything else is the work's own."""
+
+    def __init__(self, work: Any, window: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work = work
+        self._window: Callable[[Callable[[], Any]], Any] | None = window
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        window, self._window = self._window, None
+        if window is None:
+            return self._work.wait(*args, **kwargs)
+        return window(lambda: self._work.wait(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One window at the moment when it is waited in, for a micro-batch whose backward comes behind it."""
+
+    window: str
+    """Its name, for the trace."""
+    micro_batch: MicroBatch
+    """The one whose backward is served."""
+    ahead_depth: int
+    replays: Replays
+    progress: Progress
+
+    def frame_of(self, half: FrameKey) -> Frame | None:
+        """The micro-batch's frame of a half, where its replay is still to come."""
+        frame = self.progress.ledger.frame_of(self.micro_batch, half)
+        return frame if frame is not None and frame.lets_go else None
+
+    def replay(self, planned: Replay) -> bool:
+        """Regenerate a half, wholly or up to an item. False where there was no room for it: then no other replay runs here."""
+        frame = self.frame_of(planned.half)
+        if frame is None or self.replays.would_gather(frame, planned.until):
+            return True  # the gather's window was missed: no window may communicate (rule R2)
+        if not self._has_room_for(frame):
+            return False  # what is left is replayed on demand
+        self.replays.replay(frame, self.window, planned.until)
+        self.progress.counts.hidden += frame.replayed
+        return True
+
+    def gather(self, half: FrameKey) -> None:
+        """Start gathering the input of a half's replayed GEMM. It communicates, so it runs behind a wait (rule R2)."""
+        frame = self.frame_of(half)
+        if frame is not None and frame.gathering is None:
+            begin = self.progress.trace.now()
+            self.replays.gather(frame)
+            self.progress.add_span("gather", frame, self.window, begin)
+
+    def _has_room_for(self, frame: Frame) -> bool:
+        """Whether this half may be regenerated by now (rule R4). It counts as ahead until backward reaches it."""
+        ahead, counts = frame.micro_batch.ahead, self.progress.counts
+        if frame is self.progress.ledger.entered or frame.key in ahead:
+            return True
+        if len(ahead) >= self.ahead_depth:
+            return False
+        ahead.add(frame.key)
+        counts.live_ahead = max(counts.live_ahead, len(ahead))
+        return True
 
 
 class _Done:

@@ -31,8 +31,7 @@ from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
-from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass, Walked
-from megatron_lynx.simulator.pending import Queue
+from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, Queue, TimedPass, Walked
 from megatron_lynx.simulator.treated import HalfKind, Halves, Treated
 from megatron_lynx.simulator.walk import Walk
 from megatron_lynx.timetable import HalfPass, Linear, Pass, Timetable, Wait

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.schedule import Action, Phase
 
 
 class CopiedLayer(NamedTuple):

@@ -14,7 +14,7 @@ from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, RECV_BACKW
 from megatron_lynx.anatomy.stretch import Stretch, in_words, stretches_in
 from megatron_lynx.config.job import Job
 from megatron_lynx.plan import order, weight_gradients
-from megatron_lynx.plan.device import PlannedDevice
+from megatron_lynx.plan.facts import PlannedDevice
 from megatron_lynx.plan.plan import (
     BatchFacts,
     ByPhase,

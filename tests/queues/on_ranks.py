@@ -63,7 +63,7 @@ def trained(rank: int, job: Job, setting: Setting) -> None:
 
 def named_replays(rank: int, job: Job, setting: Setting) -> Log:
     """As `recorded`; what runs while a gradient is received is named after its micro-batch, and whether that is steady."""
-    from megatron_lynx.runtime.windows import Opening
+    from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.testbed.queues import recorder
     from megatron_lynx.timetable import Replay
 

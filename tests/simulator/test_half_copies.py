@@ -8,8 +8,7 @@ from megatron_lynx.anatomy import DENSE, HALVES
 from megatron_lynx.cost.memory import HalfMemory
 from megatron_lynx.pace import Turns
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
-from megatron_lynx.simulator.passes import TimedPass
-from megatron_lynx.simulator.pending import Queue
+from megatron_lynx.simulator.passes import Queue, TimedPass
 from megatron_lynx.simulator.timeline import Span, memory_curve
 from megatron_lynx.simulator.treated import Leaving, Treated
 from megatron_lynx.simulator.walk import Walk

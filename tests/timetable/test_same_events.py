@@ -18,7 +18,7 @@ from megatron_lynx.cost.prices import Prices
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.rehearsal import rehearse, treated_halves
-from megatron_lynx.schedule.action import Action
+from megatron_lynx.schedule.schedule import Action
 from megatron_lynx.testbed.ranks import RankPool
 from megatron_lynx.testbed.tiny_jobs import tiny_job
 from megatron_lynx.timetable import Linear, Replay, Timetable, Wait

@@ -33,7 +33,7 @@ def held_after_tasks(rank: int, job: Job, plan: Plan) -> list[Held]:
 
 @contextmanager
 def _counting(held: list[Held]) -> Iterator[None]:
-    from megatron_lynx.runtime.windows import Opening
+    from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.timetable import Replay
 
     before: dict[int, tuple[Any, set[int]]] = {}

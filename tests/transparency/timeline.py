@@ -124,8 +124,8 @@ def noted(timeline: Timeline) -> Iterator[None]:
     from megatron.core.pipeline_parallel import p2p_communication
 
     from megatron_lynx.runtime.replays import Replays
+    from megatron_lynx.runtime.waits import Opening
     from megatron_lynx.runtime.weight_gradients import WeightGradients
-    from megatron_lynx.runtime.windows import Opening
 
     notes = _Notes(timeline)
     with ExitStack() as stack:
