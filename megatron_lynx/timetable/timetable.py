@@ -79,7 +79,7 @@ class Timetable:
         return self._forwards[chunk, serving]
 
     def backward(self, chunk: int, phase: Phase) -> Pass:
-        """A backward. Phases in which the same runs have the same pass."""
+        """A backward."""
         if (chunk, phase) not in self._backwards:
             self._backwards[chunk, phase] = self._backward(chunk, phase)
         return self._backwards[chunk, phase]
@@ -87,7 +87,7 @@ class Timetable:
     def receive(self, chunk: int, phase: Phase) -> Wait:
         """The receive of the gradient of a backward."""
         replays = self._put(chunk, phase).replays.get(RECV_BACKWARD, ())
-        return Wait(RECV_BACKWARD, replays, self._received[chunk])
+        return Wait(RECV_BACKWARD, replays, self._deferred[chunk].get(RECV_BACKWARD, ()))
 
     def serving(self, chunk: int, phase: BackwardPhase) -> Iterator[tuple[FrameKey | None, Sequence[Wait]]]:
         """Everything in which a backward may be served, in order: in the steady phase a forward, taken to be its own chunk's,
@@ -110,7 +110,7 @@ class Timetable:
     @cached_property
     def in_forwards(self) -> bool:
         """Whether anything runs in a wait of a forward."""
-        return any(each.busy for each in self._all_forwards())
+        return any(each.busy for chunk in range(len(self.chunks)) for each in self._forwards_of(chunk))
 
     @cached_property
     def in_collectives(self) -> bool:
@@ -125,9 +125,6 @@ class Timetable:
             for chunk in range(len(self.chunks))
         )
 
-    def _all_forwards(self) -> Iterator[Pass]:
-        return (each for chunk in range(len(self.chunks)) for each in self._forwards_of(chunk))
-
     def _forwards_of(self, chunk: int) -> Iterator[Pass]:
         return (self.forward(chunk, serving) for serving in (None, *range(len(self.chunks))))
 
@@ -136,9 +133,6 @@ class Timetable:
 
     def _backward(self, chunk: int, phase: Phase) -> Pass:
         put, fillers = self._put(chunk, phase), self._weight_gradients[chunk]
-        for known, each in self._known.items():
-            if known != (chunk, phase) and known[0] == chunk and known in self._backwards and _alike(each, put):
-                return self._backwards[known]
         return Pass(
             tuple(
                 HalfPass(
@@ -177,21 +171,18 @@ class Timetable:
         return self.chunks[running][0].layer - self.chunks[other][0].layer
 
     @cached_property
-    def _received(self) -> tuple[tuple[Linear, ...], ...]:
-        """By chunk: the weight gradients that run while a gradient of it is received."""
-        return tuple(_deferred(halves).get(RECV_BACKWARD, ()) for halves in self.chunks)
+    def _deferred(self) -> tuple[dict[Window, tuple[Linear, ...]], ...]:
+        """By chunk: which of its weight gradients run in which wait, as its plan names them."""
+        return tuple(_deferred(halves) for halves in self.chunks)
 
     @cached_property
     def _weight_gradients(self) -> tuple[dict[Window, tuple[Linear, ...]], ...]:
         """By chunk: which run in the waits of its passes; in a forward those of all chunks do, at the same places."""
-        deferred = [_deferred(halves) for halves in self.chunks]
-        if not any(deferred):
-            return tuple({} for _ in self.chunks)
         found = []
-        for running, own in enumerate(deferred):
+        for running, own in enumerate(self._deferred):
             waits = dict(own)
-            for other, of_other in enumerate(deferred):
-                shift = self._shift(running, other) if other != running else None
+            for other, of_other in enumerate(self._deferred):
+                shift = self._shift(running, other) if other != running and of_other else None
                 for window, linears in _moved(of_other, shift).items() if shift is not None else ():
                     waits[window] = (*waits.get(window, ()), *linears)
             found.append(waits)
@@ -246,18 +237,4 @@ def _moved(by_window: Mapping[Window, T], layers: int) -> dict[Window, T]:
         window._replace(layer=window.layer + layers): content
         for window, content in by_window.items()
         if isinstance(window, WindowAddress) and window.passing == "fwd"
-    }
-
-
-def _alike(one: _Put, other: _Put) -> bool:
-    """Whether the same runs in two backwards."""
-    return (one.late, one.gathered, _in_backward(one.replays), _in_backward(one.gathers)) == (
-        *(other.late, other.gathered),
-        *(_in_backward(other.replays), _in_backward(other.gathers)),
-    )
-
-
-def _in_backward(by_window: Mapping[Window, T]) -> dict[Window, T]:
-    return {
-        window: content for window, content in by_window.items() if isinstance(window, WindowAddress) and window.passing == "bwd"
     }

@@ -36,10 +36,10 @@ def test_a_replay_over_a_forward_and_a_backward() -> None:
     assert not stage.forward(0).busy
 
 
-def test_phases_in_which_the_same_runs_have_one_backward() -> None:
+def test_phases_in_which_the_same_runs_have_equal_backwards() -> None:
     stage = Timetable([[mlp(1, (at("bwd", 2), None)), mlp(2, (at("fwd", 1), None))]])
-    assert stage.backward(0, "steady") is stage.backward(0, "cooldown")
-    assert stage.backward(0, "steady") is not stage.backward(0, "warmup"), "what its forward should have done is on demand"
+    assert stage.backward(0, "steady") == stage.backward(0, "cooldown")
+    assert stage.backward(0, "steady") != stage.backward(0, "warmup"), "what its forward should have done is on demand"
 
 
 def test_an_input_that_is_gathered() -> None:
