@@ -48,7 +48,6 @@ from megatron_lynx.cost.ends import (
     tied_gradients_bytes,
 )
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
@@ -62,7 +61,7 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
-from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
 from megatron_lynx.cost.userbuffers import userbuffers_bytes
 from megatron_lynx.profiler.expert_shape import routed_rows
 from megatron_lynx.profiler.expert_tensors import remembered_bytes
