@@ -170,6 +170,12 @@ class Section:
     """By pass: the all-to-alls of experts that are shared out over ranks."""
     fuses_norm: bool = True
     """Whether Transformer Engine makes its norm inside the linear behind it."""
+    two_paths: bool = False
+    """Whether items alternate between two paths, of queries and of keys with values, say: what one returned, a later one than the
+    next may read."""
+    profiled: str = ""
+    """The key of a profile that has its figures, where that is not the half's: some layers have this section then, and others the
+    half's usual one. A plan's rules need not name its items: what they do not name is kept."""
 
     def collectives(self, passing: Pass, sequence_parallel: bool) -> tuple[Collective, ...]:
         """What it waits for in one pass, in order, where the tensor-parallel group has more than one rank."""
@@ -185,16 +191,15 @@ class Section:
         """Its items by name."""
         return {item.name: item for item in self.items}
 
-    @cached_property
-    def has_experts(self) -> bool:
-        """Whether it is a mixture of experts."""
-        return any(item.role == "router" for item in self.items)
+    @property
+    def profiled_as(self) -> str:
+        """The key of a profile that has its figures."""
+        return self.profiled or self.half
 
-    @cached_property
-    def two_paths(self) -> bool:
-        """Whether items alternate between two paths, of queries and of keys with values: what one returned, a later one than the
-        next may read."""
-        return any(item.role == "up_projection" for item in self.items)
+    @property
+    def in_some_layers(self) -> bool:
+        """Whether it stands in place of the half's usual section in some layers."""
+        return bool(self.profiled)
 
     @cached_property
     def has_windows(self) -> bool:

@@ -22,13 +22,10 @@ from megatron_lynx.apply.head_refusals import head_chunk
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
     collectives,
-    exchanges,
-    expert_load,
     fused_weight_gradients,
     gathered_input,
     halves,
     head_in_pieces,
-    latents,
     receives,
     sites,
     steps,
@@ -47,6 +44,7 @@ from megatron_lynx.apply.releases import Release, present_release
 from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
+from megatron_lynx.kinds.running import kinds_of, layers_by_kind
 from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.context import Autocast
@@ -135,10 +133,9 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         raise HookRefused("megatron-core does not read as recorded", stale)
     if run.uses_te and (stale := _stale_te(release, run)):
         raise HookRefused("Transformer Engine, or megatron-core beside it, does not read as recorded", stale)
-    if run.expert_layers and (stale := release.stale_with("experts")):
-        raise HookRefused("megatron-core's mixtures of experts do not read as recorded", stale)
-    if run.has_latents and (stale := release.stale_with("latent")):
-        raise HookRefused("megatron-core's latent attention does not read as recorded", stale)
+    for face in kinds_of(run):
+        if stale := release.stale_with(face.recorded):
+            raise HookRefused(f"megatron-core's {face.recorded_as} not read as recorded", stale)
     if plan.head is not None and (stale := release.stale_with("head")):
         raise HookRefused("megatron-core's head does not read as recorded", stale)
     overlapping = without_flushes is not None
@@ -176,15 +173,14 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
     te, beside = present_te(), release.stale_with("te")
     if "te" not in release.only_with:
         found, todo = f"Transformer Engine's, in {release.version}", "launch with --transformer-impl local"
-        if run.has_latents:  # which Megatron's own layers cannot be built with
+        if not all(face.always_local for face in kinds_of(run)):
             todo = "train with a later release of megatron-core"
         beside = [Problem("layers", found, "a later release", todo)]
     return [*beside, *te.stale(), *(te.stale_with("fp8") if run.fp8 else ())]
 
 
 def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Windows]) -> Iterator[Claim]:
-    shards = run.context * (run.tensor if plan.parallel.sequence_parallel else 1)
-    shape_SB = plan.model.seq // shards, plan.batch.micro
+    shape_SB = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
     chunks = plan.chunks_of(run.stage)
     of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, gather, run.layers).items()}
@@ -197,8 +193,8 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         ]
         yield from sites.claims(engine, layer, number, recorded, release, fp8=run.fp8)
     yield from steps.claims(engine)
-    if having := [(number, run.layers[number]) for number in run.expert_layers]:
-        yield from expert_load.claims(engine, having, shape_SB[0] * shape_SB[1], run.config.moe_router_topk)
+    for face, layers in layers_by_kind(run):
+        yield from face.claims(engine, plan, run, layers)
     linears = deferring_linears(plan, run)
     if run.pipeline > 1:
         apart = run.overlaps_exchanges and any(receives_in(entry, "steady") for entry in plan.stages)
@@ -207,13 +203,9 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from collectives.claims(engine, run.tensor_group)
         if run.uses_te:
             yield from te_collectives.claims(engine, run.tensor_group)
-        if run.has_latents:
-            yield from latents.claims(engine)
         gathers = any(policy.gather_site or policy.keeps_gathered for halves_ in of_layer.values() for policy in halves_.values())
         if gathers or (linears and plan.parallel.sequence_parallel and not run.uses_te):
             yield from gathered_input.claims(engine, linears)
-    if plan.exchanging:
-        yield from exchanges.claims(engine, run.expert_group)
     if plan.head is not None and (chunk := head_chunk(run)) is not None:
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:

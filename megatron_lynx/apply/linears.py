@@ -9,7 +9,8 @@ from torch.nn import Module, Parameter
 from megatron_lynx.anatomy import EXPERTS_LINEARS, Half, Role
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.apply.live_run import LiveRun
-from megatron_lynx.apply.site import modules_named, sections_in
+from megatron_lynx.apply.site import modules_named
+from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.pending import Linear
 

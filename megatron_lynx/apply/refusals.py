@@ -6,7 +6,7 @@ its modules        wrappers, layers of another kind (`layers`), random numbers t
 its schedule       what the plan asks for and this schedule cannot give
 its gradients      weight gradients that cannot be deferred (`weight_gradient_refusals`)
 its head           one that cannot run in pieces, where the plan asks for it (`head_refusals`)
-its experts        those that cannot be looked into, where the plan asks for it (`expert_refusals`)
+its kinds          what the kinds of its halves refuse (`kinds.held`)
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Iterator
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
-from megatron_lynx.anatomy.dense import CORE_ATTENTION
-from megatron_lynx.apply.expert_refusals import refused_experts
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.head_refusals import refused_head
@@ -25,6 +23,8 @@ from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.apply.recorded_operands import refused_windows
 from megatron_lynx.apply.weight_gradient_refusals import refused_deferrals
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.dense.section import CORE_ATTENTION
+from megatron_lynx.kinds.running import layers_by_kind
 from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
 
@@ -42,7 +42,7 @@ def refusals(plan: Plan, run: LiveRun) -> list[Problem]:
         *refused_layers(run),
         *_random_numbers(run),
         *refused_deferrals(plan, run),
-        *refused_experts(plan, run),
+        *(problem for face, layers in layers_by_kind(run) for problem in face.refusals(plan, run, layers)),
         *refused_head(plan, run),
     ]
 

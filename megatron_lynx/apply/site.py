@@ -1,7 +1,7 @@
-"""Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.anatomy`.
+"""Where the sites of a live layer are: the submodules that Megatron built for the items of `megatron_lynx.kinds`.
 
     _forward_attention   input_layernorm ─> self_attention.linear_qkv ─(rotary)─> .core_attention ─> .linear_proj ─(bda)─>
-                         (or latent attention's: `anatomy.latent`)
+                         (or latent attention's: `kinds.latent`)
     _forward_mlp         pre_mlp_layernorm ─> mlp.linear_fc1 ─(activation)─> .linear_fc2 ─(bda)─>
        with experts      pre_mlp_layernorm ─> mlp.router ─> mlp.token_dispatcher ─> mlp.experts ─> mlp.token_dispatcher ─(bda)─>
 
@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy import Item, Section, sections_of
-from megatron_lynx.anatomy.experts import MIXTURE
-from megatron_lynx.apply.live_run import has_experts, latent_in, module_at
+from megatron_lynx.anatomy import Item, Section
 
 EACH = "*"
 ONE_BY_ONE = "local_experts"
@@ -41,17 +39,6 @@ class Place(NamedTuple):
     def goes_on(self) -> bool:
         """Whether another method of the same item is called behind it."""
         return self.method != self.item.methods[-1]
-
-
-def sections_in(layer: Module) -> tuple[Section, ...]:
-    """What fills the halves of a live layer."""
-    shared = getattr(module_at(layer, MIXTURE), "shared_experts", None) is not None
-    return sections_of(experts=has_experts(layer), shared_experts=shared, latent=latent_in(layer))
-
-
-def dense_sections_in(layer: Module) -> list[Section]:
-    """Those that a layer without experts has as well."""
-    return [section for section in sections_in(layer) if not section.has_experts]
 
 
 def places_of(section: Section, layer: Module, *, te: bool = False) -> list[Place]:

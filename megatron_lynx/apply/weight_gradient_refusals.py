@@ -92,7 +92,12 @@ def _least_bytes(plan: Plan, run: LiveRun, linear: LinearOf, module: Module) -> 
     element_bytes = 1 if run.fp8 else weights[0].element_size()
     tokens = plan.model.seq * plan.batch.micro
     if linear.of_experts:
-        shards = run.context * (run.tensor if plan.parallel.sequence_parallel else 1)
-        rows = tokens // shards * run.expert * (run.config.expert_tensor_parallel_size or 1) * run.config.moe_router_topk
+        rows = (
+            tokens
+            // run.shards_of(plan.parallel.sequence_parallel)
+            * run.expert
+            * (run.config.expert_tensor_parallel_size or 1)
+            * run.config.moe_router_topk
+        )
         tokens = rows * len(weights) // run.config.num_moe_experts
     return int(tokens * (inputs + outputs) * element_bytes)

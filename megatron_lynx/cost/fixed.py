@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megatron_lynx.config.job import Job
-from megatron_lynx.cost.parameter_tensors import parameter_tensors
-from megatron_lynx.cost.parameters import Parameters, bytes_each
+from megatron_lynx.cost.parameters import Parameters, bytes_each, parameter_tensors
 from megatron_lynx.profiler.link_levels import link_among
 
 BLOCKS, BLOCK_ELEMENTS = 320, 65_536

@@ -60,7 +60,7 @@ def half_host_s(
     profile: Profile, section: Section, replay: Collection[str], *, offloads: bool = False, deferred: int = 0
 ) -> HostSeconds:
     """One half under a plan that replays these items of it, and defers the weight gradients of so many of its linears."""
-    if profile.host_time is None or section.has_experts:
+    if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     setting = setting_of(section, replay, gathered=gathers(profile, section, replay))
     treated = _of(profile, section, setting) + _deferring(profile, section) * deferred
@@ -74,7 +74,7 @@ def _deferring(profile: Profile, section: Section) -> HostSeconds:
 
 def offloading_host_s(profile: Profile, section: Section) -> HostSeconds:
     """What a half takes longer because some of it goes to host memory and comes back."""
-    if profile.host_time is None or section.has_experts:
+    if profile.host_time is None or section.in_some_layers:
         return NO_HOST_TIME
     return _beyond_kept(profile, section, "offloaded")
 

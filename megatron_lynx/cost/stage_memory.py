@@ -64,10 +64,9 @@ from megatron_lynx.cost.parameters import (
 )
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.userbuffers import userbuffers_bytes
-from megatron_lynx.profiler.expert_shape import routed_rows
-from megatron_lynx.profiler.expert_tensors import remembered_bytes
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import embedding_bytes, head_bytes
+from megatron_lynx.kinds.experts.rows import routed_rows
+from megatron_lynx.kinds.experts.saved import remembered_bytes
+from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}
 """What is allocated beside everything else: workspaces of cuBLAS, 32 MiB for each of the threads that run forward and backward

@@ -14,6 +14,7 @@ from typing import Literal
 from megatron_lynx.config.cluster import AttentionKernel, Link, Matmul
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.profiler.element_wise import Kernels
 from megatron_lynx.profiler.link_levels import link_among
 from megatron_lynx.profiler.profile import hiding_of
 from megatron_lynx.profiler.quantized import Casts
@@ -92,6 +93,12 @@ class Roofline:
 
     def _seconds(self, compute_s: float, moved_bytes: float) -> float:
         return self.hbm.latency_us * 1e-6 + max(compute_s, moved_bytes / self.hbm.byte_per_s)
+
+
+def kernels_s(kernels: Kernels, roof: Roofline) -> Passes:
+    """Seconds of kernels that compute next to nothing, one after the other."""
+    forward_s, backward_s = (sum(roof.seconds(0, moved) for moved in each) for each in kernels)
+    return Passes(forward_s, backward_s)
 
 
 def _beside_s(job: Job) -> tuple[float, float]:

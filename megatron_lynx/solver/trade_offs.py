@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gather_once_s, message_bytes_of
+from megatron_lynx.cost.communication import gather_once_s
 from megatron_lynx.cost.replay import sensible_choices
 from megatron_lynx.cost.section import gathers, priced
 from megatron_lynx.profiler.profile import Profile
@@ -54,5 +54,5 @@ def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
     for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
-        gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
+        gather_s = gather_once_s(profile, section, None, profile.message_bytes) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

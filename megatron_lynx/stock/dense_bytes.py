@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.layer import core_arguments_bytes
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.stock.held import HalfBytes
 from megatron_lynx.stock.offload import offload_module
 from megatron_lynx.stock.recompute import recompute_module, runs_again
@@ -77,10 +76,10 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
 def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
     """`least_bytes`: of the smallest tensor that is offloaded."""
     own = treatment(shape, setting, section)
-    tensors = [tensor for tensor in half_tensors(shape, section.half) if tensor.saved_by]
+    tensors = [tensor for tensor in planning_of(section).tensors(shape) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
     blocks = [(tensor.bytes, _readers(shape, section, tensor)) for tensor in kept]
-    given_bytes = core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
+    given_bytes = planning_of(section).core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
     inputs = (section.norm,) if section.norm not in own.again else ()  # else the checkpoint holds it
     large = [(size, readers) for size, readers in [*blocks, (shape.input_bytes, inputs)] if size >= least_bytes and readers]
     leaves = sum(size for size, readers in large if own.sends_away(readers))

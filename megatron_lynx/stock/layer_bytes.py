@@ -22,7 +22,7 @@ def layer_bytes(shape: LayerShape, setting: StockSetting, experts: bool = False,
     least_bytes = least * shape.model.element_bytes
     return tuple(
         expert_half_bytes(shape, setting, least_bytes)
-        if section.has_experts
+        if section.in_some_layers
         else dense_half_bytes(shape, setting, section, least_bytes)
         for section in shape.model.kind_sections(experts=experts)
     )

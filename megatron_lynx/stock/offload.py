@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, MLP, Role, Section
-from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION, EXPERTS_FC1
+from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 
 LEAST_ELEMENTS = 1024 * 1024
 """Megatron's default of `min_offloaded_tensor_size`."""

@@ -9,29 +9,11 @@ T: a rank's own tokens; etp: ranks among which each expert is cut (`expert_tenso
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
-from megatron_lynx.anatomy.experts import EXPERTS_FC1, EXPERTS_FC2, SHARED_FC1, SHARED_FC2
 from megatron_lynx.config.experts import Experts
+from megatron_lynx.kinds.experts.section import EXPERTS_FC1, EXPERTS_FC2, SHARED_FC1, SHARED_FC2
+from megatron_lynx.kinds.face import Linear
 from megatron_lynx.profiler.shape import LayerShape
-
-
-class ExpertLinear(NamedTuple):
-    """A linear of every expert of one rank, or of the shared ones."""
-
-    experts: int
-    """How many there are, one after another."""
-    rows: int
-    """Rows of each."""
-    taken: int
-    """Columns of what it takes."""
-    made: int
-    """Columns of what it makes."""
-
-    @property
-    def one_flops(self) -> int:
-        """FLOPs of one expert's GEMM in a forward."""
-        return 2 * self.rows * self.taken * self.made
 
 
 def experts_of(shape: LayerShape) -> Experts:
@@ -61,21 +43,17 @@ def shared_width(shape: LayerShape) -> int:
     return experts_of(shape).shared_ffn // shape.parallel.tensor
 
 
-def expert_linears(shape: LayerShape) -> dict[str, ExpertLinear]:
+def expert_linears(shape: LayerShape) -> dict[str, Linear]:
     """The linears of the half by item."""
     count, rows = local_experts(shape), routed_rows(shape)
-    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (count, -(-rows // count)), expert_width(shape))
+    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
     if width := shared_width(shape):
-        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (1, shape.tokens), width)
+        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (shape.tokens, 1), width)
     return linears
 
 
-def expert_flops(shape: LayerShape) -> dict[str, int]:
-    """FLOPs of the half's linears in one forward, by item."""
-    return {name: each.experts * each.one_flops for name, each in expert_linears(shape).items()}
-
-
-def _pair(shape: LayerShape, names: tuple[str, str], given: tuple[int, int], width: int) -> dict[str, ExpertLinear]:
-    """Both linears around an activation of so many columns. `given`: experts, and rows of each."""
-    hidden, outer = shape.model.hidden, 2 * width if shape.model.activation == "swiglu" else width
-    return {names[0]: ExpertLinear(*given, hidden, outer), names[1]: ExpertLinear(*given, width, hidden)}
+def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
+    """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
+    (rows, count), hidden = rows_and_count, shape.model.hidden
+    outer = 2 * width if shape.model.activation == "swiglu" else width
+    return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}

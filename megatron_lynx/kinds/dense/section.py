@@ -15,33 +15,8 @@ Transformer Engine a norm is no submodule of the layer (an identity is in its pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from megatron_lynx.anatomy.section import Collective, Half, Item, Pass, Section
-
-ItemName = Literal[
-    "input_layernorm",
-    "linear_qkv",
-    "rotary",
-    "core_attention",
-    "linear_proj",
-    "attention_bda",
-    "pre_mlp_layernorm",
-    "linear_fc1",
-    "activation",
-    "linear_fc2",
-    "shared_fc1",
-    "shared_activation",
-    "shared_fc2",
-    "router",
-    "dispatch",
-    "experts_fc1",
-    "experts_activation",
-    "experts_fc2",
-    "combine",
-    "mlp_bda",
-]
-"""Every item that plan files know, in the order of a forward; `anatomy.experts` has those that are not of dense layers."""
 
 COLLECTIVES: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = {
     ("fwd", False): (Collective("all_reduce", "output", "row_parallel"),),

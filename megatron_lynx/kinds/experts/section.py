@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_lynx.anatomy.dense import ATTENTION, MLP
-from megatron_lynx.anatomy.latent import LATENT
-from megatron_lynx.anatomy.section import HALVES, Exchange, Half, Item, Pass, Section
+from megatron_lynx.anatomy.section import Exchange, Item, Pass, Section
+from megatron_lynx.kinds.dense.section import MLP
 
 MIXTURE = "mlp"
 """Where Megatron's layer has its mixture of experts, as an attribute path."""
@@ -68,6 +67,7 @@ def _section(inside: tuple[Item, ...]) -> Section:
         items=(norm, *inside, residual),
         exchanges_of=EXCHANGES,
         fuses_norm=False,
+        profiled="experts",
     )
 
 
@@ -77,29 +77,6 @@ SHARED_EXPERTS = tuple(item.name for item in _SHARED)
 """The items that exist with shared experts only."""
 
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = SHARED_EXPERTS
+SHARED_LINEARS = (SHARED_FC1, SHARED_FC2)
 ROUTER, DISPATCH, EXPERTS_FC1, EXPERTS_ACTIVATION, EXPERTS_FC2, COMBINE = EXPERTS.names[1:7]
 """Names for formulas that hold for one item alone: seconds, saved tensors."""
-
-FILLING: Mapping[Half, tuple[Section, ...]] = {
-    ATTENTION.half: (ATTENTION, LATENT[True, False], LATENT[False, False]),
-    MLP.half: (MLP, EXPERTS_WITH_SHARED),
-}
-"""What may fill a half, the most of each kind: plan files know the items of all of them."""
-
-
-def names_in(half: Half) -> tuple[str, ...]:
-    """Every item that plan files know of a half, each kind's in the order of a forward."""
-    sections = FILLING[half]
-    inner = [name for section in sections for name in section.names if name not in (section.norm, section.residual)]
-    return (sections[0].norm, *dict.fromkeys(inner), sections[0].residual)
-
-
-ALL_ITEMS: tuple[str, ...] = tuple(name for half in HALVES for name in names_in(half))
-"""Every item that plan files know."""
-
-
-def sections_of(*, experts: bool = False, shared_experts: bool = False, latent: Section | None = None) -> tuple[Section, Section]:
-    """What fills the halves of a layer, in the order of a forward. `experts`: whether it has a mixture of experts;
-    `shared_experts`: whether that has shared experts; `latent`: its latent attention (`anatomy.latent`), if it has that."""
-    mixture = EXPERTS_WITH_SHARED if shared_experts else EXPERTS
-    return latent or ATTENTION, mixture if experts else MLP

@@ -26,8 +26,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_lynx.anatomy import MLP
-from megatron_lynx.anatomy.experts import (
+from megatron_lynx.kinds.dense.planning import mlp_tensors
+from megatron_lynx.kinds.dense.section import MLP
+from megatron_lynx.kinds.experts.rows import expert_width, experts_of, routed_rows
+from megatron_lynx.kinds.experts.section import (
     COMBINE,
     DISPATCH,
     EXPERTS_ACTIVATION,
@@ -37,10 +39,9 @@ from megatron_lynx.anatomy.experts import (
     SHARED_EXPERTS,
     SHARED_FC1,
 )
-from megatron_lynx.profiler.expert_shape import expert_width, experts_of, routed_rows
+from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
 from megatron_lynx.profiler.profile import SavedTensor
-from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import FP32_BYTES, activation_apart, gates_apart, half_tensors, sums_apart
+from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 
 INDEX_BYTES = 8
 """The size of an index of PyTorch's."""
@@ -54,7 +55,9 @@ SHARED = dict(zip(MLP.names[1:4], SHARED_EXPERTS, strict=True))
 @lru_cache(maxsize=256)
 def expert_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """The memory blocks of the whole half, beside its input. Remembered: stock's settings are priced by the hundred."""
-    blocks = (*_norm(shape), *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), *_dropout(shape))
+    section, readers = experts_of(shape).section, (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
+    norm, dropout = norm_tensors(shape, section, readers), dropout_tensor(shape, section)
+    blocks = (*norm, *_shared(shape), *_router(shape), *_dispatch(shape), *_expert_rows(shape), dropout)
     return tuple(block for block in blocks if block.bytes)
 
 
@@ -65,24 +68,6 @@ def saved_parts(shape: LayerShape) -> dict[str, int]:
         if block.saved_by:
             parts[block.saved_by[0]] += block.bytes
     return parts
-
-
-def saved_bytes(shape: LayerShape) -> int:
-    """Bytes of the whole half."""
-    return sum(saved_parts(shape).values())
-
-
-def _norm(shape: LayerShape) -> Iterator[SavedTensor]:
-    """A dense layer's, whose output others read."""
-    readers = (SHARED_FC1, ROUTER) if experts_of(shape).shared_ffn else (ROUTER,)
-    for block in half_tensors(shape, MLP.half):
-        if block.made_by == MLP.norm:
-            handed_on = MLP.column_parallel in block.saved_by
-            yield block.model_copy(update={"saved_by": readers, "output": True}) if handed_on else block
-
-
-def _dropout(shape: LayerShape) -> Iterator[SavedTensor]:
-    return (block for block in half_tensors(shape, MLP.half) if block.made_by == MLP.residual)
 
 
 def _router(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -113,10 +98,10 @@ def _expert_rows(shape: LayerShape) -> Iterator[SavedTensor]:
     """Between the experts' GEMMs."""
     model, own = shape.model, {"made_by": EXPERTS_ACTIVATION, "saved_by": (EXPERTS_ACTIVATION,)}
     block, gated = routed_rows(shape) * expert_width(shape) * model.element_bytes, model.activation == "swiglu"
-    apart = sums_apart(shape)
+    apart = shape.sums_apart
     made = 2 * block if gated else block
     yield SavedTensor(bytes=made, made_by=EXPERTS_FC1, saved_by=() if apart else (EXPERTS_ACTIVATION,), output=True)
-    inside = gates_apart(shape) + activation_apart(shape) if gated else 1
+    inside = shape.gates_apart + shape.activation_apart if gated else 1
     yield from (SavedTensor(bytes=block, **own) for _ in range(inside))
     if apart:
         yield SavedTensor(bytes=made, **own)
@@ -128,7 +113,6 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     if not experts_of(shape).shared_ffn:
         return
     model = shape.model.model_copy(update={"ffn": experts_of(shape).shared_ffn})
-    for block in half_tensors(replace(shape, model=model), MLP.half):
-        if block.made_by in SHARED:
-            readers = tuple(SHARED[item] for item in block.saved_by)
-            yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
+    for block in mlp_tensors(replace(shape, model=model)):
+        readers = tuple(SHARED[item] for item in block.saved_by)
+        yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})

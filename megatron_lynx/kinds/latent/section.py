@@ -24,20 +24,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
-from megatron_lynx.anatomy.dense import ATTENTION, DENSE, LINEAR_PROJ, MLP, ROTARY
-from megatron_lynx.anatomy.section import Collective, Half, Item, Pass, Section
-from megatron_lynx.latent_sizes import LatentSizes
-
-LatentItemName = Literal[
-    "linear_q_down_proj",
-    "linear_kv_down_proj",
-    "q_layernorm",
-    "kv_layernorm",
-    "linear_q_proj",
-    "linear_q_up_proj",
-    "linear_kv_up_proj",
-]
-"""Every item that plan files know of latent attention alone."""
+from megatron_lynx.anatomy.section import Collective, Item, Pass, Section
+from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
 
 Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
 KV_DOWN = Item("linear_kv_down_proj", "down_projection", path="self_attention.linear_kv_down_proj")
@@ -85,7 +73,7 @@ def _section(compressed: bool, te: bool) -> Section:
     for sliced in (False, True):
         collectives["fwd", sliced] = tuple(_forward(order, te, sliced))
         collectives["bwd", sliced] = tuple(_backward(order, te, sliced))
-    return Section("latent", ATTENTION.half, ATTENTION.method, (*order, *_BEHIND), collectives, fuses_norm=False)
+    return Section("latent", ATTENTION.half, ATTENTION.method, (*order, *_BEHIND), collectives, fuses_norm=False, two_paths=True)
 
 
 LATENT: Mapping[tuple[bool, bool], Section] = {
@@ -95,14 +83,3 @@ LATENT: Mapping[tuple[bool, bool], Section] = {
 
 LATENT_ITEMS: tuple[str, ...] = tuple(item.name for item in (Q_DOWN, KV_DOWN, Q_NORM, KV_NORM, Q_PROJ, Q_UP, KV_UP))
 """The items that only latent attention has."""
-
-
-def latent_section(sizes: LatentSizes | None, *, te: bool) -> Section | None:
-    """What fills the attention half of a model with latent attention of these sizes; None without. `te`: the layers are
-    Transformer Engine's."""
-    return None if sizes is None else LATENT[sizes.compressed, te]
-
-
-def halves_of(latent: Section | None) -> Mapping[Half, Section]:
-    """What fills the halves of a layer without experts, in the order of a forward. `latent`: its latent attention, if any."""
-    return DENSE if latent is None else {latent.half: latent, MLP.half: MLP}
