@@ -21,6 +21,7 @@ FOUNDATION = {
     "kinds.latent.section",
     "kinds.latent.sizes",
     "kinds.names",
+    "kinds.section",
     "kinds.sections",
     "errors",
     "fp8_recipes",

@@ -1,6 +1,5 @@
 """What a transformer layer consists of and where its windows are, as data: sections, items, collectives, addresses."""
 
-from megatron_lynx.anatomy.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 from megatron_lynx.kinds.dense.section import (
     ATTENTION,
     CODE_ITEMS,
@@ -14,6 +13,7 @@ from megatron_lynx.kinds.dense.section import (
 )
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, SHARED_EXPERTS
 from megatron_lynx.kinds.latent.section import LATENT, LATENT_ITEMS
+from megatron_lynx.kinds.section import EXPERTS_LINEARS, HALVES, PASSES, Collective, Half, Item, Pass, Role, Section
 from megatron_lynx.kinds.sections import Facts, all_items, filling, halves_of, names_in, sections_of
 
 __all__ = [

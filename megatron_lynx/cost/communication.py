@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
-from megatron_lynx.anatomy.section import Exchange
 from megatron_lynx.kinds.planning import planning_of
+from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
 from megatron_lynx.profiler.quantized import PER_TENSOR
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.kinds.core_attention import ordered_bytes
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.face import Step
+from megatron_lynx.kinds.section import Section
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape
 
 EAGER_NORM_BLOCKS = 6

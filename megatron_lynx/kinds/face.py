@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lynx.anatomy.section import Collective, Item, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
+from megatron_lynx.kinds.section import Collective, Item, Section
 from megatron_lynx.profiler.element_wise import Kernels, norm_kernels, residual_kernels
 from megatron_lynx.profiler.profile import HalfProfile, ItemProfile, Profile, SavedTensor, Shape
 from megatron_lynx.profiler.quantized import FP8_BYTES

@@ -6,7 +6,7 @@ classes          by role               `apply.layers`: linears that were shown t
 relies_on        modules, functions    `apply.inventory`, and the installation, before it changes anything
 refusals         settings, modules     `apply.refusals`
 mismatches       plan and live layers  `apply.match`
-claims           hooks of its own      `apply.install`
+claims           hooks of its own      `apply.installation`
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy.section import Half, Role, Section
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.errors import Problem
+from megatron_lynx.kinds.section import Half, Role, Section
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
 

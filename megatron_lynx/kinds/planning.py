@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_lynx.anatomy.section import HALVES, Half, Section
 from megatron_lynx.kinds.dense.planning import DenseAttention, DenseMlp
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.planning import MixtureOfExperts
@@ -12,6 +11,7 @@ from megatron_lynx.kinds.experts.section import EXPERTS
 from megatron_lynx.kinds.face import Planning
 from megatron_lynx.kinds.latent.planning import LatentAttention
 from megatron_lynx.kinds.latent.section import LATENT
+from megatron_lynx.kinds.section import HALVES, Half, Section
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy.section import HALVES, Half, Section
 from megatron_lynx.apply.live_run import LiveRun
 from megatron_lynx.kinds.dense.running import HeldAttention, HeldMlp
 from megatron_lynx.kinds.experts.running import HeldExperts
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.latent.running import HeldLatentAttention
+from megatron_lynx.kinds.section import HALVES, Half, Section
 
 FACES: list[Running] = [HeldAttention(), HeldMlp(), HeldLatentAttention(), HeldExperts()]
 """The usual content of each half first: it answers to every layer."""

@@ -15,8 +15,8 @@ Three implementations, as `model.attention` and the device say:
 
 from __future__ import annotations
 
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION, LINEAR_PROJ
+from megatron_lynx.kinds.section import Section
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
 from megatron_lynx.profiler.shape import FP32_BYTES, MASK_BYTES, LayerShape

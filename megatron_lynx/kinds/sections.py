@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from megatron_lynx.anatomy.section import HALVES, Half, Section
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED
 from megatron_lynx.kinds.latent.section import LATENT
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.section import HALVES, Half, Section
 
 
 class Facts(NamedTuple):

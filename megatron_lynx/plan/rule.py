@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, all_items, filling, names_in
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
-from megatron_lynx.anatomy.section import WHY_KEPT
 from megatron_lynx.anatomy.stretch import Stretch, stretches_in
+from megatron_lynx.kinds.section import WHY_KEPT
 from megatron_lynx.plan.layer_range import LayerRange, Layers
 from megatron_lynx.plan.names import GatherName, ItemName, PlaceName, WaitName
 from megatron_lynx.validation import Part

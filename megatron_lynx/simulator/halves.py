@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lynx.anatomy import PASSES, Collective, Pass, Section
 from megatron_lynx.anatomy.address import ON_DEMAND, RECV_BACKWARD, Window, WindowAddress
-from megatron_lynx.anatomy.section import Exchange
 from megatron_lynx.cost.communication import window_lengths_s, windows_of
 from megatron_lynx.cost.host import NO_HOST_TIME
 from megatron_lynx.cost.weight_gradient import weight_gradient
 from megatron_lynx.kinds.experts.section import EXCHANGES
+from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.schedule.schedule import Phase
 from megatron_lynx.simulator.half_copies import ComingBack, GoingOut
 from megatron_lynx.simulator.passes import PHASES, ChunkPasses, Filled, PassKey, TimedPass, Walked

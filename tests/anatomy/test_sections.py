@@ -21,8 +21,8 @@ from megatron_lynx.anatomy import (
     names_in,
     sections_of,
 )
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.kinds.dense.section import CODE_ITEMS
+from megatron_lynx.kinds.section import Section
 
 ALL = [ATTENTION, MLP, EXPERTS, EXPERTS_WITH_SHARED]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_lynx.anatomy.section import Item
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.backward import column_parallel, core, row_parallel
@@ -27,6 +26,7 @@ from megatron_lynx.kinds.dense.section import (
 )
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step
 from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, rms_products
+from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.quantized import saved_bytes
@@ -70,7 +70,7 @@ class DenseAttention(Planning):
 
     def saved(self, shape: LayerShape) -> Iterator[SavedTensor]:
         yield from norm_tensors(shape, self.section, (LINEAR_QKV,))
-        yield from _queries_keys_values(shape)
+        yield from queries_keys_values(shape)
         yield from core_tensors(shape)
         yield from context_tensors(shape)
         yield dropout_tensor(shape, self.section)
@@ -140,7 +140,7 @@ def _query_key_bytes(shape: LayerShape) -> tuple[int, int]:
     return one * shape.query_width, one * shape.key_width
 
 
-def _queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
+def queries_keys_values(shape: LayerShape) -> list[SavedTensor]:
     """What the attention reads: views of the projection's one block, or blocks of their own where something changed them."""
     model, element = shape.model, shape.model.element_bytes
     query, key, whole = (shape.tokens * element * width for width in (shape.query_width, shape.key_width, shape.qkv_width))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.apply.live_run import IDENTITY, LINEARS, TE_MODULE, LiveRun
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.held import Classes, Layers, Running
+from megatron_lynx.kinds.section import Section
 from megatron_lynx.plan.plan import Plan
 
 LOCAL: Classes = {"column_parallel": (f"{LINEARS}ColumnParallelLinear",), "row_parallel": (f"{LINEARS}RowParallelLinear",)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_lynx.anatomy.section import Collective, Half, Item, Pass, Section
+from megatron_lynx.kinds.section import Collective, Half, Item, Pass, Section
 
 COLLECTIVES: Mapping[tuple[Pass, bool], tuple[Collective, ...]] = {
     ("fwd", False): (Collective("all_reduce", "output", "row_parallel"),),

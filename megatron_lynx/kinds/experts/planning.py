@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from megatron_lynx.anatomy.section import Item
 from megatron_lynx.config.cluster import Cluster
 from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
@@ -47,6 +46,7 @@ from megatron_lynx.kinds.experts.section import (
     SHARED_LINEARS,
 )
 from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kept_of_argument, made_bytes
+from megatron_lynx.kinds.section import Item
 from megatron_lynx.profiler.element_wise import Kernels, activation_kernels, weighted_kernels
 from megatron_lynx.profiler.link_levels import fewest_in_a_node, link_among
 from megatron_lynx.profiler.profile import ExpertHalf, Profile, SavedTensor

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import exchanges, expert_load
 from megatron_lynx.apply.live_run import LINEARS, TE_MODULE, LiveRun, module_at, name_of, not_one
@@ -19,6 +18,7 @@ from megatron_lynx.apply.site import places_of
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED, MIXTURE
 from megatron_lynx.kinds.held import Classes, Layers, Running
+from megatron_lynx.kinds.section import Section
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.runtime.engine import Engine

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_lynx.anatomy.section import Exchange, Item, Pass, Section
 from megatron_lynx.kinds.dense.section import MLP
+from megatron_lynx.kinds.section import Exchange, Item, Pass, Section
 
 MIXTURE = "mlp"
 """Where Megatron's layer has its mixture of experts, as an attribute path."""

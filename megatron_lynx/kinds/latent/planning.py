@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_lynx.anatomy.section import Collective, Item
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.kinds.backward import core, norm, row_parallel
@@ -27,6 +26,7 @@ from megatron_lynx.kinds.face import HalfParameters, Linear, Planning, Step, kep
 from megatron_lynx.kinds.latent.section import KV_DOWN, KV_NORM, KV_UP, Q_DOWN, Q_NORM, Q_PROJ, Q_UP
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.saved import context_tensors, dropout_tensor, norm_tensors, statistics
+from megatron_lynx.kinds.section import Collective, Item
 from megatron_lynx.profiler.element_wise import Kernels, one_kernel, turned_kernels
 from megatron_lynx.profiler.profile import Profile, SavedTensor, Shape
 from megatron_lynx.profiler.shape import LayerShape

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from megatron_lynx.anatomy.section import Section
 from megatron_lynx.apply.hook import Claim
 from megatron_lynx.apply.hooks import latents
 from megatron_lynx.apply.live_run import IDENTITY, LINEARS, TE_MODULE, LiveRun, module_at, name_of, switched_on
@@ -16,6 +15,7 @@ from megatron_lynx.kinds.dense.running import LOCAL, TE
 from megatron_lynx.kinds.held import Classes, Layers, Running
 from megatron_lynx.kinds.latent.section import KV_DOWN, LATENT, Q_DOWN
 from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.section import Section
 from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.engine import Engine
 

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
-from megatron_lynx.anatomy.section import Collective, Item, Pass, Section
 from megatron_lynx.kinds.dense.section import ATTENTION, LINEAR_PROJ, ROTARY
+from megatron_lynx.kinds.section import Collective, Item, Pass, Section
 
 Q_DOWN = Item("linear_q_down_proj", "down_projection", path="self_attention.linear_q_down_proj")
 KV_DOWN = Item("linear_kv_down_proj", "down_projection", path="self_attention.linear_kv_down_proj")
