@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
-from megatron_lynx.apply.dropout import may_draw_in
+from megatron_lynx.apply.site import may_draw_in
 from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.order import frames_of, gather_of, halves_ahead, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage

@@ -34,11 +34,10 @@ from megatron_lynx.apply.hooks import (
 )
 from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
 from megatron_lynx.apply.hooks.random_state import MegatronRandom
-from megatron_lynx.apply.host_share import host_limit_of
 from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches
-from megatron_lynx.apply.offloading import offloader_of
+from megatron_lynx.apply.offloading import host_limit_of, offloader_of
 from megatron_lynx.apply.refusals import refusals
 from megatron_lynx.apply.releases import Release, present_release
 from megatron_lynx.apply.transformer_engine import present_te

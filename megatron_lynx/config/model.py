@@ -10,13 +10,24 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.cluster import AttentionKernel
 from megatron_lynx.config.experts import BALANCED, Experts, as_spans
-from megatron_lynx.config.fp8 import Fp8
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.names import KindName
 from megatron_lynx.validation import Part
+
+Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]
+"""Bias, dropout and residual addition (`--no-bias-dropout-fusion` switches it off); bias and activation (`--no-bias-gelu-fusion`,
+`--no-bias-swiglu-fusion`); rotary positions, with a kernel of Transformer Engine's (`--no-rope-fusion`); mask and softmax of
+local layers' scores (`--no-masked-softmax-fusion`)."""
+
+
+class Fp8(Part):
+    """Megatron's `--fp8-format` and `--fp8-recipe`. Weights themselves stay in the model's type."""
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: E4M3, but gradients in E5M2."""
+    recipe: Recipe = "delayed"
 
 
 class Model(Part):

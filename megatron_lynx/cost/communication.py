@@ -7,6 +7,15 @@
 
 In FP8 inputs are gathered as bytes, after their cast; of a gradient with block scales those by rows and by columns are gathered,
 which is as much as in bf16.
+
+What Transformer Engine allocates for userbuffers (--tp-comm-overlap), beside PyTorch's allocator and before the first step.
+
+                                                                   tensors     with FP8
+    gathered    qkv, fc1 forward and dgrad, proj, fc2 dgrad and wgrad    8     in bytes
+    scattered   proj, fc2 forward, qkv, fc1 wgrad                        4     in 16 bits
+
+Each holds all rows of a micro-batch, and serves all layers. Source: `initialize_ub` of Transformer Engine 2.9 to 2.20 as Megatron
+calls it (the methods that are the default; a ring that scatters holds almost twice as much).
 """
 
 from __future__ import annotations
@@ -14,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lynx.anatomy import Collective, Pass, Section
+from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.kinds.section import Exchange
 from megatron_lynx.profiler.profile import BlockProfile, LinkKind, Profile
-from megatron_lynx.profiler.quantized import PER_TENSOR
+from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES, PER_TENSOR
+from megatron_lynx.profiler.shape import LayerShape
 
 SCATTER_AND_GATHER: tuple[LinkKind, LinkKind] = ("reduce_scatter", "all_gather")
 
@@ -157,3 +168,16 @@ def _behind_gather_s(profile: Profile, section: Section, whole: bool) -> float:
     items = profile.half(section.half).items
     rest = reversed(section.names[: section.index(section.inner[0])]) if whole else ()
     return sum(items[item].backward_s for item in (*reversed(section.inner), *rest))
+
+
+GATHERED, SCATTERED = 8, 4
+
+
+def userbuffers_bytes(job: Job, shape: LayerShape) -> int:
+    """Bytes of all userbuffers of a device. None without them."""
+    if not job.userbuffers:
+        return 0
+    gathered = GATHERED * shape.gathered_bytes
+    if job.model.fp8 is not None:
+        gathered = gathered * FP8_BYTES // BF16_BYTES
+    return gathered + SCATTERED * shape.gathered_bytes

@@ -37,6 +37,7 @@ from functools import lru_cache
 
 from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.buckets import filled_numbers
+from megatron_lynx.cost.communication import userbuffers_bytes
 from megatron_lynx.cost.ends import (
     embedding_gradient_bytes,
     head_block_bytes,
@@ -63,7 +64,6 @@ from megatron_lynx.cost.parameters import (
     update_in_hand_bytes,
 )
 from megatron_lynx.cost.stage import of_every_stage
-from megatron_lynx.cost.userbuffers import userbuffers_bytes
 from megatron_lynx.kinds.experts.rows import routed_rows
 from megatron_lynx.kinds.experts.saved import remembered_bytes
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_lynx.config.head import Head
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.job import Head, Job
 from megatron_lynx.errors import Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.solver.stage_budget import beside_layers

@@ -14,7 +14,6 @@ from megatron_lynx.config.cluster import Link
 from megatron_lynx.config.job import Job
 from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.element_wise import norm_kernels
-from megatron_lynx.profiler.link_levels import link_among
 from megatron_lynx.profiler.profile import (
     BlockProfile,
     LinkKind,
@@ -24,7 +23,7 @@ from megatron_lynx.profiler.profile import (
     hiding_of,
     shape_of,
 )
-from megatron_lynx.profiler.roofline import Roofline, kernels_s
+from megatron_lynx.profiler.roofline import Roofline, kernels_s, link_among
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape, embedding_bytes, head_bytes, logits_bytes
 from megatron_lynx.version import __version__
 

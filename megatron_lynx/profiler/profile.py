@@ -19,10 +19,10 @@ from pydantic import Field, model_validator
 
 from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.config.experts import Experts
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.host_time import HostTime, Implementation
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.later import IN_EXPERTS
+from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.kinds.latent.sizes import LatentSizes
 from megatron_lynx.kinds.names import KindName
