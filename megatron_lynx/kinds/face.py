@@ -7,6 +7,7 @@
     saved        memory blocks          bytes by item, and what a replay regenerates (`cost.replay`)
     parameters   how many               bytes of weights, gradients and optimizer (`cost.parameters`)
     backward     its operators          what is in hand beside what is kept (`cost.in_hand`)
+    refusals     what it cannot have    jobs that are refused before anything is planned (`planner.checks`)
 
 Whoever walks over layers asks `kinds.planning.planning_of(section)` and knows no kind.
 """
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.core_attention import AttentionBytes, core_s
 from megatron_lynx.kinds.section import Collective, Item, Section
 from megatron_lynx.profiler.element_wise import Kernels, norm_kernels, residual_kernels
@@ -124,8 +126,8 @@ class Planning(ABC):
         """What a checkpoint of the core attention is given, and nobody else keeps."""
         return 0
 
-    def refusals(self, job: Job) -> Iterator[str]:
-        """What a job cannot have beside it, in words: what was found and what is needed."""
+    def refusals(self, job: Job) -> Iterator[Problem]:
+        """What a job may state beside it, so that it can be estimated, but no plan can have."""
         yield from ()
 
     def tensors(self, shape: LayerShape) -> tuple[SavedTensor, ...]:

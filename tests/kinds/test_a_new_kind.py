@@ -129,6 +129,11 @@ def test_a_plan_for_the_usual_attention_is_refused(pool: RankPool) -> None:
     assert "gated in this run alone" in said
 
 
+def test_what_it_cannot_have_is_refused_before_anything_is_planned() -> None:
+    with pytest.raises(ConfigError, match="false with gated attention"):
+        uniform_plan(tiny_job("gpt", tensor=2, sequence_parallel=True, **KIND))
+
+
 def test_a_kind_that_nobody_registered_is_told() -> None:
     data = tiny_job("gpt").model.model_dump(mode="json") | {"kinds": ["gatd"]}
     with pytest.raises(ConfigError, match="gated"):

@@ -9,6 +9,7 @@ from megatron_lynx.anatomy import Item
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
+from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.backward import row_parallel
 from megatron_lynx.kinds.core_attention import core_tensors
 from megatron_lynx.kinds.dense.planning import DenseAttention, queries_keys_values
@@ -58,6 +59,6 @@ class GatedAttention(DenseAttention):
         yield Step(GATE.name, shape.gathered_bytes, one)
         yield from steps[2:]
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def refusals(self, job: Job) -> Iterator[Problem]:
         if job.parallel.sequence_parallel:
-            yield "gated attention needs parallel.sequence_parallel false, found true"
+            yield Problem("job: parallel.sequence_parallel", "true", "false with gated attention", "leave it out")
