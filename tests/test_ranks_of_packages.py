@@ -20,7 +20,6 @@ FOUNDATION = {
     "kinds.experts.section",
     "kinds.latent.section",
     "kinds.latent.sizes",
-    "kinds.names",
     "kinds.section",
     "kinds.sections",
     "errors",
@@ -42,7 +41,7 @@ FOUNDATION = {
 KINDS_RUNNING = {"kinds.held", "kinds.running", *(f"kinds.{kind}.running" for kind in ("dense", "experts", "latent"))}
 KINDS_PLANNING = {
     *("kinds.backward", "kinds.core_attention", "kinds.face", "kinds.planning", "kinds.saved"),
-    *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.rows", "kinds.experts.saved", "kinds.latent.planning"),
+    *("kinds.dense.planning", "kinds.experts.planning", "kinds.experts.saved", "kinds.latent.planning"),
 }
 PLANNING = {
     *("config", "profiler", "cost", "simulator", "solver", "search", "rehearsal", "planner", "stock", "advise", "from_run"),

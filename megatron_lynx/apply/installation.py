@@ -32,8 +32,7 @@ from megatron_lynx.apply.hooks import (
     te_collectives,
     te_weight_gradients,
 )
-from megatron_lynx.apply.hooks.nvtx_ranges import left_as_they_were
-from megatron_lynx.apply.hooks.random_state import MegatronRandom
+from megatron_lynx.apply.hooks.random_state import MegatronRandom, left_as_they_were
 from megatron_lynx.apply.linears import deferring_linears
 from megatron_lynx.apply.live_run import LiveRun, live_run
 from megatron_lynx.apply.match import mismatches

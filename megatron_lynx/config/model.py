@@ -13,7 +13,7 @@ from megatron_lynx.config.experts import BALANCED, Experts, as_spans
 from megatron_lynx.config.host_time import Implementation
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.latent.sizes import LatentSizes
-from megatron_lynx.kinds.names import KindName
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.validation import Part
 
 Fusion = Literal["bias_dropout", "bias_activation", "rope", "masked_softmax"]

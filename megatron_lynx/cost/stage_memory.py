@@ -64,8 +64,7 @@ from megatron_lynx.cost.parameters import (
     update_in_hand_bytes,
 )
 from megatron_lynx.cost.stage import of_every_stage
-from megatron_lynx.kinds.experts.rows import routed_rows
-from megatron_lynx.kinds.experts.saved import remembered_bytes
+from megatron_lynx.kinds.experts.saved import remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 
 REST_BYTES = {"cuda": 100_000_000, "cpu": 0}

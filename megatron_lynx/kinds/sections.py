@@ -4,12 +4,17 @@ are read with this.
     facts of a model ──> for each half, the last kind of KINDS that answers ──> a section
 
 A new kind is one line more in `KINDS`, one in `kinds.planning` and one in `kinds.running` (docs/architecture.md).
+
+Files name items and kinds; a wrong name is answered with those that exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from megatron_lynx.kinds.dense.section import ATTENTION, MLP
 from megatron_lynx.kinds.experts.section import EXPERTS, EXPERTS_WITH_SHARED
@@ -105,3 +110,22 @@ def halves_of(facts: Facts) -> Mapping[Half, Section]:
 def _filling_of(half: Half, facts: Facts) -> Section:
     chosen = (kind.chosen(facts) for kind in reversed(KINDS) if kind.half == half)
     return next(section for section in chosen if section is not None)
+
+
+def _one_of(names: Callable[[], tuple[str, ...]]) -> AfterValidator:
+    """Text must be one of these names; asked when it is checked, so that kinds may still be added."""
+
+    def check(text: str) -> str:
+        if text not in names():
+            expected = ", ".join(repr(name) for name in names()) or "nothing: there are no such kinds"
+            raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
+ItemName = Annotated[str, _one_of(all_items), WithJsonSchema({"enum": list(all_items()), "type": "string"})]
+"""Every item that plan files know."""
+
+KindName = Annotated[str, _one_of(kind_names), WithJsonSchema({"type": "string"})]
+"""A kind of what fills a half that no key of its own speaks of."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
 from megatron_lynx.kinds.latent.sizes import LatentSizes
-from megatron_lynx.kinds.names import KindName
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, RECV_BACKWARD, WAIT_PATTERN, examples
 from megatron_lynx.anatomy.stretch import PLACE_PATTERN
-from megatron_lynx.kinds.names import ItemName
+from megatron_lynx.kinds.sections import ItemName
 
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
 

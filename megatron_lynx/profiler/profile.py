@@ -25,7 +25,7 @@ from megatron_lynx.config.later import IN_EXPERTS
 from megatron_lynx.config.model import Fusion
 from megatron_lynx.config.parallel import ContextExchange
 from megatron_lynx.kinds.latent.sizes import LatentSizes
-from megatron_lynx.kinds.names import KindName
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.profiler.quantized import BF16_BYTES, FP8_BYTES
 from megatron_lynx.validation import Part, validated
 from megatron_lynx.whole_file import write_whole

@@ -12,8 +12,7 @@ read by offloaded modules alone                    in host memory
 
 from __future__ import annotations
 
-from megatron_lynx.kinds.experts.rows import experts_of
-from megatron_lynx.kinds.experts.saved import expert_tensors
+from megatron_lynx.kinds.experts.saved import expert_tensors, experts_of
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.stock.dense_bytes import Treatment
 from megatron_lynx.stock.held import HalfBytes

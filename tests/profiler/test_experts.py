@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from megatron_lynx.config import Experts, Job
 from megatron_lynx.kinds.experts.planning import all_to_all_s
-from megatron_lynx.kinds.experts.rows import routed_rows
-from megatron_lynx.kinds.experts.saved import saved_parts
+from megatron_lynx.kinds.experts.saved import routed_rows, saved_parts
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
 from megatron_lynx.testbed.ranks import RankPool

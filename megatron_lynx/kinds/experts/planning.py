@@ -26,15 +26,15 @@ from megatron_lynx.config.experts import Experts
 from megatron_lynx.config.job import Job
 from megatron_lynx.config.model import Model
 from megatron_lynx.config.parallel import Parallel
-from megatron_lynx.kinds.experts.rows import (
+from megatron_lynx.kinds.experts.saved import (
     expert_linears,
+    expert_tensors,
     expert_width,
     experts_of,
     local_experts,
     routed_rows,
     shared_width,
 )
-from megatron_lynx.kinds.experts.saved import expert_tensors
 from megatron_lynx.kinds.experts.section import (
     COMBINE,
     DISPATCH,

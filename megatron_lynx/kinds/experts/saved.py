@@ -1,11 +1,12 @@
-"""Every memory block that the backward of a mixture of experts reads on one rank, item by item.
+"""A mixture of experts on one rank by its shape: rows and columns, and every memory block that its backward reads.
 
     T tokens ── norm ──┬── shared experts: an MLP that every token passes
                        ├── router ── probabilities, which expert gets what
                        └── dispatch: permute ── all-to-all ── R rows ── experts ── combine: all-to-all ── unpermute ──> T
 
-T: a rank's own tokens; k: experts for each; E: experts; R: rows of the fullest rank (`expert_shape`); f: width of one expert on a
-rank.
+T: a rank's own tokens; k: experts for each; E: experts; f: width of one expert on a rank; R = T k etp x load: rows of the fullest
+rank, with etp ranks among which each expert is cut (`expert_tensor`). Rows are counted as in megatron-core's
+`MoEAlltoAllTokenDispatcher`; the fullest rank's experts get `experts.load` times as many as they would under a balanced load.
 
     norm         as in a layer with an MLP, but a module of its own in Transformer Engine's layers, too
     router       `TopKRouter` with an auxiliary loss: chosen experts (int64, twice), their scores in fp32; the scores of all for
@@ -25,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 
+from megatron_lynx.config.experts import Experts
 from megatron_lynx.kinds.dense.planning import mlp_tensors
 from megatron_lynx.kinds.dense.section import MLP
-from megatron_lynx.kinds.experts.rows import expert_width, experts_of, routed_rows
 from megatron_lynx.kinds.experts.section import (
     COMBINE,
     DISPATCH,
@@ -38,7 +40,9 @@ from megatron_lynx.kinds.experts.section import (
     ROUTER,
     SHARED_EXPERTS,
     SHARED_FC1,
+    SHARED_FC2,
 )
+from megatron_lynx.kinds.face import Linear
 from megatron_lynx.kinds.saved import dropout_tensor, norm_tensors
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import FP32_BYTES, LayerShape
@@ -116,3 +120,46 @@ def _shared(shape: LayerShape) -> Iterator[SavedTensor]:
     for block in mlp_tensors(replace(shape, model=model)):
         readers = tuple(SHARED[item] for item in block.saved_by)
         yield block.model_copy(update={"made_by": SHARED[block.made_by], "saved_by": readers})
+
+
+def experts_of(shape: LayerShape) -> Experts:
+    """The mixture of a layer's model."""
+    assert shape.model.experts is not None, "asked only of layers with experts"
+    return shape.model.experts
+
+
+def routed_rows(shape: LayerShape) -> int:
+    """Rows that the experts of the fullest rank are given (R)."""
+    experts = experts_of(shape)
+    return ceil(shape.own_tokens * experts.per_token * shape.parallel.expert_tensor_size * experts.load)
+
+
+def local_experts(shape: LayerShape) -> int:
+    """Experts of one rank."""
+    return experts_of(shape).count // shape.parallel.expert
+
+
+def expert_width(shape: LayerShape) -> int:
+    """Columns between an expert's GEMMs on one rank."""
+    return experts_of(shape).ffn // shape.parallel.expert_tensor_size
+
+
+def shared_width(shape: LayerShape) -> int:
+    """Columns between the GEMMs of shared experts on one rank; 0 without any."""
+    return experts_of(shape).shared_ffn // shape.parallel.tensor
+
+
+def expert_linears(shape: LayerShape) -> dict[str, Linear]:
+    """The linears of the half by item."""
+    count, rows = local_experts(shape), routed_rows(shape)
+    linears = _pair(shape, (EXPERTS_FC1, EXPERTS_FC2), (-(-rows // count), count), expert_width(shape))
+    if width := shared_width(shape):
+        linears |= _pair(shape, (SHARED_FC1, SHARED_FC2), (shape.tokens, 1), width)
+    return linears
+
+
+def _pair(shape: LayerShape, names: tuple[str, str], rows_and_count: tuple[int, int], width: int) -> dict[str, Linear]:
+    """Both linears around an activation of so many columns. `rows_and_count`: rows of each, and how many there are."""
+    (rows, count), hidden = rows_and_count, shape.model.hidden
+    outer = 2 * width if shape.model.activation == "swiglu" else width
+    return {names[0]: Linear(rows, hidden, outer, count), names[1]: Linear(rows, width, hidden, count)}
