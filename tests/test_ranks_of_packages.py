@@ -62,13 +62,13 @@ MAY_IMPORT = {
     "solver": {"config", "schedule", "profiler", "cost"},
     "rehearsal": {"config", "schedule", "plan", "profiler", "cost", "simulator"},
     "planner": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal"},
-    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.offload", "stock.recompute"},
+    "launch_arguments": {"config", "stock.setting", "stock.legality", "stock.modules"},
     "doctor": {"config", "plan", "profiler", "cost", "rehearsal", "estimate", "launch_arguments", "apply"},
     "search": {"config", "schedule", "plan", "profiler", "cost", "simulator", "solver", "rehearsal", "planner"},
     "stock": {"config", "schedule", "profiler", "cost", "simulator", "search.simulated"},
     "estimate": {"config", "profiler", "cost", "solver", "planner", "search.simulated", "stock"},
     "advise": {"config", "plan", "profiler", "cost", "launch_arguments", "planner", "search", "stock"},
-    "from_run": {"config", "profiler", "cost", "measure.run_outcome"},
+    "from_run": {"config", "plan", "profiler", "cost", "rehearsal", "measure.run_outcome"},
     "published": {"config", "profiler", "cost", "solver", "estimate"},
     "runtime": set(),
     "apply": {"plan", "runtime", "schedule", *KINDS_RUNNING},
@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "report": {
         *("config", "plan", "profiler", "cost", "simulator", "planner", "rehearsal", "search.simulated"),
         *("measure.measurement", "measure.run_outcome", "compare.report", "compare.table"),
-        *("launch_arguments", "advise.rows", "advise.today"),
+        *("launch_arguments", "advise.today"),
     },
 }
 ANYTHING = {"cli", "launch", "testbed"}

@@ -17,7 +17,7 @@ from megatron_lynx.planner import decide, uniform_plan
 from megatron_lynx.profiler.analytic import analytic_profile, on_cluster
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.rehearsal import rehearse
-from megatron_lynx.solver.within import Leaver
+from megatron_lynx.solver.offload import Leaver
 from megatron_lynx.stock import FULL, NONE, SELECTIVE, StockSetting
 from megatron_lynx.stock.legality import Facts, offered
 from megatron_lynx.testbed.candidates import Candidate, stock, with_offload, without_windows

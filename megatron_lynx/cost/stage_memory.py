@@ -49,7 +49,6 @@ from megatron_lynx.cost.ends import (
     tied_gradients_bytes,
 )
 from megatron_lynx.cost.host_optimizer import made_bytes
-from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight
 from megatron_lynx.cost.in_hand import global_buffer_bytes, half_in_hand_bytes, kept_blocks_bytes, layer_in_hand_bytes
 from megatron_lynx.cost.layer import kept_bytes, layers_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
@@ -63,7 +62,7 @@ from megatron_lynx.cost.parameters import (
     update_copies_bytes,
     update_in_hand_bytes,
 )
-from megatron_lynx.cost.stage import of_every_stage
+from megatron_lynx.cost.stage import chunks_in_flight, chunks_in_flight_by_stage, microbatches_in_flight, of_every_stage
 from megatron_lynx.kinds.experts.saved import remembered_bytes, routed_rows
 from megatron_lynx.profiler.shape import LayerShape, embedding_bytes, head_bytes
 

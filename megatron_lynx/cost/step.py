@@ -20,9 +20,17 @@ from megatron_lynx.config.job import Job, Policy
 from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.cost.host import issued
 from megatron_lynx.cost.host_copy import avoid_messages, meet_messages
-from megatron_lynx.cost.in_flight import chunks_in_flight, chunks_in_flight_by_stage
 from megatron_lynx.cost.layer import replayed_items
-from megatron_lynx.cost.stage import LayerSeconds, StageSeconds, layer_seconds, of_every_stage, stage_of_layers, step_s
+from megatron_lynx.cost.stage import (
+    LayerSeconds,
+    StageSeconds,
+    chunks_in_flight,
+    chunks_in_flight_by_stage,
+    layer_seconds,
+    of_every_stage,
+    stage_of_layers,
+    step_s,
+)
 from megatron_lynx.cost.stage_memory import CHUNKS_NOT_OFFLOADED, chunk_bytes
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.profiler.profile import Profile

@@ -1,4 +1,5 @@
-"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job."""
+"""Refuses, before anything is planned, jobs that no plan can express and profiles of another job; and says which jobs' plans may
+defer no weight gradients."""
 
 from __future__ import annotations
 
@@ -60,3 +61,19 @@ def check_profile(job: Job, profile: Profile) -> None:
     ]
     if problems:
         raise ConfigError("the profile was measured for another job", problems)
+
+
+def why_none_deferred(job: Job) -> str | None:
+    """Why no weight gradient is deferred, in words; None where they may be."""
+    asked = job.overlap.weight_gradients
+    if job.policy != "planned":
+        return f"policy {job.policy} is stock's: it waits where stock waits"
+    if asked == "none":
+        return "overlap.weight_gradients is none (--no-gradient-accumulation-fusion): nothing adds them up where they lie"
+    if job.userbuffers:
+        return "with userbuffers it exchanges in its GEMM, or reads a buffer that the next layer fills"
+    if job.schedule == "double_buffered":
+        return "without flushes a forward may hide those of another version of the weights: that is not planned yet"
+    if asked == "auto" and job.cluster.device == "cpu":
+        return "on the testbed only where the job asks for it (overlap.weight_gradients: deferred)"
+    return None

@@ -21,8 +21,7 @@ TABLES = (
     "apply/releases",
     "apply/transformer_engine/",
     "double_buffered/releases.py",
-    "stock/recompute.py",
-    "stock/offload.py",
+    "stock/modules.py",
 )
 """What Megatron and Transformer Engine call their things, release by release, and the anatomy itself."""
 
