@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase, Window, window_at
-from megatron_lynx.apply.dropout import may_draw_in
-from megatron_lynx.apply.site import sections_in
+from megatron_lynx.apply.site import may_draw_in
+from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.order import frames_of, gather_of, halves_ahead, stretches_of
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
@@ -40,7 +40,7 @@ def _policy(plan: Plan, stage: Stage, layer: int, section: Section, gather: Call
     replayed = frozenset(stage.rule_for(layer).replays(section.half))
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and section.gathered in replayed
-    offloads = stage.offload is not None and (not section.has_experts or stage.offload.experts)
+    offloads = stage.offload is not None and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=layer,
         section=section,

@@ -188,7 +188,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
-    from megatron_lynx.cost.host_report import HostReport
+    from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatron_lynx.anatomy import dense, latent
 from megatron_lynx.anatomy.address import GATHER_PATTERN, ON_DEMAND, RECV_BACKWARD, WAIT_PATTERN, examples
 from megatron_lynx.anatomy.stretch import PLACE_PATTERN
+from megatron_lynx.kinds.sections import ItemName
 
 __all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
-
-ItemName = Literal[dense.ItemName, latent.LatentItemName]
-"""Every item that plan files know."""
 
 
 def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:

@@ -14,6 +14,7 @@ from typing import Literal
 from megatron_lynx.anatomy import HALVES, Half, Section
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND
 from megatron_lynx.config.job import Job
+from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.host_copy import avoid_messages
 from megatron_lynx.cost.memory import smallest_offloaded_bytes
 from megatron_lynx.cost.moments import Parts, StageMemory
@@ -37,9 +38,7 @@ from megatron_lynx.plan.rule import joined
 from megatron_lynx.plan.stage import ALWAYS
 from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.simulator.simulation import Simulation
-from megatron_lynx.solver.answer import LayerChoice, Solved
-from megatron_lynx.solver.stage_answer import StageAnswer
-from megatron_lynx.solver.stage_budget import beside_layers
+from megatron_lynx.solver.answer import LayerChoice, Solved, StageAnswer
 from megatron_lynx.units import SECOND_DIGITS
 from megatron_lynx.version import __version__
 

@@ -38,7 +38,7 @@ from megatron_lynx.search.candidate import Candidate, Spent
 from megatron_lynx.search.fit import Excess, Fits, fit
 from megatron_lynx.search.floor import LayerCost
 from megatron_lynx.search.simulated import in_steady_state, pipeline_s, simulated_spent
-from megatron_lynx.solver.stage_answer import StageAnswer
+from megatron_lynx.solver.answer import StageAnswer
 from megatron_lynx.solver.stages import Stages
 from megatron_lynx.units import GIB
 

@@ -20,8 +20,8 @@ from functools import cached_property
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.communication import embedding_of, head_of
 from megatron_lynx.cost.host import HostSeconds, policy_host_s
-from megatron_lynx.cost.in_flight import chunks_in_flight
 from megatron_lynx.cost.moments import StageMemory
+from megatron_lynx.cost.stage import chunks_in_flight
 from megatron_lynx.cost.stage_memory import parts_beside_layers, stage_parts
 from megatron_lynx.profiler.profile import BlockProfile, Profile
 from megatron_lynx.profiler.shape import LayerShape
