@@ -158,7 +158,7 @@ def _movable_of_halves(plan: Plan, stage: Stage, profile: Profile, smallest_byte
     received_bytes = profile.attention.input_bytes
     received = received_bytes >= smallest_bytes
     for number, (layer, section) in enumerate(_sections(plan, stage)):
-        if section.has_experts and (stage.offload is None or not stage.offload.experts):
+        if section.in_some_layers and (stage.offload is None or not stage.offload.experts):
             yield 0
             continue
         costs = profile.of(section)

@@ -10,8 +10,8 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_lynx.anatomy import Half, Section
-from megatron_lynx.apply.dropout import may_draw_in
-from megatron_lynx.apply.site import sections_in
+from megatron_lynx.apply.site import may_draw_in
+from megatron_lynx.kinds.running import sections_in
 from megatron_lynx.plan.plan import Plan, Stage
 from megatron_lynx.runtime.forward_hooks import NO_HOOKS, ForwardHooks
 from megatron_lynx.runtime.policy import ChunkPolicy, DeferralPolicy, HalfPolicy
@@ -41,7 +41,7 @@ def _policy(
     replayed = frozenset(planned.replay)
     hooks = ForwardHooks(module.modules(), _waits_for_weights) if replayed else NO_HOOKS
     gathers = plan.parallel.sequence_parallel and section.gathered in replayed
-    offloads = stage.offload is not None and (not section.has_experts or stage.offload.experts)
+    offloads = stage.offload is not None and (not section.in_some_layers or stage.offload.experts)
     return HalfPolicy(
         layer=planned.layer,
         section=section,

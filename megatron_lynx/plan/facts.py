@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_lynx.anatomy import Half, Section, halves_of, latent_section, sections_of
+from megatron_lynx.anatomy import Facts, Half, Section, halves_of, sections_of
 from megatron_lynx.fp8_recipes import Recipe
-from megatron_lynx.latent_sizes import LatentSizes
+from megatron_lynx.kinds.latent.sizes import LatentSizes
+from megatron_lynx.kinds.sections import KindName
 from megatron_lynx.learned import Learned
 from megatron_lynx.plan.layer_range import MOST_LAYERS, Layers
 from megatron_lynx.validation import Part
@@ -43,16 +44,18 @@ class ModelFacts(Part):
 
     latent_attention: LatentSizes | None = None
     """The sizes of multi-latent attention, which all layers have then. None: they have the usual attention."""
+    kinds: tuple[KindName, ...] = ()
+    """Kinds of what fills a half, in every layer, that no other key speaks of (`megatron_lynx.kinds`)."""
 
     @property
     def halves(self) -> Mapping[Half, Section]:
         """What fills the halves of a layer without experts."""
-        return halves_of(self.latent)
+        return halves_of(self.facts)
 
     @property
-    def latent(self) -> Section | None:
-        """What fills the attention halves, where that is latent attention."""
-        return latent_section(self.latent_attention, te=self.implementation == "transformer_engine")
+    def facts(self) -> Facts:
+        """What decides which kinds fill the halves of layers without experts."""
+        return Facts(te=self.implementation == "transformer_engine", latent=self.latent_attention, kinds=self.kinds)
 
     @model_validator(mode="after")
     def _who_has_fp8(self) -> ModelFacts:
@@ -72,7 +75,8 @@ class ModelFacts(Part):
 
     def sections_of(self, layer: int) -> tuple[Section, Section]:
         """What fills the halves of a layer."""
-        return sections_of(experts=self.has_experts(layer), shared_experts=self.shared_experts, latent=self.latent)
+        facts = self.facts._replace(experts=self.has_experts(layer), shared_experts=self.shared_experts)
+        return sections_of(facts)
 
 
 class ParallelFacts(Part):
