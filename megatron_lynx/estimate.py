@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.flops import mfu
-from megatron_lynx.cost.host import HostLoad, policy_host_s
+from megatron_lynx.cost.host import HostLoad, HostReport, policy_host_s
 from megatron_lynx.cost.host_optimizer import OnHost, host_shortage
-from megatron_lynx.cost.host_report import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.stage import of_every_stage
 from megatron_lynx.cost.stage_memory import memory_of_stages

@@ -193,9 +193,9 @@ def lesson(outcome: RunOutcome, job: Job, profile: Profile, where: str, plan: Pl
     )
 
 
-NAMES = {
-    "attention halves": "attention",
-    "MLP halves": "mlp",
+NAMES: dict[str, str] = {
+    "attention halves": HALVES[0],
+    "MLP halves": HALVES[1],
     "halves of experts": "experts",
     "collectives": "collectives",
     "exchanges of experts": "exchanges",

@@ -19,8 +19,7 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.plan.plan_file import dump_plan, load_plan
 from megatron_lynx.planner import decide, decision
 from megatron_lynx.planner.filling import Filler, _waits
-from megatron_lynx.planner.packing import LONG, Linear, Put, Ways
-from megatron_lynx.planner.packing_in_turns import InTurns, ways_of
+from megatron_lynx.planner.packing import LONG, InTurns, Linear, Put, Ways, ways_of
 from megatron_lynx.planner.summary import summary
 from megatron_lynx.profiler.analytic import analytic_profile
 from megatron_lynx.rehearsal import rehearse

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,33 @@ if TYPE_CHECKING:
     from megatron_lynx.testbed.schedule_comparison import ScheduleRow
 
 
+INSTALL_PLOT = "pip install 'megatron-lynx[plot]'"
+
+
+def can_plot() -> bool:
+    """Whether pictures can be drawn: matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def check_plot(picture: Path | None) -> None:
+    """Refuses, before anything takes long, a picture that cannot be drawn."""
+    if picture is not None and not can_plot():
+        raise ConfigError("no picture can be drawn", [Problem("--plot", "no matplotlib is installed", "", INSTALL_PLOT)])
+
+
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Without matplotlib all but the picture, and a line says so."""
     from megatron_lynx.compare.perfetto import write_trace
     from megatron_lynx.compare.report import write_report
-    from megatron_lynx.compare.timeline_plot import plot_timeline
 
     picture, trace = folder / "timeline.png", folder / "trace.json"
-    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
     write_trace(comparison.timeline, trace)
+    if not can_plot():
+        typer.echo(f"{picture} is not drawn: it needs matplotlib ({INSTALL_PLOT})", err=True)
+        return [*write_report(comparison.measurement, folder), trace]
+    from megatron_lynx.compare.timeline_plot import plot_timeline
+
+    plot_timeline(comparison.timeline, picture, f"One step under the plan: {comparison.measurement.subject}")
     return [*write_report(comparison.measurement, folder, picture.name), trace, picture]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_lynx.cli.advising import show_answer, show_details
-from megatron_lynx.cli.answers import check_writable, profile_in_words, write_simulation
+from megatron_lynx.cli.answers import check_plot, check_writable, profile_in_words, write_simulation
 from megatron_lynx.cli.app import app
 from megatron_lynx.cli.inputs import figures_for, hosts_of, job_named, job_path, measured_here, number_or_word, taught
 from megatron_lynx.cli.launches import asked_about, command_with, job_or_launch, understood_as_json
@@ -178,7 +178,8 @@ def simulate(
         typer.Option("--job", metavar="JOB", help="The plan's job: its cluster's figures are taken where there is no profile."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", help="Write a picture: stages over time, memory below.")
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Write a picture (matplotlib): stages over time, memory below."),
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="JSON", help="Write a trace, for ui.perfetto.dev.")] = None,
     budget_mib: Annotated[
@@ -187,11 +188,12 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """One step under a plan, without running it: timeline, bubbles, exposed replays, memory of every stage."""
-    from megatron_lynx.cost.host_report import HostReport
+    from megatron_lynx.cost.host import HostReport
     from megatron_lynx.plan import load_plan
     from megatron_lynx.rehearsal import rehearse
     from megatron_lynx.simulator import figures
 
+    check_plot(plot)
     check_writable(plot, trace, read=[plan_file, profile_file, None if job_file is None else job_path(job_file)])
     with awaited("simulating a step"):
         plan = load_plan(plan_file)

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.communication import gather_once_s, gathered_input_bytes, kept_gathers_bytes, message_bytes_of
+from megatron_lynx.cost.communication import gather_once_s, kept_gathers_bytes
 from megatron_lynx.cost.memory import HalfMemory, half_memory
 from megatron_lynx.cost.replay import replay_of, sensible_choices
 from megatron_lynx.profiler.profile import Profile
@@ -57,7 +57,7 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
     """What it costs to replay these items of the section."""
     costs = profile.of(section)
     replayed = replay_of(section, costs.tensors, replay)
-    gathered_bytes = gathered_input_bytes(profile, message_bytes_of(profile)) if gathers(profile, section, replay) else 0
+    gathered_bytes = profile.gathered_input(profile.message_bytes) if gathers(profile, section, replay) else 0
     stops = {
         stop: Stop(
             sum(costs.items[item].forward_s for item in replayed.runs if section.index(item) < section.index(stop)),
@@ -67,7 +67,7 @@ def priced(profile: Profile, section: Section, replay: Collection[str]) -> Price
     }
     exchanging = section.exchanges and profile.shape.expert > 1
     memory = half_memory(section, costs, replayed, gathered_bytes=gathered_bytes, exchanging=exchanging)
-    if kept := kept_gathers_bytes(profile, section, replay, message_bytes_of(profile)):
+    if kept := kept_gathers_bytes(profile, section, replay, profile.message_bytes):
         memory = dataclasses.replace(memory, resident=memory.resident + kept)
     return PricedSection(
         memory,
@@ -117,5 +117,5 @@ def _trade_offs(profile: Profile, section: Section) -> Iterator[TradeOff]:
     sliced, te = profile.shape.sequence_parallel, profile.shape.implementation == "transformer_engine"
     for replay in sensible_choices(section, costs.tensors, profile.shape.context, sequence_parallel=sliced, te=te):
         price, gathering = priced(profile, section, replay), gathers(profile, section, replay)
-        gather_s = gather_once_s(profile, section, None, message_bytes_of(profile)) if gathering else 0.0
+        gather_s = gather_once_s(profile, section, None, profile.message_bytes) if gathering else 0.0
         yield TradeOff(replay, costs.saved_bytes - price.memory.resident, price.replay_s + gather_s)

@@ -103,7 +103,7 @@ def _replaying_layer(policy: Policy, profile: Profile, message_bytes: int) -> La
     stock = replace(stock, replay_s=_replay_s(policy, items, profile, profile.shape.halves.values(), message_bytes))
     if stock.experts is None:
         return stock
-    others = [section for section in profile.shape.sections_with_experts if not section.has_experts]
+    others = [section for section in profile.shape.sections_with_experts if not section.in_some_layers]
     again_s = _replay_s(policy, items, profile, others, message_bytes)
     again_s += stock.experts.forward_s if policy == "full" else 0.0
     return replace(stock, experts=replace(stock.experts, replay_s=again_s))

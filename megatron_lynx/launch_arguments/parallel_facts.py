@@ -112,7 +112,7 @@ SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_par
 
 
 def group_facts(given: Given) -> Iterator[Fact]:
-    """Sizes of Megatron's parallel groups, but for those of `context_facts`. As in Megatron, sequence parallelism needs more
+    """Sizes of Megatron's parallel groups, but for context parallelism's. As in Megatron, sequence parallelism needs more
     than one tensor-parallel rank."""
     for place, name in SIZES.items():
         yield Fact(f"parallel.{place}", given[name], given.origin(name))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
 from megatron_lynx.fp8_recipes import RUN_BY_PLANS
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import Profile, shape_of
 
 
@@ -26,6 +27,7 @@ def check_plannable(job: Job) -> None:
     if job.userbuffers and job.policy == "full":
         needed = "planned, or another one with overlap.userbuffers: what owns a userbuffer does not run again"
         problems.append(Problem("job: policy", "full", needed, "the job can be estimated"))
+    problems += [problem for section in job.model.every_section for problem in planning_of(section).refusals(job)]
     if problems:
         raise ConfigError("no plan can do what this job asks for yet", problems)
 

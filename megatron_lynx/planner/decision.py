@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lynx.config.job import Job
 from megatron_lynx.cost.budget import bounded_by_device, layers_budget_bytes
-from megatron_lynx.cost.host_report import HostReport
+from megatron_lynx.cost.host import HostReport
 from megatron_lynx.cost.moments import StageMemory
 from megatron_lynx.cost.update import update_s
 from megatron_lynx.errors import Infeasible, LynxError, Problem

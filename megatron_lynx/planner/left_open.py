@@ -18,8 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from megatron_lynx.config.head import Head
-from megatron_lynx.config.job import Job
+from megatron_lynx.config.job import Head, Job
 from megatron_lynx.cost.budget import beside_layers
 from megatron_lynx.cost.stage_memory import memory_of_stages
 from megatron_lynx.errors import Infeasible, Problem

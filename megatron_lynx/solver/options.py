@@ -72,7 +72,7 @@ class Subset:
 
 def experts_stay(job: Job, section: Section) -> bool:
     """Whether a section is one of experts that are kept whole, on the device."""
-    return section.has_experts and job.model.experts_whole
+    return section.in_some_layers and job.model.experts_whole
 
 
 @dataclass(frozen=True)

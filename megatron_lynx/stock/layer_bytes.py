@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.cost.layer import core_arguments_bytes
-from megatron_lynx.profiler.expert_shape import experts_of
-from megatron_lynx.profiler.expert_tensors import expert_tensors
+from megatron_lynx.kinds.experts.saved import expert_tensors, experts_of
+from megatron_lynx.kinds.planning import planning_of
 from megatron_lynx.profiler.profile import SavedTensor
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.profiler.tensors import half_tensors
 from megatron_lynx.stock.modules import LEAST_ELEMENTS, offload_module, recompute_module, runs_again
 from megatron_lynx.stock.setting import StockSetting
 
@@ -112,10 +110,10 @@ def treatment(shape: LayerShape, setting: StockSetting, section: Section) -> Tre
 def dense_half_bytes(shape: LayerShape, setting: StockSetting, section: Section, least_bytes: int) -> HalfBytes:
     """`least_bytes`: of the smallest tensor that is offloaded."""
     own = treatment(shape, setting, section)
-    tensors = [tensor for tensor in half_tensors(shape, section.half) if tensor.saved_by]
+    tensors = [tensor for tensor in planning_of(section).tensors(shape) if tensor.saved_by]
     kept = [tensor for tensor in tensors if not own.makes_again(tensor)]
     blocks = [(tensor.bytes, _readers(shape, section, tensor)) for tensor in kept]
-    given_bytes = core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
+    given_bytes = planning_of(section).core_arguments_bytes(shape) if own.again.intersection(_cores(section)) else 0
     inputs = (section.norm,) if section.norm not in own.again else ()  # else the checkpoint holds it
     large = [(size, readers) for size, readers in [*blocks, (shape.input_bytes, inputs)] if size >= least_bytes and readers]
     leaves = sum(size for size, readers in large if own.sends_away(readers))
@@ -172,7 +170,7 @@ def layer_bytes(shape: LayerShape, setting: StockSetting, experts: bool = False,
     least_bytes = least * shape.model.element_bytes
     return tuple(
         expert_half_bytes(shape, setting, least_bytes)
-        if section.has_experts
+        if section.in_some_layers
         else dense_half_bytes(shape, setting, section, least_bytes)
         for section in shape.model.kind_sections(experts=experts)
     )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lynx.anatomy import ATTENTION, EXPERTS, EXPERTS_WITH_SHARED, LATENT, MLP, SHARED_EXPERTS, Role, Section
-from megatron_lynx.anatomy.experts import EXPERTS_ACTIVATION, EXPERTS_FC1
+from megatron_lynx.kinds.experts.section import EXPERTS_ACTIVATION, EXPERTS_FC1
 
 Fact = Literal["experts", "grouped_gemm", "shared_experts", "latent", "gated_delta"]
 """What a model must have for a module to do something, or to be legal at all."""
@@ -67,7 +67,7 @@ RECOMPUTED = (
 
 def runs_again(module: RecomputeModule, section: Section) -> frozenset[str]:
     """The items of a section that a module makes again. A word that only latent attention has says nothing of another."""
-    if section.half not in {each.half for each in module.sections} or section.has_experts:
+    if section.half not in {each.half for each in module.sections} or section.in_some_layers:
         return frozenset()
     if module.needs == "latent" and section.column_parallel:
         return frozenset()

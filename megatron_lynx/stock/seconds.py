@@ -29,12 +29,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_lynx.anatomy import Section
-from megatron_lynx.anatomy.experts import DISPATCH, SHARED_FC1
 from megatron_lynx.cost.communication import window_lengths_s
+from megatron_lynx.kinds.experts.section import DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.stock.layer_bytes import expert_treatment, treatment
 from megatron_lynx.stock.setting import StockSetting
 
@@ -64,7 +63,7 @@ LayerSeconds = tuple[HalfSeconds, ...]
 def layer_seconds(shape: LayerShape, profile: Profile, setting: StockSetting, experts: bool = False) -> LayerSeconds:
     """A layer whose modules are recomputed."""
     return tuple(
-        _expert_half(shape, profile, setting) if section.has_experts else _dense_half(shape, profile, setting, section)
+        _expert_half(shape, profile, setting) if section.in_some_layers else _dense_half(shape, profile, setting, section)
         for section in shape.model.kind_sections(experts=experts)
     )
 

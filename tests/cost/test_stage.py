@@ -12,7 +12,6 @@ from megatron_lynx.cost.communication import (
     gather_lost_and_spared_s,
     gather_once_s,
     head_of,
-    message_bytes_of,
     window_lengths_s,
 )
 from megatron_lynx.cost.memory import HalfMemory, held_at_moments, held_by_one, peak_bytes, smallest_offloaded_bytes
@@ -138,7 +137,7 @@ def with_links(link_s, **layout):
     """Sequence parallelism, and every collective takes so long; with the bytes of a message."""
     job = tiny_job(tensor=2, sequence_parallel=True, **layout)
     profile = made_up_profile(job, link_s)
-    return profile, message_bytes_of(profile)
+    return profile, profile.message_bytes
 
 
 def test_an_early_gather_spares_the_backward_what_its_own_would_have_exposed():
