@@ -134,6 +134,22 @@ def test_imports_follow_the_table(module: str) -> None:
     assert "megatron" not in heavy or within(module, MEGATRON), f"{module} imports {heavy['megatron']}"
 
 
+def test_only_commands_reach_the_testbed() -> None:
+    """A launch on GPUs loads none of it."""
+    tops = {
+        module.split(".")[0]
+        for module in modules()
+        if any(within(name, {"megatron_lynx.testbed"}) for name in imports_of(module))
+    }
+    assert tops == {"cli", "testbed"}
+
+
+def test_the_wheel_needs_nothing_else_of_the_checkout() -> None:
+    """Instruments live with the tests; who wants them names them (`testbed.compiled_parts`)."""
+    others = {"tests", "scripts", "benchmarks"}
+    assert [(module, name) for module in modules() for name in imports_of(module) if within(name, others)] == []
+
+
 def test_planning_needs_neither_torch_nor_megatron() -> None:
     """A laptop without torch imports all of it; only what measures is imported when used."""
     tops = FOUNDATION | PLANNING | {"schedule", "plan", "cli"}

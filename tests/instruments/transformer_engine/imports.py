@@ -22,11 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE as PACKAGE
+from megatron_lynx.testbed.compiled_parts import has_compiled_extension
 from megatron_lynx.testbed.stand_in import StandIn, replace_entry
-from megatron_lynx.testbed.transformer_engine.device import answer_transformer_engine
-from megatron_lynx.testbed.transformer_engine.unanswered import UnansweredModule
+from tests.instruments.transformer_engine.device import answer_transformer_engine
+from tests.instruments.transformer_engine.unanswered import UnansweredModule
 
-PACKAGE = "transformer_engine"
 EXTENSION = Path(__file__).with_name("extension.py")
 BUILDING = "NVTE_PROJECT_BUILDING"
 IMPORTED = re.compile(r"^(?:import|from) (triton|onnxscript|onnx|einops|cutlass)\b", re.MULTILINE)
@@ -48,13 +49,6 @@ def stand_in_for_transformer_engine() -> StandIn:
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
     return StandIn(undo)
-
-
-def has_compiled_extension() -> bool:
-    """Whether a library lies where Transformer Engine looks for one: beside its Python."""
-    found = importlib.util.find_spec(PACKAGE)
-    folders = [] if found is None else found.submodule_search_locations or []
-    return any(True for folder in folders for _ in Path(folder).parent.glob("**/transformer_engine_torch*.so"))
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -19,9 +19,9 @@ import torch
 
 from megatron_lynx.testbed.posted import listening_to_works
 from megatron_lynx.testbed.stand_in import replace
-from megatron_lynx.testbed.streams.asynchronous import AsynchronousDevice
-from megatron_lynx.testbed.streams.compute import Computing
-from megatron_lynx.testbed.streams.happens_before import HappensBefore
+from tests.instruments.streams.asynchronous import AsynchronousDevice
+from tests.instruments.streams.compute import Computing
+from tests.instruments.streams.happens_before import HappensBefore
 
 
 class Watched(NamedTuple):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_lynx.testbed.posted import Posted, WorkListener, listening_to_works
-from megatron_lynx.testbed.queues.log import Communicator, Direction, Event, Log, Message
 from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.queues.log import Communicator, Direction, Event, Log, Message
 
 ROOTED = ("gather", "scatter")
 DIRECTIONS: dict[str, Direction] = {"send": "send", "recv": "receive"}

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_lynx.runtime.device import Device, Event, Stream
 from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, ThreadStream
 from megatron_lynx.testbed.posted import asked_at
-from megatron_lynx.testbed.streams.listener import COMPUTE, StreamListener
-from megatron_lynx.testbed.streams.move import Move, poison
+from tests.instruments.streams.listener import COMPUTE, StreamListener
+from tests.instruments.streams.move import Move, poison
 
 LONGEST_S = 0.002
 """Copies are late by up to so many seconds."""

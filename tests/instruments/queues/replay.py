@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron_lynx.testbed.queues.device import Device, Placed
-from megatron_lynx.testbed.queues.hosts import Hosts
-from megatron_lynx.testbed.queues.log import Communication, Event, HostWait, Log, Meeting, Messages, Wait
-from megatron_lynx.testbed.queues.outcome import Outcome, StuckRank
-from megatron_lynx.testbed.queues.rendezvous import Rendezvous
+from tests.instruments.queues.device import Device, Placed
+from tests.instruments.queues.hosts import Hosts
+from tests.instruments.queues.log import Communication, Event, HostWait, Log, Meeting, Messages, Wait
+from tests.instruments.queues.outcome import Outcome, StuckRank
+from tests.instruments.queues.rendezvous import Rendezvous
 
 
 class Stopped(NamedTuple):

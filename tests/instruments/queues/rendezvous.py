@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_lynx.testbed.queues.device import Device
-from megatron_lynx.testbed.queues.log import Collective, Message, Messages
+from tests.instruments.queues.device import Device
+from tests.instruments.queues.log import Collective, Message, Messages
 
 
 class Rendezvous:

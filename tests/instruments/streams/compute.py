@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lynx.nest import all_in
-from megatron_lynx.testbed.streams.happens_before import HappensBefore
+from tests.instruments.streams.happens_before import HappensBefore
 
 TOUCH_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "record_stream")
 """Operations that make or move tensors, and look at no byte of them; as views do."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations, zip_longest
 
-from megatron_lynx.testbed.queues.log import Collective, Communicator, Log, Messages
+from tests.instruments.queues.log import Collective, Communicator, Log, Messages
 
 Lane = tuple[Communicator, int, int]
 """Messages from one rank to another one, on one communicator."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.testbed.streams.move import Move
+from tests.instruments.streams.move import Move
 
 COMPUTE = "compute"
 """The name of the stream that the calling thread computes on."""

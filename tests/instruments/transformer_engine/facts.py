@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.testbed.transformer_engine.enums import NVTE_Fused_Attn_Backend
+from tests.instruments.transformer_engine.enums import NVTE_Fused_Attn_Backend
 
 __all__ = [
     "device_supports_multicast",

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, CpuEvent, ThreadStream
-from megatron_lynx.testbed.queues.log import COMPUTE, Event, Log
 from megatron_lynx.testbed.stand_in import replace
+from tests.instruments.queues.log import COMPUTE, Event, Log
 
 
 def note_copies(undo: ExitStack, log: Log) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.transformer_engine.enums import CommOverlapType, DType
-from megatron_lynx.testbed.transformer_engine.float8 import operand
-from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
+from tests.instruments.transformer_engine.enums import CommOverlapType, DType
+from tests.instruments.transformer_engine.float8 import operand
+from tests.instruments.transformer_engine.result import delivered, in_fp32
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_lynx.testbed.streams.watch import Watched, watched_streams
+from tests.instruments.streams.watch import Watched, watched_streams
 
 __all__ = ["Watched", "watched_streams"]

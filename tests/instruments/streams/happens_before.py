@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup, Work
 
 from megatron_lynx.nest import all_in
 from megatron_lynx.testbed.posted import Posted, WorkListener
-from megatron_lynx.testbed.streams.listener import COMPUTE, StreamListener
-from megatron_lynx.testbed.streams.memory import Access, Memory, Race
-from megatron_lynx.testbed.streams.move import Move
-from megatron_lynx.testbed.streams.order import Order, Point
+from tests.instruments.streams.listener import COMPUTE, StreamListener
+from tests.instruments.streams.memory import Access, Memory, Race
+from tests.instruments.streams.move import Move
+from tests.instruments.streams.order import Order, Point
 
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
 """Collectives that read and write the same tensors. Others write their first argument and read their second."""

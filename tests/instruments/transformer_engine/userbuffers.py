@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lynx.testbed.transformer_engine.enums import CommOverlapType
+from tests.instruments.transformer_engine.enums import CommOverlapType
 
 __all__ = [
     "CommOverlap",

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from megatron_lynx.testbed.stand_in import StandIn, replace_entry
-from megatron_lynx.testbed.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
+from tests.instruments.transformer_engine.normalization import layernorm_bwd, layernorm_fwd
 
 Norm = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lynx.testbed.transformer_engine import (
+from tests.instruments.transformer_engine import (
     enums,
     facts,
     float8,
@@ -18,7 +18,7 @@ from megatron_lynx.testbed.transformer_engine import (
     softmax,
     userbuffers,
 )
-from megatron_lynx.testbed.transformer_engine.unanswered import Unanswered
+from tests.instruments.transformer_engine.unanswered import Unanswered
 
 PARTS = (enums, facts, float8, gemm, multi_tensor, normalization, rope, softmax, userbuffers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron_lynx.testbed.queues.log import COMPUTE, Collective, Communication, Event, Given, HostWait, Log, Messages, Wait
+from tests.instruments.queues.log import COMPUTE, Collective, Communication, Event, Given, HostWait, Log, Messages, Wait
 
 
 def unawaited(log: Log) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_lynx.testbed.queues.device import Device
-from megatron_lynx.testbed.queues.log import Communicator, Entry, HostWait, Log, Mark, Meeting
+from tests.instruments.queues.device import Device
+from tests.instruments.queues.log import Communicator, Entry, HostWait, Log, Mark, Meeting
 
 
 class Hosts:

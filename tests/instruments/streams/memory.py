@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lynx.testbed.streams.order import Order
+from tests.instruments.streams.order import Order
 
 MOST_ACCOUNTS = 20_000
 """Accounts of storages, dead ones among them, before the dead ones are thrown away."""

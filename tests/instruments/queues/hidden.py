@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_lynx.testbed.queues.log import COMPUTE, Communicator, Event, Given, Kernel, Log, Messages, Wait
-from megatron_lynx.testbed.queues.replay import Stopped, replay
+from tests.instruments.queues.log import COMPUTE, Communicator, Event, Given, Kernel, Log, Messages, Wait
+from tests.instruments.queues.replay import Stopped, replay
 
 
 def hides(logs: Sequence[Log], hardware_queues: int, rank: int, kernel: str) -> bool:

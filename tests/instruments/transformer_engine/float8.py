@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.transformer_engine.enums import DType
+from tests.instruments.transformer_engine.enums import DType
 
 __all__ = ["bgrad_quantize", "create_empty_quantized_tensor", "dequantize", "fp8_transpose", "quantize"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple
 
-from megatron_lynx.testbed.queues.log import COMPUTE, Communication, Event, Given, Kernel, Wait
+from tests.instruments.queues.log import COMPUTE, Communication, Event, Given, Kernel, Wait
 
 
 class Placed(NamedTuple):

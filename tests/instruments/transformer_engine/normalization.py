@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_lynx.testbed.transformer_engine.gemm import torch_type
-from megatron_lynx.testbed.transformer_engine.result import delivered, in_fp32
+from tests.instruments.transformer_engine.gemm import torch_type
+from tests.instruments.transformer_engine.result import delivered, in_fp32
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd"]
 

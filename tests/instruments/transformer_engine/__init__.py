@@ -7,7 +7,9 @@ The Python of a release is in pip's `transformer_engine` wheel (about 1 MB, no d
 `build/transformer-engine-*`. Put one on the import path of the ranks, and it is there:
 
     path = os.pathsep.join([str(folder), *sys.path])
-    RankPool(2, env={"PYTHONPATH": path})        # or: PYTHONPATH=folder torchrun -m megatron_lynx.testbed pretrain_gpt.py
+    RankPool(2, env={"PYTHONPATH": path})        # in a test; elsewhere `tests.instruments.offer()` before
+
+    PYTHONPATH=CHECKOUT:folder TESTBED_STAND_INS=tests.instruments torchrun -m megatron_lynx.testbed pretrain_gpt.py
 
 A process of its own that is no rank calls `stand_in_for_transformer_engine()`, after `stand_in_for_cuda()` and before Megatron is
 imported: Megatron decides at its import whether Transformer Engine is there.
@@ -17,6 +19,6 @@ Numbers are computed in fp32 and rounded once, as cuBLAS's epilogues do; they ar
 to them. A function of the extension that is not answered raises `NotImplementedError` with its name when it is called.
 """
 
-from megatron_lynx.testbed.transformer_engine.imports import stand_in_for_transformer_engine
+from tests.instruments.transformer_engine.imports import stand_in_for_transformer_engine
 
 __all__ = ["stand_in_for_transformer_engine"]
