@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,28 +40,14 @@ def die_with_parent() -> None:
 
 
 def prepare(store: list[Any]) -> int:
-    """Pin, and get ready for Megatron.
+    """Pin, import torch, install the stand-in if there is no GPU.
 
     Rank 0 opens the store that the job's ranks meet in, keeps it in `store` and returns its port; the others return 0.
     """
     if core := os.environ.pop("LYNX_CORE", ""):
         os.sched_setaffinity(0, {int(core)})
-    get_ready()
-    # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if os.environ["RANK"] != "0":
-        return 0
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store.append(TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
-    port: int = store[0].port
-    return port
-
-
-@cache
-def get_ready() -> None:
-    """Import torch, and install the stand-in if there is no GPU: once in a process, before Megatron is imported."""
     import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from megatron_lynx.testbed.cpu_device import stand_in_for_cuda
     from megatron_lynx.testbed.missing_modules import stand_in_for_missing_modules
@@ -77,6 +63,13 @@ def get_ready() -> None:
     if not torch.cuda.is_available():
         stand_in_for_cuda()
         stand_in_for_missing_modules()
+    # `env://` then joins rank 0's store as a client, instead of opening one on a port that must be guessed.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if os.environ["RANK"] != "0":
+        return 0
+    store.append(TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
+    port: int = store[0].port
+    return port
 
 
 def obey(message: bytes) -> Any:

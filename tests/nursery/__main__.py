@@ -5,23 +5,16 @@ from __future__ import annotations
 import fcntl
 import gc
 import io
-import json
 import os
 import runpy
 import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 
-from megatron_lynx.testbed import rank_process
-from tests.nursery.request import RANK, ROOM, Request, send_number
-
-ROOM_S = 20.0
-"""A room without ranks that is not asked for one ends after so many seconds."""
+from tests.nursery.request import Request, send_number
 
 OUT_OF_THE_WAY = 200
 """Number of the first file that is moved, so that it can be given the number that it has at the parent."""
@@ -36,61 +29,18 @@ def import_ahead() -> None:
     gc.freeze()
 
 
-def furnish() -> None:
-    """What ranks need before all else: the stand-ins, and Megatron. What cannot be imported here, a rank may not need."""
-    rank_process.get_ready()
-    with suppress(Exception):
-        for module in ("subject", "schedules", "profiling"):
-            import_module(f"megatron_lynx.testbed.{module}")
-    gc.collect()
-    gc.freeze()
-
-
-class Rooms:
-    """Processes from which ranks are forked, by their environment."""
-
-    def __init__(self, name: bytes) -> None:
-        self._name = name
-        """Of the nursery's socket; theirs have a number more."""
-        self._rooms: dict[str, tuple[int, int]] = {}
-        """Number and process."""
-        self._made = 0
-
-    def room(self, request: Request) -> tuple[int, int] | socket.socket:
-        """Its number and process, or, in the process of a new room, what it is asked at."""
-        key = json.dumps([request.environment, request.folder], sort_keys=True)
-        if key not in self._rooms:
-            self._made += 1
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(self._name + b"-%d" % self._made)
-            listener.listen(64)
-            if (pid := os.fork()) == 0:
-                return listener
-            listener.close()
-            os.setpgid(pid, pid)
-            self._rooms[key] = self._made, pid
-        return self._rooms[key]
-
-    def forget(self, ended: int) -> None:
-        self._rooms = {key: room for key, room in self._rooms.items() if room[1] != ended}
-
-
-def serve(listener: socket.socket, longest_s: float | None = None) -> Request | None:
-    """Fork whatever is asked for. Returns in the processes alone; and None when nothing is there or asked for so long."""
-    rooms = Rooms(listener.getsockname())
+def serve(listener: socket.socket) -> Request:
+    """Fork whatever is asked for, for ever. Returns in the processes alone."""
     ended, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell)
     running: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([listener, ended, *running.values()], [], [], None if running else longest_s)[0]
-        if not ready:
-            return None
+        ready = select.select([listener, ended, *running.values()], [], [])[0]
         if ended in ready:
             os.read(ended, 4096)
-            for pid in bury(running):
-                rooms.forget(pid)
+            bury(running)
         for pid in [pid for pid, connection in running.items() if connection in ready]:  # nobody waits for it any more
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -98,16 +48,6 @@ def serve(listener: socket.socket, longest_s: float | None = None) -> Request | 
         if listener in ready:
             connection, _ = listener.accept()
             request, files = Request.receive(connection)
-            if list(request.arguments) == [ROOM]:
-                found = rooms.room(request)
-                if isinstance(found, socket.socket):
-                    for inherited in (listener, connection, *running.values()):
-                        inherited.detach()
-                    return live_in_room(request, found)
-                with connection:
-                    send_number(connection, found[0])
-                    send_number(connection, found[1])
-                continue
             if (pid := os.fork()) == 0:
                 for inherited in (listener, connection, *running.values()):
                     inherited.detach()  # `become` closes them by number, and gives the numbers away
@@ -120,29 +60,10 @@ def serve(listener: socket.socket, longest_s: float | None = None) -> Request | 
             running[pid] = connection
 
 
-def live_in_room(request: Request, listener: socket.socket) -> Request | None:
-    """Serve ranks of this environment. Returns in their processes; and None in the room's, when nobody needs it any more."""
-    nursery = os.getppid()
-    become(replace(request, files=[0, 1, 2, 3]), [os.open(os.devnull, os.O_RDONLY), 1, 2, listener.detach()])
-    os.environ["LYNX_PARENT"] = str(nursery)
-    rank_process.die_with_parent()
-    before = dict(os.environ)
-    furnish()
-    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    gone = before.keys() - os.environ.keys()
-    rank = serve(socket.socket(fileno=3), ROOM_S)
-    if rank is not None:  # what the stand-ins have changed in the environment is changed in a rank's
-        os.environ.update(changed)
-        for name in gone:
-            os.environ.pop(name, None)
-    return rank
-
-
-def bury(running: dict[int, socket.socket]) -> Iterator[int]:
-    """Hand out the exit statuses of all that ended, which are told; those that a signal ended have a negative one."""
+def bury(running: dict[int, socket.socket]) -> None:
+    """Hand out the exit statuses of all that ended; those that a signal ended have a negative one."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found[0]
             if (connection := running.pop(found[0], None)) is not None:
                 with suppress(OSError):
                     send_number(connection, os.waitstatus_to_exitcode(found[1]))
@@ -175,13 +96,13 @@ def python_path() -> list[str]:
 
 
 def main() -> None:
-    rank_process.die_with_parent()
+    from megatron_lynx.testbed.rank_process import die_with_parent
+
+    die_with_parent()
     import_ahead()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None and request.module == RANK:
-        rank_process.main()
-    elif request is not None:
-        run_anew(request.module)
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        request = serve(listener)
+    run_anew(request.module)
 
 
 def run_anew(module: str) -> None:

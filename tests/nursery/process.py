@@ -8,25 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from megatron_lynx.testbed.ranks import RankPool
-from tests.nursery.request import RANK, ROOM, Request, receive_number
+from tests.nursery.request import Request, receive_number
 
 ADDRESS = "TESTS_NURSERY"
 """The environment variable that names the socket of the nursery, and its process."""
 
 ROOT = Path(__file__).parents[2]
-
-OF_ONE_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "LYNX_PIPE", "LYNX_PARENT", "LYNX_CORE", "PYTEST_CURRENT_TEST"}
-"""What ranks that are equal otherwise have another value of."""
-
-TRIES = 5
-"""To ask a room: it may end when it is asked."""
 
 AT_BEGIN = dict(os.environ)
 """The environment of this session before any test has changed it. The nursery imports in it what all later processes have."""
@@ -35,10 +28,9 @@ AT_BEGIN = dict(os.environ)
 class Process:
     """As much of `subprocess.Popen` as those who start ranks use. It leads a process group."""
 
-    def __init__(self, request: Request, files: Sequence[int], name: str) -> None:
-        """`name`: of the socket at which the nursery, or one of its rooms, is asked."""
+    def __init__(self, request: Request, files: Sequence[int]) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(name)
+        self._socket.connect(address()[0])
         request.send(self._socket, files)
         self.pid = receive_number(self._socket)
         self.returncode: int | None = None
@@ -75,40 +67,23 @@ def start_rank(pool: RankPool, rank: int, pipe: int) -> Process | subprocess.Pop
     own_heap = any(name.startswith("MALLOC_") for name in environment.keys() - os.environ.keys())
     if pool.links.command_prefix(rank) or own_heap or Path("/dev/nvidiactl").exists():
         return as_ever(pool, rank, pipe)
-    for _ in range(TRIES):
-        name, parent = room_for(environment)
-        environment["LYNX_PARENT"] = str(parent)
-        with suppress(ConnectionError, EOFError):  # it has just ended
-            return _start(RANK, [], environment, {1: 1, 2: 2, pipe: pipe}, name)
-        time.sleep(0.1)
-    return as_ever(pool, rank, pipe)
+    environment["LYNX_PARENT"] = str(address()[1])
+    return _start("megatron_lynx.testbed.rank_process", [], environment, {1: 1, 2: 2, pipe: pipe})
 
 
 as_ever = RankPool.process
 
 
-def room_for(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The name of the socket of the room for ranks with this environment, and its process."""
-    address()
-    common = {name: value for name, value in environment.items() if name not in OF_ONE_RANK}
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect(address()[0])
-        Request(RANK, [ROOM], common | {ADDRESS: os.environ[ADDRESS]}, os.getcwd(), []).send(asking, [])
-        number, parent = receive_number(asking), receive_number(asking)
-    return f"{address()[0]}-{number}", parent
-
-
-def _start(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int], name: str | None = None
-) -> Process:
-    """`files`: open files of this process by the number that they get. `name`: the socket of a room; else the nursery's."""
+def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str], files: Mapping[int, int]) -> Process:
+    """`files`: open files of this process by the number that they get."""
     address()
     with open(os.devnull) as nothing:
         files = {0: nothing.fileno(), **files}
         environment = {**environment, ADDRESS: os.environ[ADDRESS]}
-        return Process(
-            Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()), name or address()[0]
-        )
+        return Process(Request(module, list(arguments), environment, os.getcwd(), list(files)), list(files.values()))
+
+
+as_ever = RankPool.process
 
 
 @cache

@@ -10,12 +10,6 @@ from dataclasses import asdict, dataclass
 
 NUMBER = struct.Struct("!i")
 
-RANK = "megatron_lynx.testbed.rank_process"
-"""The module of ranks, which rooms are for."""
-
-ROOM = "room"
-"""The argument of a request for a room, in place of a process."""
-
 
 @dataclass(frozen=True)
 class Request:
