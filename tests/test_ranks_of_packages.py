@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,15 +82,21 @@ OPTIONAL = {"transformer_engine", "apex", "fused_layer_norm_cuda", "fused_weight
 """Used where they are installed."""
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     """Every module of the package, without the package's name: `plan.plan_file`."""
     files = sorted(PACKAGE.rglob("*.py"))
     names = [file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__") for file in files]
-    return [name.removesuffix(".") for name in names if name]
+    return tuple(name.removesuffix(".") for name in names if name)
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def imports_of(module: str) -> tuple[str, ...]:
     """The full names that a module imports anywhere but under TYPE_CHECKING."""
+    return tuple(_imports_of(module))
+
+
+def _imports_of(module: str) -> Iterator[str]:
     path = PACKAGE / module.replace(".", "/")
     is_package = path.is_dir()
     package = ["megatron_lynx", *module.split(".")] if is_package else ["megatron_lynx", *module.split(".")[:-1]]
