@@ -11,13 +11,13 @@ with install(model, plan) as installation:      # or installation.remove(), betw
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from megatron_lynx.apply import hook as holding
-from megatron_lynx.apply.assignment import order_of, passing_over, policies, windows
+from megatron_lynx.apply.assignment import chunk_policies, order_of, passing_over, policies
 from megatron_lynx.apply.head_refusals import head_chunk
 from megatron_lynx.apply.hook import Claim, Hook
 from megatron_lynx.apply.hooks import (
@@ -43,13 +43,13 @@ from megatron_lynx.apply.transformer_engine import present_te
 from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.kinds.running import kinds_of, layers_by_kind
-from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
 from megatron_lynx.runtime.overlapping import Overlapping
-from megatron_lynx.runtime.windows import Windows
+from megatron_lynx.timetable import Timetable
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +149,10 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
     if without_flushes is not None:
         without_flushes.check_drained("a plan is installed")
         order, extra["as_recorded"] = without_flushes.few_batches, without_flushes.as_recorded
-    of_chunks = [windows(entry) for entry in plan.chunks_of(run.stage)]
+    timetable = timetable_of(plan, run.stage)
     engine = Engine(
-        of_chunks,
+        timetable,
+        chunk_policies(plan, timetable, run.stage),
         order=order,
         random=MegatronRandom(device),
         guard=left_as_they_were,
@@ -160,7 +161,7 @@ def install(model: Any, plan: Plan, without_flushes: Overlapping | None = None) 
         reduced_in_backward=run.reduces_in_backward,
         **extra,
     )
-    claims = list(_claims(engine, plan, run, of_chunks))
+    claims = list(_claims(engine, plan, run, timetable))
     if conflicts := holding.verify(claims):
         raise HookRefused("the plan cannot be installed", conflicts)
     engine.offloader.lock_ahead()  # the last thing that can be refused, and the only one that takes long
@@ -177,12 +178,12 @@ def _stale_te(release: Release, run: LiveRun) -> list[Problem]:
     return [*beside, *te.stale(), *(te.stale_with("fp8") if run.fp8 else ())]
 
 
-def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Windows]) -> Iterator[Claim]:
+def _claims(engine: Engine, plan: Plan, run: LiveRun, timetable: Timetable) -> Iterator[Claim]:
     shape_SB = plan.model.seq // run.shards_of(plan.parallel.sequence_parallel), plan.batch.micro
     gather = gathered_input.start_gather(run.tensor_group)
     chunks = plan.chunks_of(run.stage)
-    of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, gather, run.layers).items()}
-    of_layer = passing_over(of_layer, of_chunks, engine.offloader.chunks)
+    of_layer = {number: of for entry in chunks for number, of in policies(plan, entry, timetable, gather, run.layers).items()}
+    of_layer = passing_over(of_layer, timetable, engine.offloader.chunks)
     release = present_te() if run.uses_te else None
     for number, layer in run.layers.items():
         yield from halves.claims(engine, layer, of_layer[number], shape_SB)  # type: ignore[arg-type]
@@ -195,7 +196,7 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from face.claims(engine, plan, run, layers)
     linears = deferring_linears(plan, run)
     if run.pipeline > 1:
-        apart = run.overlaps_exchanges and any(receives_in(entry, "steady") for entry in plan.stages)
+        apart = run.overlaps_exchanges and _receives_replay(plan)
         yield from receives.claims(engine, waited_for_later=run.overlaps_exchanges, gradients_apart=apart)
     if run.tensor > 1:
         yield from collectives.claims(engine, run.tensor_group)
@@ -208,6 +209,12 @@ def _claims(engine: Engine, plan: Plan, run: LiveRun, of_chunks: Sequence[Window
         yield from head_in_pieces.claims(chunk, plan.head.pieces)
     if linears:
         yield from (te_weight_gradients if run.uses_te else fused_weight_gradients).claims(engine, linears)
+
+
+def _receives_replay(plan: Plan) -> bool:
+    """Whether anything is replayed on any stage while a gradient is received in the steady phase."""
+    timetables = (timetable_of(plan, stage) for stage in range(plan.parallel.pipeline))
+    return any(each.receive(chunk, "steady").replays for each in timetables for chunk in range(len(each.chunks)))
 
 
 def _changed(claims: list[Claim]) -> list[Hook]:

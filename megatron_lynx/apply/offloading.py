@@ -18,8 +18,8 @@ from megatron_lynx.plan.plan import Plan
 from megatron_lynx.runtime.device import Device
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.stage_order import OrderOfStep
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.host_pool import most_on_host
+from megatron_lynx.schedule.one_stage import most_on_host
+from megatron_lynx.schedule.schedule import Action
 
 
 def offloader_of(plan: Plan, run: LiveRun, order: OrderOfStep, device: Device, limit: HostLimit | None) -> Offloader | None:

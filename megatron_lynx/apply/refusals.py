@@ -28,7 +28,6 @@ from torch import distributed
 
 from megatron_lynx.anatomy import ATTENTION
 from megatron_lynx.anatomy.address import BACKWARD_PHASES, RECV_BACKWARD, BackwardPhase
-from megatron_lynx.apply.assignment import windows
 from megatron_lynx.apply.features import refused_features
 from megatron_lynx.apply.fp8_refusals import refused_in_fp8
 from megatron_lynx.apply.head_refusals import refused_head
@@ -38,8 +37,8 @@ from megatron_lynx.apply.live_run import LiveRun, module_at
 from megatron_lynx.errors import Problem
 from megatron_lynx.kinds.dense.section import CORE_ATTENTION
 from megatron_lynx.kinds.running import layers_by_kind
-from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
+from megatron_lynx.plan.timetables import timetable_of
 from megatron_lynx.torch_release import AVOIDS_RECORDING, records_operands
 
 
@@ -101,8 +100,9 @@ def _early_gradients(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     phases: tuple[BackwardPhase, ...] = BACKWARD_PHASES
     if run.overlaps_exchanges:
         phases = () if run.config.overlap_p2p_comm_warmup_flush else ("cooldown",)
+    timetable = timetable_of(plan, run.stage)
     for entry in plan.chunks_of(run.stage):
-        if not any(receives_in(entry, phase) for phase in phases):
+        if not any(timetable.receive(entry.chunk, phase).replays for phase in phases):
             continue
         found = f"{RECV_BACKWARD} ({', '.join(phases)}) in groups of {run.group_size} micro-batches"
         needed = f"another window, or groups of {run.pipeline}, the number of stages"
@@ -126,7 +126,7 @@ def refused_windows(plan: Plan, run: LiveRun) -> Iterator[Problem]:
     """Of the whole plan, not of one stage: all ranks say the same."""
     if not _over_nccl(run) or not records_operands(torch.__version__, os.environ):
         return
-    if any(windows(stage).in_collectives for stage in plan.stages):
+    if any(timetable_of(plan, stage).in_collectives for stage in range(plan.parallel.pipeline)):
         found = f"{os.environ.get(AVOIDS_RECORDING) or 'not set'}, with torch {torch.__version__.partition('+')[0]}"
         needed = "1 below torch 2.8 for a plan with windows: their collectives would hold memory until the host sees them over"
         yield Problem(AVOIDS_RECORDING, found, needed, f"export {AVOIDS_RECORDING}=1 on all nodes, or install torch 2.8 or later")

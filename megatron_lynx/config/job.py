@@ -17,7 +17,7 @@ from megatron_lynx.config.optimizer import Optimizer
 from megatron_lynx.config.overlap import Overlap
 from megatron_lynx.config.parallel import Parallel
 from megatron_lynx.learned import Learned
-from megatron_lynx.schedule.groups import groups_needed
+from megatron_lynx.schedule.interleaved import groups_needed
 from megatron_lynx.units import GIB
 from megatron_lynx.validation import Part
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from megatron_lynx.plan.device import PlannedDevice
-from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.head import Head
+from pydantic import Field
+
+from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, PlannedDevice, Provenance
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.stage import Stage
 from megatron_lynx.validation import Part
+
+
+class Head(Part):
+    """A head in pieces."""
+
+    pieces: int = Field(ge=2, le=1_000_000)
+    """Parts of a sequence, one after the other: logits, loss and gradients of one are there at a time. The weight's gradient is
+    then summed in another order than stock's, and is not equal to it in every bit."""
 
 
 class PlanContents(Part):

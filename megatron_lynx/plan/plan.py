@@ -19,9 +19,8 @@ import hashlib
 from pydantic import model_validator
 
 from megatron_lynx.plan import consistency
-from megatron_lynx.plan.contents import PlanContents
+from megatron_lynx.plan.contents import Head, PlanContents
 from megatron_lynx.plan.facts import BatchFacts, ModelFacts, ParallelFacts, Provenance
-from megatron_lynx.plan.head import Head
 from megatron_lynx.plan.layer_range import LayerRange
 from megatron_lynx.plan.rule import ByPhase, Gather, GatherByPhase, Rule, Windows
 from megatron_lynx.plan.stage import Offload, Predicted, Stage, WeightGradients, Whole

@@ -7,18 +7,60 @@ Neighbouring layers that are treated alike share one rule (`joined`):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_lynx.anatomy import DENSE, HALVES, Half, Section, all_items, filling, names_in
-from megatron_lynx.anatomy.address import BACKWARD_PHASES, ON_DEMAND, BackwardPhase
-from megatron_lynx.anatomy.stretch import Stretch, stretches_in
+from megatron_lynx.anatomy.address import (
+    BACKWARD_PHASES,
+    GATHER_PATTERN,
+    ON_DEMAND,
+    RECV_BACKWARD,
+    WAIT_PATTERN,
+    BackwardPhase,
+    examples,
+)
+from megatron_lynx.anatomy.stretch import PLACE_PATTERN, Stretch, stretches_in
 from megatron_lynx.kinds.section import WHY_KEPT
+from megatron_lynx.kinds.sections import ItemName
 from megatron_lynx.plan.layer_range import LayerRange, Layers
-from megatron_lynx.plan.names import GatherName, ItemName, PlaceName, WaitName
 from megatron_lynx.validation import Part
+
+__all__ = ["GatherName", "ItemName", "PlaceName", "WaitName"]
+
+
+def _matching(pattern: str, examples: tuple[str, ...]) -> AfterValidator:
+    """Text must match `pattern`; what does not is answered with names of that kind, not with the pattern."""
+    expected = ", ".join(repr(name) for name in examples)
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise PydanticCustomError("literal_error", "no such name", {"expected": expected})
+        return text
+
+    return AfterValidator(check)
+
+
+PlaceName = Annotated[
+    str,
+    _matching(PLACE_PATTERN, (ON_DEMAND, RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{PLACE_PATTERN}$"}),
+]
+GatherName = Annotated[
+    str,
+    _matching(GATHER_PATTERN, (ON_DEMAND, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{GATHER_PATTERN}$"}),
+]
+WaitName = Annotated[
+    str,
+    _matching(WAIT_PATTERN, (RECV_BACKWARD, *examples("bwd"), *examples("fwd"))),
+    WithJsonSchema({"type": "string", "pattern": f"^{WAIT_PATTERN}$"}),
+]
 
 
 class ByPhase(Part):

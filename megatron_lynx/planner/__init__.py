@@ -5,7 +5,7 @@ partitioning.py  layers of each stage, where the job leaves them open
 nearest.py       what would fit: changes of a job that does not, the load of experts with which a plan does
 summary.py       a plan in figures, for programs
 filling.py       weight gradients in what waits a plan leaves: rooms.py what is left of them, packing.py how to fill them
-                 (packing_in_turns.py with many linears), slack.py for which there is memory
+                 (in turns with many linears), slack.py for which there is memory
 writing.py       answers as a plan;  uniform.py: plans that treat all layers alike and need no solver
 userbuffers.py   whether a launch with them is expected to be faster than one without
 checks.py        refuses what a plan cannot do, and profiles of another job; whether a job may defer weight gradients

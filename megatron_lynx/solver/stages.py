@@ -28,7 +28,7 @@ from megatron_lynx.cost.step import exposed_copies_s
 from megatron_lynx.errors import Infeasible, Problem
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.host_pool import sets_on_host
+from megatron_lynx.schedule.one_stage import sets_on_host
 from megatron_lynx.solver import baselines, exact, host_bound
 from megatron_lynx.solver.answer import NOTHING_FITS, Remembering, Solved, SolvedChunks, Solver, StageAnswer, infeasible
 from megatron_lynx.solver.chunks import Chunks

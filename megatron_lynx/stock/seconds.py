@@ -33,8 +33,7 @@ from megatron_lynx.cost.communication import window_lengths_s
 from megatron_lynx.kinds.experts.section import DISPATCH, SHARED_FC1
 from megatron_lynx.profiler.profile import Profile
 from megatron_lynx.profiler.shape import LayerShape
-from megatron_lynx.schedule.action import Action
-from megatron_lynx.schedule.schedule import Phase
+from megatron_lynx.schedule.schedule import Action, Phase
 from megatron_lynx.stock.layer_bytes import expert_treatment, treatment
 from megatron_lynx.stock.setting import StockSetting
 
