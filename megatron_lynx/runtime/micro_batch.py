@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
+from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.stage_order import VirtualMicroBatch
+from megatron_lynx.schedule.schedule import Phase
 
 
 @dataclass(eq=False)
@@ -28,7 +29,8 @@ class MicroBatch:
     """Halves that were regenerated and that backward has not reached."""
     output: weakref.ref[Tensor] | None = None
     """Held weakly: an alias of the output would keep memory that the schedule frees."""
-    phase: BackwardPhase = "steady"
+    phase: Phase = "steady"
+    """Of its backward."""
 
     @property
     def virtual(self) -> VirtualMicroBatch:

@@ -14,8 +14,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from megatron_lynx.config.fusions import Fusion
 from megatron_lynx.config.job import Job
+from megatron_lynx.config.model import Fusion
 from megatron_lynx.errors import Problem
 from megatron_lynx.testbed.compiled_parts import TRANSFORMER_ENGINE
 

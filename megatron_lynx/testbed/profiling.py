@@ -221,7 +221,7 @@ def _interference(job: Job, links: tuple[LinkPoint, ...], device: torch.device, 
     """1 without tensor parallelism: nothing is under way then that a window could be of."""
     from megatron.core import parallel_state
 
-    from megatron_lynx.profiler.interference import measure_interference, replay_like
+    from megatron_lynx.profiler.links import measure_interference, replay_like
 
     longest = max((point for point in links if point.kind != "p2p"), key=lambda point: point.seconds, default=None)
     if longest is None:

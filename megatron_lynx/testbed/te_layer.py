@@ -9,8 +9,9 @@ from typing import Any
 from megatron_lynx.anatomy import DENSE, Section
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.planning import flops_of
 from megatron_lynx.profiler.measured import InnerNorm, TeLayer
-from megatron_lynx.profiler.shape import LayerShape, item_flops
+from megatron_lynx.profiler.shape import LayerShape
 from megatron_lynx.runtime.saved import nodes_between
 from megatron_lynx.testbed.compiled_parts import has_compiled_extension, transformer_engine_can_run
 
@@ -48,7 +49,7 @@ def te_layer(job: Job, layer: Any) -> TeLayer | None:
     if not job.model.uses_te:
         return None
     norms = {half: inner_norms(layer, section) for half, section in DENSE.items()}
-    return TeLayer(norms, item_flops(LayerShape.of(job)), job.model.fp8 is not None)
+    return TeLayer(norms, flops_of(LayerShape.of(job)), job.model.fp8 is not None)
 
 
 def fp8_context(job: Job, layer: Any) -> AbstractContextManager[Any]:

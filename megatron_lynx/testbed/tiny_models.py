@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_lynx.anatomy import DENSE
-from megatron_lynx.anatomy.latent import KV_NORM, Q_NORM
 from megatron_lynx.config.job import Job
 from megatron_lynx.errors import ConfigError, Problem
+from megatron_lynx.kinds.latent.section import KV_NORM, Q_NORM
 from megatron_lynx.plan.layout import layout_text
 from megatron_lynx.testbed.context_attention import ContextAttention
 from megatron_lynx.testbed.fusions import fusion_fields

@@ -52,7 +52,7 @@ def watched_streams(seed: int) -> Iterator[Watched]:
         device.synchronize()
 
     with ExitStack() as undo:
-        replace(undo, importlib.import_module("megatron_lynx.apply.install"), "device_for", lambda where: device)
+        replace(undo, importlib.import_module("megatron_lynx.apply.installation"), "device_for", lambda where: device)
         replace(undo, torch.cuda, "synchronize", synchronize_all)
         undo.enter_context(listening_to_works(account))
         undo.enter_context(Computing(account))
