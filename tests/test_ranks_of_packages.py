@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,15 +101,21 @@ OPTIONAL = {"transformer_engine", "apex", "fused_layer_norm_cuda", "fused_weight
 """Used where they are installed."""
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     """Every module of the package, without the package's name: `plan.plan_file`."""
     files = sorted(PACKAGE.rglob("*.py"))
     names = [file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__") for file in files]
-    return [name.removesuffix(".") for name in names if name]
+    return tuple(name.removesuffix(".") for name in names if name)
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def imports_of(module: str) -> tuple[str, ...]:
     """The full names that a module imports anywhere but under TYPE_CHECKING."""
+    return tuple(_imports_of(module))
+
+
+def _imports_of(module: str) -> Iterator[str]:
     path = PACKAGE / module.replace(".", "/")
     is_package = path.is_dir()
     package = ["megatron_lynx", *module.split(".")] if is_package else ["megatron_lynx", *module.split(".")[:-1]]
@@ -158,6 +165,22 @@ def test_imports_follow_the_table(module: str) -> None:
     heavy = {name.split(".")[0]: name for name in imports_of(module)}
     assert "torch" not in heavy or within(module, TORCH), f"{module} imports {heavy['torch']}"
     assert "megatron" not in heavy or within(module, MEGATRON), f"{module} imports {heavy['megatron']}"
+
+
+def test_only_commands_reach_the_testbed() -> None:
+    """A launch on GPUs loads none of it."""
+    tops = {
+        module.split(".")[0]
+        for module in modules()
+        if any(within(name, {"megatron_lynx.testbed"}) for name in imports_of(module))
+    }
+    assert tops == {"cli", "testbed"}
+
+
+def test_the_wheel_needs_nothing_else_of_the_checkout() -> None:
+    """Instruments live with the tests; who wants them names them (`testbed.compiled_parts`)."""
+    others = {"tests", "scripts", "benchmarks"}
+    assert [(module, name) for module in modules() for name in imports_of(module) if within(name, others)] == []
 
 
 def test_planning_needs_neither_torch_nor_megatron() -> None:

@@ -47,10 +47,6 @@ class HalfSeconds:
     again_s: float = 0.0
 
     @property
-    def whole_backward_s(self) -> float:
-        return self.again_s + self.backward_s
-
-    @property
     def recomputed_whole(self) -> HalfSeconds:
         """The same where all of it runs again."""
         return replace(self, again_s=self.forward_s)

@@ -62,13 +62,14 @@ class Asked:
     """Steps in each turn, beside one that does not count."""
 
 
-def asked_by(job: Job) -> Asked:
+def asked_by(job: Job, rounds: int) -> Asked:
     """What a plan for a job may do."""
     return Asked(
         job.model.implementation,
         gathered=job.parallel.sequence_parallel,
         offloaded=job.offload_ratio != 0,
         deferred=fused_gradient.adds_up_in_place(job) and job.parallel.tensor > 1,
+        rounds=rounds,
     )
 
 

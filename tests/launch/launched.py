@@ -112,7 +112,7 @@ def launch(
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, str(script), *map(str, arguments)]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *map(str, path), os.environ.get("PYTHONPATH")])),
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
