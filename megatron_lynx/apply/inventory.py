@@ -16,7 +16,7 @@ from megatron_lynx.kinds.running import FACES
 RELIES_ON = {
     "halves": ("transformer.transformer_layer", "transformer.transformer_block"),
     "sites": ("transformer.attention", "transformer.mlp", "transformer.dot_product_attention", "fusions.fused_bias_dropout"),
-    **{face.name: face.relies_on for face in FACES if face.relies_on},
+    **{face.listed_as: face.relies_on for face in FACES if face.relies_on},
     "transformer_engine": ("extensions.transformer_engine",),
     "collectives": ("tensor_parallel.layers", "tensor_parallel.mappings"),
     "random_state": ("tensor_parallel.random",),

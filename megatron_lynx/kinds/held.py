@@ -36,13 +36,15 @@ class Running(ABC):
 
     half: Half
     name: str
-    """What the list of functions that hooks rely on is headed with."""
+    """The name of its section."""
+    listed_as: str = ""
+    """What `megatron-lynx hooks` lists the functions under that it relies on."""
     recorded: str = ""
     """Which table of a release has the functions that matter with this kind alone; empty: it has none of its own."""
     recorded_as: str = ""
     """How a release that reads otherwise is told: "megatron-core's ... do not read as recorded"."""
     relies_on: tuple[str, ...] = ()
-    """The modules of `megatron.core` whose functions it counts on."""
+    """The modules of `megatron.core` whose functions it counts on. With them it has a name to be listed as."""
     local: ClassVar[Classes] = {}
     te: ClassVar[Classes] = {}
     """The classes of its sites in Megatron's own layers, and in Transformer Engine's."""

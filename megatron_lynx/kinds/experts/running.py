@@ -68,6 +68,7 @@ class HeldExperts(Running):
 
     half, name = EXPERTS.half, EXPERTS.name
     recorded, recorded_as = "experts", "mixtures of experts do"
+    listed_as = "experts"
     relies_on = (
         "transformer.moe.moe_layer",
         "transformer.moe.moe_utils",

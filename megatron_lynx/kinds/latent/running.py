@@ -40,6 +40,7 @@ class HeldLatentAttention(Running):
 
     half, name = LATENT[True, True].half, LATENT[True, True].name
     recorded, recorded_as = "latent", "latent attention does"
+    listed_as = "latents"
     relies_on = ("transformer.multi_latent_attention",)
     local: ClassVar[Classes] = {**LOCAL, "down_projection": _COLUMNS, "up_projection": _COLUMNS, "query_projection": _COLUMNS}
     te: ClassVar[Classes] = {
