@@ -33,7 +33,7 @@ from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.offload import HostLimit, Offloader, Shipment
+from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
 from megatron_lynx.runtime.recipe import Recipes, signature_of
@@ -175,14 +175,12 @@ class Engine:
         micro_batch = self._ledger.micro_batch_for(policy.key, policy.chunk)
         whole = micro_batch.index in self._windows[policy.chunk].whole
         policy = policy.keeping if whole else policy
-        shipment = (
-            None if whole or policy.stays else self.offloader.shipment_of(micro_batch, policy.key, (args, kwargs), self._ledger)
-        )
+        group = None if whole or policy.stays else self.offloader.group_for(micro_batch, policy.key, (args, kwargs), self._ledger)
         frame = Frame(policy, micro_batch, code)
         self._ledger.keep(frame)
         begin = self.trace.now()
-        if policy.replay or shipment is not None:
-            outputs = self._record(frame, shipment, args, kwargs)
+        if policy.replay or group is not None:
+            outputs = self._record(frame, group, args, kwargs)
         else:
             outputs = self._progress.run(Passage(frame), args, kwargs)
         self._progress.add_span("forward", frame, None, begin)
@@ -192,16 +190,16 @@ class Engine:
         self._mark(frame, (args, kwargs), outputs)
         return outputs
 
-    def _record(self, frame: Frame, shipment: Shipment | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, frame: Frame, group: OffloadGroup | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = frame.policy
         refuse_foreign_hooks(policy.name)
         if policy.replay:
             frame.inputs = map_nest(Tensor, detached, args), map_nest(Tensor, detached, kwargs)
             frame.random = self._random.capture() if policy.may_draw() else None
             frame.surroundings = self._surroundings.capture()
-        half, signature = (frame.key, policy.replay, shipment is None), signature_of((args, kwargs))
+        half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
         recipe = self._recipes.find(half, signature)
-        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, shipment, recipe)
+        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, group, recipe)
         with policy.hooks.watched(policy.name):
             outputs = self._progress.run(recorder, args, kwargs)
         if recorder.recipe is not recipe:

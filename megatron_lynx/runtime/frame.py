@@ -100,7 +100,7 @@ class Frame:
     """The segments in which anything was let go."""
     shortcut: tuple[Step, ...] = ()
     """What a replay runs instead of the half's code, where that is enough."""
-    stowed: bool = False
+    offloaded: bool = False
     """Whether what its replay needs may be on the host."""
     wanted: set[Key] = field(default_factory=set)
     found: dict[Key, Tensor] = field(default_factory=dict)

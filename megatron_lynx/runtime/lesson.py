@@ -6,7 +6,7 @@ in the memory of what the half was handed                nothing, unless that ma
 made by a replayed first part of the site                a handle, of that item                         [6]
 in the memory of an argument that a replay makes again   a handle, as a view of that argument           [3]
 any other, of a replayed site                            a handle
-any other, where what is kept may go to the host         of which the shipment decides                  [7]
+any other, where what is kept may go to the host         of which the group decides                  [7]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One forward of one chunk, until its backward is over: which one it is, and what of it was regenerated.
 
-A micro-batch knows nothing of frames and shipments. A frame knows the micro-batch that it belongs to, the ledger finds the frames
+A micro-batch knows nothing of frames and groups. A frame knows the micro-batch that it belongs to, the ledger finds the frames
 of one, and the offloader what of one is on the host.
 """
 

@@ -9,7 +9,7 @@
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
-[7] with a shipment, what is kept becomes a handle as well, of which the shipment decides whether its data goes to the host
+[7] with a group, what is kept becomes a handle as well, of which the group decides whether its data goes to the host
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 [9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
 [10] a replay may need the half's first sites alone, without the code around them (`shortcut`)
@@ -28,7 +28,7 @@ from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
 from megatron_lynx.runtime.lesson import Lesson
-from megatron_lynx.runtime.offload import Hosted, Shipment
+from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
 from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
@@ -47,12 +47,12 @@ class Recorder:
         frame: Frame,
         random: RandomSource,
         take: Callable[[Handle], Tensor],
-        shipment: Shipment | None = None,
+        group: OffloadGroup | None = None,
         recipe: HalfRecipe | None = None,
     ) -> None:
         self.frame = frame
         self.collectives = 0
-        self._shipment = shipment
+        self._group = group
         self._replay = frame.policy.replay
         self._random = random
         self._take = take
@@ -84,7 +84,7 @@ class Recorder:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._packing = Packing(self._pack, self._unpack)
         try:
-            self._packing.turn(self._shipment is not None)
+            self._packing.turn(self._group is not None)
             if self._teaches or self._recipe.steps:
                 self._course = Course(args, kwargs, self._recipe.steps or None)
             outputs = self.frame.code(*args, **kwargs)
@@ -100,8 +100,8 @@ class Recorder:
             self.frame.shortcut = course.steps(self._recipe.lets_go)
             if self._teaches:
                 self._recipe.steps = len(self.frame.shortcut)
-        if self._shipment is not None and self.frame.lets_go:
-            self._stow_what_replay_needs(self._shipment)
+        if self._group is not None and self.frame.lets_go:
+            self._push_what_replay_needs(self._group)
         return outputs
 
     def gathered(self, whole: Tensor) -> None:
@@ -141,8 +141,8 @@ class Recorder:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
-        self._packing.turn(code in self._replay or self._shipment is not None)  # [1]
-        if site.state is None and code not in self._replay and self._shipment is None:
+        self._packing.turn(code in self._replay or self._group is not None)  # [1]
+        if site.state is None and code not in self._replay and self._group is None:
             self._maybe_inert.append(segment)
         return outputs
 
@@ -203,16 +203,16 @@ class Recorder:
             self._segment,
             replayed=call.site.name in self._replay,
             first_replayed=call.site.first is not None and call.site.first.item in self._replay,
-            held=self._held if self._shipment is None else set(),
+            held=self._held if self._group is None else set(),
             resident=self._resident if self._replay and not item.exchanges else None,
-            may_go=None if self._shipment is None else partial(self._shipment.may_go, any_size=item.any_rows),
+            may_go=None if self._group is None else partial(self._group.may_go, any_size=item.any_rows),
             views=sum(len(site.views) for site in self._recipe.sites.values()),
         )
 
     def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if pick.key is None:
-            assert self._shipment is not None, "a recipe for a half that is offloaded"
-            return self._shipment.stow, _on_device  # [7]
+            assert self._group is not None, "a recipe for a half that is offloaded"
+            return self._group.push, _on_device  # [7]
         if pick.argument is not None:
             return partial(self._pack_view, pick), self._unpack
         return partial(self.frame.want, pick.key), self._take
@@ -236,7 +236,7 @@ class Recorder:
         if self._item in self._replay and self._may_let_go():
             return self.frame.want(key, tensor)  # [1]
         # A tensor that stays is packed without its graph: an output that its own node holds would never be freed.
-        return tensor.detach() if self._shipment is None else self._shipment.stow(tensor)  # [7]
+        return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
     def _may_let_go(self) -> bool:
         """Whether a replay can reach where the code is: the recipe remembers no more memos than its call needed."""
@@ -276,12 +276,12 @@ class Recorder:
         self._recipe.inert = frozenset(at for at in self._maybe_inert if at not in memos and at in sites and not sites[at].picks)
         self._recipe.memos = {segment: segment < last_with_values for segment in memos}
 
-    def _stow_what_replay_needs(self, shipment: Shipment) -> None:
-        """Hand the half's inputs and the memos of kept sites to the shipment."""
-        self.frame.stowed = True
-        self.frame.inputs = shipment.stow_all(self.frame.inputs)
+    def _push_what_replay_needs(self, group: OffloadGroup) -> None:
+        """Hand the half's inputs and the memos of kept sites to the group."""
+        self.frame.offloaded = True
+        self.frame.inputs = group.push_all(self.frame.inputs)
         for segment, memo in self.frame.memos.items():
-            self.frame.memos[segment] = Memo(shipment.stow_all(memo.outputs), memo.random)
+            self.frame.memos[segment] = Memo(group.push_all(memo.outputs), memo.random)
 
     def _enter(self, item: str) -> None:
         self._segment += 1
@@ -313,4 +313,4 @@ WHOLE_NUMBERS = (torch.int32, torch.int64)
 
 
 def _on_device(packed: Any) -> Tensor:
-    return packed.tensor() if type(packed) is Hosted else packed
+    return packed.tensor() if type(packed) is OffloadedTensor else packed

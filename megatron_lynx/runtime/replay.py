@@ -73,7 +73,7 @@ class Replayer:
         """Returns what the site `until` works on: its argument, or what its first part makes of that. None where nothing was
         wanted any more before it was reached."""
         assert self.frame.inputs is not None, "a frame is replayed once"
-        args, kwargs = on_device(self.frame.inputs) if self.frame.stowed else self.frame.inputs
+        args, kwargs = on_device(self.frame.inputs) if self.frame.offloaded else self.frame.inputs
         shortcut = self.frame.shortcut
         draws = self.frame.random is not None and (not shortcut or any(step.site.may_draw for step in shortcut))
         self._packing = Packing(self._collect, _never_unpacked)
@@ -157,7 +157,7 @@ class Replayer:
     def _recall(self, memo: Memo) -> Any:
         if memo.random is not None:
             self._random.restore(memo.random)
-        return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.stowed else memo.outputs)
+        return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.offloaded else memo.outputs)
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
         for pick in self.frame.sites.get(self._segment, NOTHING).views:

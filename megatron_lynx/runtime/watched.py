@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, Handle
-from megatron_lynx.runtime.offload import Hosted
+from megatron_lynx.runtime.offload import OffloadedTensor
 from megatron_lynx.runtime.recipe import Pick
 from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.rng import RandomSource
@@ -60,7 +60,7 @@ class Observer(Protocol):
 def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, take: Take, *others: Any) -> Recorder:
     """The recorder of one call: a plain one, or one that tells the observer.
 
-    `others`: what else a recorder is given, the shipment first.
+    `others`: what else a recorder is given, the group first.
     """
     if observer is not None and observer.wants(frame, others[0] is not None):
         return WatchedRecorder(observer, frame, random, take, *others)
@@ -71,7 +71,7 @@ def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, 
 class _Watched:
     """What autograd holds, and whom to tell what became of it."""
 
-    packed: Handle | Hosted
+    packed: Handle | OffloadedTensor
     returned: Returned
 
 
@@ -109,10 +109,12 @@ class WatchedRecorder(Recorder):
     def _observed(self, packed: Any, tensor: Tensor) -> Any:
         if isinstance(packed, Handle):
             segment, ordinal = packed.key
-        elif isinstance(packed, Hosted):
+        elif isinstance(packed, OffloadedTensor):
             segment, ordinal = self._segment, self._hosted
             self._hosted += 1
         else:
             return packed  # it stays
-        place = Place(self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, Hosted) else "replayed")
+        place = Place(
+            self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, OffloadedTensor) else "replayed"
+        )
         return _Watched(packed, self._observer.saved(self.frame, place, tensor))  # [1]

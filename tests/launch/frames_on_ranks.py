@@ -140,11 +140,11 @@ def _another_mask(installation: Any) -> Iterator[None]:
 @contextmanager
 def _no_reload(installation: Any) -> Iterator[None]:
     """What is reloaded is used before it has arrived: the memory still holds what was there before."""
-    from megatron_lynx.runtime.offload.parcel import Parcel
+    from megatron_lynx.runtime.offload.group import OffloadedStorage
 
-    fresh = Parcel._fresh
+    fresh = OffloadedStorage._fresh
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Parcel, "_fresh", lambda parcel, sent: fresh(parcel, sent).fill_(0x11))
+        patched.setattr(OffloadedStorage, "_fresh", lambda storage, sent: fresh(storage, sent).fill_(0x11))
         patched.setattr(installation.engine.offloader.back, "move", lambda target, source: None)
         yield
 

@@ -48,10 +48,10 @@ def a_graph_that_is_dropped_on_streams(rank: int) -> tuple[bool, bool]:
     made.out, made.back = copiers_for(CudaDevice(HERE), made.trace)
     bytes_of_it = np.arange(100, dtype=np.uint8)
     held = weakref.ref(bytes_of_it)
-    shipment = made.open(0, 0)
-    handle = shipment.stow(torch.from_numpy(bytes_of_it))
+    group = made.open(0, 0)
+    handle = group.push(torch.from_numpy(bytes_of_it))
     del bytes_of_it
-    made.depart(shipment, None)
+    made.depart(group, None)
     del handle
     before = held() is not None
     made.settle()
