@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.device import Device, cuda
-from megatron_lynx.runtime.device.cpu import CallingThread, CpuDevice, CpuEvent
-from megatron_lynx.runtime.device.cuda import CudaDevice
+from megatron_lynx.runtime import cuda
+from megatron_lynx.runtime.cuda import CudaDevice
+from megatron_lynx.runtime.device import CallingThread, CpuDevice, CpuEvent, Device
 from megatron_lynx.runtime.offload import copier as copier_file
 from megatron_lynx.runtime.offload.copier import MOST_WAITS, Copier, Owner, copiers_for
 from megatron_lynx.runtime.trace import Trace

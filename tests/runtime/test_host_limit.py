@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.free_memory import FreeMemory, Pot
-from megatron_lynx.runtime.device.cpu import CpuDevice
+from megatron_lynx.runtime.device import CpuDevice
 from megatron_lynx.runtime.offload import HostFacts, HostLimit, Offloader, OffloadPolicy, limit_of
 from megatron_lynx.runtime.offload.host_memory import too_little
 from tests.runtime.devices import CPU

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lynx.errors import OffloadError
-from megatron_lynx.runtime.device.cpu import CpuDevice
+from megatron_lynx.runtime.device import CpuDevice
 from megatron_lynx.runtime.offload.copier import Copier, Owner
 from megatron_lynx.runtime.offload.host_memory import ALIGNMENT, HostLimit, HostPool, Slab
 from megatron_lynx.runtime.trace import Trace
