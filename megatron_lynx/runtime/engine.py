@@ -36,15 +36,15 @@ from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.recipe import Recipes, signature_of
 from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.replay_clock import ReplayClock
 from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.rng import RandomSource, TorchRandom
 from megatron_lynx.runtime.saved import detached, tensors_in
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
@@ -79,7 +79,7 @@ class Engine:
         self._progress = Progress(self._ledger, self.offloader, self.clock)
         self._surroundings = Surroundings(surroundings)
         self._replays = Replays(self._progress, self._random, guard, as_recorded, self._surroundings)
-        self._recipes = Recipes()
+        self._graphs = RecordedGraphs()
         self.weight_gradients = WeightGradients(
             self._progress,
             [chunk.deferral for chunk in self._windows],
@@ -198,12 +198,12 @@ class Engine:
             frame.random = self._random.capture() if policy.may_draw() else None
             frame.surroundings = self._surroundings.capture()
         half, signature = (frame.key, policy.replay, group is None), signature_of((args, kwargs))
-        recipe = self._recipes.find(half, signature)
-        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, group, recipe)
+        graph = self._graphs.find(half, signature)
+        recorder = recorder_for(self.observer, frame, self._random, self._replays.take, group, graph)
         with policy.hooks.watched(policy.name):
             outputs = self._progress.run(recorder, args, kwargs)
-        if recorder.recipe is not recipe:
-            self._recipes.put(half, signature, recorder.recipe)
+        if recorder.graph is not graph:
+            self._graphs.put(half, signature, recorder.graph)
         if frame.wanted:
             self._progress.counts.recorded += 1
             self._progress.counts.let_go_bytes += frame.let_go_bytes

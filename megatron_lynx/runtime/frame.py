@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.recipe import Key, SiteRecipe, View
-from megatron_lynx.runtime.shortcut import Step
+from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
+from megatron_lynx.runtime.site import ShortcutStep
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Frame:
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
     """Of the tensors that share memory with an argument of their site, and are not the argument itself."""
-    sites: dict[int, SiteRecipe] = field(default_factory=dict)
+    sites: dict[int, SiteGraph] = field(default_factory=dict)
     """Where the sites' tensors were let go, by segment."""
     lets_go_in: Collection[int] = ()
     """The segments in which anything was let go."""
-    shortcut: tuple[Step, ...] = ()
+    shortcut: tuple[ShortcutStep, ...] = ()
     """What a replay runs instead of the half's code, where that is enough."""
     offloaded: bool = False
     """Whether what its replay needs may be on the host."""

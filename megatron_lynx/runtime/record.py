@@ -5,14 +5,14 @@
 [3] any other site runs without default hooks (rule R11); afterwards single saved tensors of its nodes become handles:
       replayed site   all but parameters
       kept site       only those that share memory with an argument which the replay regenerates anyway
-    Which these are is learnt in the half's first call (`lesson`), and is in its recipe for later ones (`recipe`)
+    Which these are is read in the half's first call, and is in its recorded graph for later ones (`recorded_graph`)
 [4] what a kept site returned is remembered, as far as a replay will have to pass it
 [5] the code behind a kept item keeps what it saves, and so what it hands to the next site stays too
 [6] a site's first part is an item of its own: of the site's node its tensors become handles where it is replayed
-[7] with a group, what is kept becomes a handle as well, of which the group decides whether its data goes to the host
+[7] with an offload group, what is kept is pushed to it, and the group decides whether its data goes to the host
 [8] what a site keeps from call to call (scales of FP8) is captured behind its call, which does not change it
 [9] what a replayed up-projection of latent attention gathered is kept: it is small, and so the replay gathers nothing
-[10] a replay may need the half's first sites alone, without the code around them (`shortcut`)
+[10] a replay may need the half's first sites alone, without the code around them (a shortcut: `site`)
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ from torch import Tensor
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
-from megatron_lynx.runtime.lesson import Lesson
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
-from megatron_lynx.runtime.recipe import NOTHING, HalfRecipe, Pick, View
+from megatron_lynx.runtime.recorded_graph import NOTHING, RecordedGraph, Replaced, SiteReader, View
 from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
-from megatron_lynx.runtime.shortcut import Course
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 
 GATHERED = Item("gathered latents", "code")
 """What ranks gather between the sites of latent attention: always kept."""
 
 
 class Recorder:
-    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `recipe` the call teaches."""
+    """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `graph` it is the first call."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class Recorder:
         random: RandomSource,
         take: Callable[[Handle], Tensor],
         group: OffloadGroup | None = None,
-        recipe: HalfRecipe | None = None,
+        graph: RecordedGraph | None = None,
     ) -> None:
         self.frame = frame
         self.collectives = 0
@@ -64,42 +62,42 @@ class Recorder:
         self._packing: Packing
         """There while the half runs."""
         self._maybe_inert: list[int] = []
-        self._teaches = recipe is None
-        self._recipe = HalfRecipe() if recipe is None else recipe
+        self._first_call = graph is None
+        self._graph = RecordedGraph() if graph is None else graph
         self._fits = True
-        self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._teaches else set()
+        self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._first_call else set()
         self._resident = set(self._held)
         self._normed: dict[int, Tensor] = {}
-        """What a replayed norm returned, by storage, while the call teaches."""
+        """What a replayed norm returned, by storage, in a first call."""
         self._arguments: Sequence[Tensor] = ()
         """Those of the site whose tensors are let go now."""
-        self._course: Course | None = None
+        self._finder: ShortcutFinder | None = None
         """There while the half runs, where a shortcut may lead through it."""
 
     @property
-    def recipe(self) -> HalfRecipe | None:
-        """What later calls may follow; None where this call did not go as the recipe says."""
-        return self._recipe if self._fits else None
+    def graph(self) -> RecordedGraph | None:
+        """What later calls may follow; None where this call did not go as the graph says."""
+        return self._graph if self._fits else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._packing = Packing(self._pack, self._unpack)
         try:
             self._packing.turn(self._group is not None)
-            if self._teaches or self._recipe.steps:
-                self._course = Course(args, kwargs, self._recipe.steps or None)
+            if self._first_call or self._graph.shortcut:
+                self._finder = ShortcutFinder(args, kwargs, self._graph.shortcut or None)
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
-            course, self._course = self._course, None  # its graph refers back to here, too
+            finder, self._finder = self._finder, None  # its graph refers back to here, too
             self._normed = {}  # likewise
-        if self._teaches:
+        if self._first_call:
             self._settle_memos()
-        self.frame.lets_go_in = self._recipe.lets_go
-        if course is not None:
-            self.frame.shortcut = course.steps(self._recipe.lets_go)
-            if self._teaches:
-                self._recipe.steps = len(self.frame.shortcut)
+        self.frame.lets_go_in = self._graph.lets_go
+        if finder is not None:
+            self.frame.shortcut = finder.steps(self._graph.lets_go)
+            if self._first_call:
+                self._graph.shortcut = len(self.frame.shortcut)
         if self._group is not None and self.frame.lets_go:
             self._push_what_replay_needs(self._group)
         return outputs
@@ -118,7 +116,7 @@ class Recorder:
         """Whether nothing is let go or remembered of a site that is about to be called, nor of the code behind it. Then it may be
         called as without a plan."""
         segment = self._segment + site.segments
-        if segment not in self._recipe.inert:
+        if segment not in self._graph.inert:
             return False
         self._packing.turn(False)
         self._segment, self._item = segment + 1, None
@@ -126,17 +124,17 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        if self._teaches and self._hands_on_what_stays and not self._of(site).exchanges:
+        if self._first_call and self._hands_on_what_stays and not self._of(site).exchanges:
             self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
         segment = self._segment
-        if self._course is not None:
-            self._course.called(call, segment)  # [10]
+        if self._finder is not None:
+            self._finder.called(call, segment)  # [10]
         outputs = self._called(call)
-        if self._course is not None:
-            self._course.returned(outputs)
+        if self._finder is not None:
+            self._finder.returned(outputs)
         if site.state is not None and self._replay:
             self.frame.site_states[segment] = site.state.capture()  # [8]
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
@@ -174,31 +172,31 @@ class Recorder:
         return outputs if kept else self._normed_by(call, outputs)
 
     def _normed_by(self, call: SiteCall, outputs: Any) -> Any:
-        """What a call that teaches returned, remembered where a replay makes it again and everything behind may read it."""
-        if self._teaches and call.site.name == self.frame.policy.section.norm:
+        """What a first call returned, remembered where a replay makes it again and everything behind may read it."""
+        if self._first_call and call.site.name == self.frame.policy.section.norm:
             self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
         """Turn saved tensors of the site's nodes into handles."""
-        if self._teaches:
-            self._recipe.sites[self._segment] = self._lesson(call).recipe(outputs)
-        site, arguments = self._recipe.sites.get(self._segment, NOTHING), call.arguments
+        if self._first_call:
+            self._graph.sites[self._segment] = self._reader(call).read(outputs)
+        site, arguments = self._graph.sites.get(self._segment, NOTHING), call.arguments
         nodes = site.nodes(outputs, arguments)
         if nodes is None:
             self._fits = False
             return
         self.frame.sites[self._segment] = site
         self._arguments = arguments
-        for place, slot, picks in site.grasps:
+        for place, slot, together in site.by_attribute:
             raws = getattr(nodes[place], slot.raws)
-            for pick in picks:
-                pick.slot.among(raws).register_hooks(*self._hooks_for(pick))
+            for one in together:
+                one.slot.among(raws).register_hooks(*self._hooks_for(one))
         self._arguments = ()  # hooks refer back to here
 
-    def _lesson(self, call: SiteCall) -> Lesson:
+    def _reader(self, call: SiteCall) -> SiteReader:
         item = self._of(call.site)
-        return Lesson(
+        return SiteReader(
             call,
             self._segment,
             replayed=call.site.name in self._replay,
@@ -206,27 +204,27 @@ class Recorder:
             held=self._held if self._group is None else set(),
             resident=self._resident if self._replay and not item.exchanges else None,
             may_go=None if self._group is None else partial(self._group.may_go, any_size=item.any_rows),
-            views=sum(len(site.views) for site in self._recipe.sites.values()),
+            views=sum(len(site.views) for site in self._graph.sites.values()),
         )
 
-    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        if pick.key is None:
-            assert self._group is not None, "a recipe for a half that is offloaded"
+    def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        if one.key is None:
+            assert self._group is not None, "a graph for a half that is offloaded"
             return self._group.push, _on_device  # [7]
-        if pick.argument is not None:
-            return partial(self._pack_view, pick), self._unpack
-        return partial(self.frame.want, pick.key), self._take
+        if one.argument is not None:
+            return partial(self._pack_view, one), self._unpack
+        return partial(self.frame.want, one.key), self._take
 
-    def _pack_view(self, pick: Pick, tensor: Tensor) -> Any:
-        assert pick.key is not None
-        assert pick.argument is not None
-        argument = self._arguments[pick.argument]
+    def _pack_view(self, one: Replaced, tensor: Tensor) -> Any:
+        assert one.key is not None
+        assert one.argument is not None
+        argument = self._arguments[one.argument]
         if not tensor.is_set_to(argument):
             if storage_of(tensor) != storage_of(argument):
                 self._fits = False
                 return tensor.detach()
-            self.frame.views[pick.key] = View.of(tensor)
-        return self.frame.want(pick.key, tensor)
+            self.frame.views[one.key] = View.of(tensor)
+        return self.frame.want(one.key, tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_parameter(tensor):
@@ -239,8 +237,8 @@ class Recorder:
         return tensor.detach() if self._group is None else self._group.push(tensor)  # [7]
 
     def _may_let_go(self) -> bool:
-        """Whether a replay can reach where the code is: the recipe remembers no more memos than its call needed."""
-        if self._teaches or self._segment in self._recipe.lets_go:
+        """Whether a replay can reach where the code is: the graph remembers no more memos than its call needed."""
+        if self._first_call or self._segment in self._graph.lets_go:
             return True
         self._fits = False
         return False
@@ -249,15 +247,15 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        if not self._teaches and self._segment not in self._recipe.memos:
+        if not self._first_call and self._segment not in self._graph.memos:
             return
         ends = call.site.goes_on or self._of(call.site).ends_values
-        if self._teaches:
+        if self._first_call:
             if ends:
                 self._ends_at = self._segment
             else:
                 self._resident.update(map(storage_of, tensors_in(outputs)))
-        with_values = not ends and (self._teaches or self._recipe.memos[self._segment])
+        with_values = not ends and (self._first_call or self._graph.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
     def _settle_memos(self) -> None:
@@ -271,10 +269,10 @@ class Recorder:
                 del memos[segment]
             elif segment >= last_with_values:
                 memos[segment] = Memo(map_nest(Tensor, absent, memos[segment].outputs), memos[segment].random)
-        self._recipe.lets_go = lets_go
-        sites = self._recipe.sites
-        self._recipe.inert = frozenset(at for at in self._maybe_inert if at not in memos and at in sites and not sites[at].picks)
-        self._recipe.memos = {segment: segment < last_with_values for segment in memos}
+        self._graph.lets_go = lets_go
+        untouched = (at for at, site in self._graph.sites.items() if at not in memos and not site.replaced)
+        self._graph.inert = frozenset(self._maybe_inert).intersection(untouched)
+        self._graph.memos = {segment: segment < last_with_values for segment in memos}
 
     def _push_what_replay_needs(self, group: OffloadGroup) -> None:
         """Hand the half's inputs and the memos of kept sites to the group."""

@@ -15,7 +15,7 @@
 [5] when nothing is wanted any more the replay stops: between sites, never inside one (rule R13)
 [6] a replay up to a site stops where that is called, and says with what; one up to the code behind a site, when the site returns.
     The sites that it ran are remembered as memos, so that the frame's next replay goes on from there and no site runs twice
-[7] where the half's first sites make all that is wanted, they run without the code around them (`shortcut`)
+[7] where the half's first sites make all that is wanted, they run without the code around them (a shortcut: `site`)
 
 With sequence parallelism the input of a replayed GEMM is gathered once: the half is replayed up to that site, the gather of what
 the site was called with is started, and the next replay runs the site with what arrived.
@@ -32,12 +32,11 @@ from torch import Tensor
 from megatron_lynx.nest import first_in, map_nest
 from megatron_lynx.runtime.frame import Absent, Frame, Memo
 from megatron_lynx.runtime.offload import on_device
-from megatron_lynx.runtime.recipe import NOTHING
+from megatron_lynx.runtime.recorded_graph import NOTHING
 from megatron_lynx.runtime.refusals import other_nodes
 from megatron_lynx.runtime.rng import RandomSource, drawing_from
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter
-from megatron_lynx.runtime.shortcut import Step
-from megatron_lynx.runtime.site_call import FirstPart, Site, SiteCall
+from megatron_lynx.runtime.site import FirstPart, ShortcutStep, Site, SiteCall
 
 
 class _Enough(Exception):
@@ -89,7 +88,7 @@ class Replayer:
             del self._packing  # it refers back to here
         return self._argument
 
-    def _take_steps(self, steps: tuple[Step, ...], values: list[Any]) -> None:
+    def _take_steps(self, steps: tuple[ShortcutStep, ...], values: list[Any]) -> None:
         for step in steps:
             values.append(first_in(Tensor, self.site(SiteCall(step.site, (values[step.source],), {}))))
 
@@ -160,26 +159,26 @@ class Replayer:
         return map_nest(Absent, Absent.made, on_device(memo.outputs) if self.frame.offloaded else memo.outputs)
 
     def _collect_views(self, arguments: list[Tensor]) -> None:
-        for pick in self.frame.sites.get(self._segment, NOTHING).views:
-            assert pick.key is not None
-            assert pick.argument is not None
-            if pick.key in self.frame.wanted:
-                argument, view = arguments[pick.argument], self.frame.views.get(pick.key)
-                self.frame.keep(pick.key, argument if view is None else view.in_(argument))
+        for one in self.frame.sites.get(self._segment, NOTHING).views:
+            assert one.key is not None
+            assert one.argument is not None
+            if one.key in self.frame.wanted:
+                argument, view = arguments[one.argument], self.frame.views.get(one.key)
+                self.frame.keep(one.key, argument if view is None else view.in_(argument))
 
     def _collect_saved(self, call: SiteCall, outputs: Any) -> None:
         """The saved tensors that the record let go one by one, from the same slots."""
         site, wanted = self.frame.sites.get(self._segment, NOTHING), self.frame.wanted
-        if not any(pick.key in wanted for pick in site.picks):
+        if not any(one.key in wanted for one in site.replaced):
             return
         nodes = site.nodes(outputs, call.arguments)
         if nodes is None:
             raise other_nodes(self.frame.policy.name, call.site.name)
-        for place, slot, picks in site.grasps:
+        for place, slot, together in site.by_attribute:
             saved = getattr(nodes[place], slot.tensors)
-            for pick in picks:
-                if pick.key in wanted:
-                    self.frame.keep(pick.key, pick.slot.among(saved))
+            for one in together:
+                if one.key in wanted:
+                    self.frame.keep(one.key, one.slot.among(saved))
 
     def _collect(self, tensor: Tensor) -> None:
         """Stands in for autograd's saving: the replay's own graph holds nothing."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_lynx.runtime.frame import Frame, Handle
 from megatron_lynx.runtime.offload import OffloadedTensor
-from megatron_lynx.runtime.recipe import Pick
 from megatron_lynx.runtime.record import Recorder
+from megatron_lynx.runtime.recorded_graph import Replaced
 from megatron_lynx.runtime.rng import RandomSource
 
 Take = Callable[[Handle], Tensor]
@@ -88,8 +88,8 @@ class WatchedRecorder(Recorder):
         if self._item == self.frame.policy.gather_site and self._item is not None:
             self.frame.told = self._observer.saved(self.frame, Place(self._item, self._segment, -1, "gathered"), whole)  # [3] [4]
 
-    def _hooks_for(self, pick: Pick) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        pack, _ = super()._hooks_for(pick)
+    def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        pack, _ = super()._hooks_for(one)
         return lambda tensor: self._observed(pack(tensor), tensor), self._unpack
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -21,7 +21,7 @@ from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.replay import Replayer
 from megatron_lynx.runtime.rng import TorchRandom
 from megatron_lynx.runtime.saved import detached
-from megatron_lynx.runtime.site_call import Site, SiteCall
+from megatron_lynx.runtime.site import Site, SiteCall
 
 NORM, FC1, ACTIVATION, FC2, RESIDUAL = MLP.names
 ROWS, WIDTH = 3, 4

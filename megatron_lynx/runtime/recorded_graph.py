@@ -1,0 +1,224 @@
+"""The autograd graph of a half as its first call recorded it: which saved tensors of which nodes later calls replace by handles.
+
+    first call     each site's nodes are walked, every saved tensor is read and compared with what the site was called with
+                   ──> a recorded graph: the edges that lead to nodes, the slots in them, which memos remain
+    later calls    the edges lead to the nodes, whose kinds are compared; hooks go on the slots that the graph names
+                   other kinds: that site keeps what it saved, nothing new is let go, and the half's next call records anew
+
+saved tensor                                             becomes
+a parameter, or what else outlives the call              nothing: it stays
+in the memory of what the half was handed                nothing, unless that may go to the host: the frame holds it anyway
+made by a replayed first part of the site                a handle, of that item                         [6]
+in the memory of an argument that a replay makes again   a handle, as a view of that argument           [3]
+any other, of a replayed site                            a handle
+any other, where what is kept may go to the host         what the offload group makes of it             [7]
+
+There is a graph for each half and for each signature of its arguments. It never decides about values: the replay takes each
+tensor from the slot where the record let it go. One that is out of date costs memory for one call, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_lynx.runtime.saved import Edge, Slot, edges_between, nodes_at, saved_in, storage_of, tensors_in
+from megatron_lynx.runtime.site import SiteCall
+
+Key = tuple[int, int]
+"""(segment, ordinal within the segment): the same tensor in a record and in its replay."""
+
+
+class View(NamedTuple):
+    """A saved tensor that is a part of an argument of its site, or another shape of it: how to find it in the replayed argument.
+    Made in each record, because arguments of experts have other numbers of rows in each."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, saved: Tensor) -> View:
+        return cls(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def in_(self, argument: Tensor) -> Tensor:
+        return argument.detach().as_strided(self.size, self.stride, self.offset)
+
+
+class Replaced(NamedTuple):
+    """A saved tensor of one of a site's nodes in whose place autograd gets something else."""
+
+    node: int
+    """The node's place among the site's."""
+    slot: Slot
+    key: Key | None
+    """Of what is let go. None: it is kept, on the device or on the host."""
+    argument: int | None = None
+    """Of what is let go as a view of an argument of its site: of which one."""
+
+
+class Together(NamedTuple):
+    """Those that one attribute of one node gives at once: asking for it again makes all its tensors' wrappers again."""
+
+    node: int
+    slot: Slot
+    """Of the first of them."""
+    replaced: tuple[Replaced, ...]
+
+
+@dataclass(frozen=True)
+class SiteGraph:
+    """The nodes of one site's call, as far as anything is replaced in them."""
+
+    replaced: tuple[Replaced, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    """To their nodes, from what the site returned."""
+    kinds: tuple[type, ...] = ()
+    """Of these nodes."""
+    views: tuple[Replaced, ...] = ()
+    """Those that are views of an argument."""
+    by_attribute: tuple[Together, ...] = ()
+    """All of them, by where they are had."""
+
+    @classmethod
+    def of(cls, walked: Sequence[tuple[Any, Edge]], replaced: Iterable[Replaced]) -> SiteGraph:
+        """`walked`: all nodes of a call; those are left out that lead to nothing that is replaced."""
+        found = tuple(replaced)
+        needed = {one.node for one in found}
+        for place in range(len(walked) - 1, -1, -1):  # a node comes behind the one that leads to it
+            before = walked[place][1].before
+            if place in needed and before is not None:
+                needed.add(before)
+        places = {old: new for new, old in enumerate(sorted(needed))}
+        taken = [walked[old] for old in places]
+        edges = (edge if edge.before is None else edge._replace(before=places[edge.before]) for _, edge in taken)
+        moved = tuple(one._replace(node=places[one.node]) for one in found)
+        views = tuple(one for one in moved if one.argument is not None)
+        return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, tuple(_by_attribute(moved)))
+
+    def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
+        """Those of a call of the site in which anything is replaced; None where they are of other kinds."""
+        return nodes_at(self.edges, self.kinds, outputs, arguments) if self.replaced else []
+
+
+def _by_attribute(replaced: Iterable[Replaced]) -> Iterator[Together]:
+    for (node, _), together in groupby(replaced, key=lambda one: (one.node, one.slot.raws)):
+        of_node = tuple(together)
+        yield Together(node, of_node[0].slot, of_node)
+
+
+NOTHING = SiteGraph()
+"""Of a site that was not called when the graph was recorded."""
+
+
+@dataclass(frozen=True)
+class SiteReader:
+    """Reads the graph of one site's call in a half's first call."""
+
+    call: SiteCall
+    segment: int
+    replayed: bool
+    first_replayed: bool
+    """Whether its first part is let go."""
+    held: set[int]
+    """Storages that the frame holds until its replay, on the device."""
+    resident: set[int] | None
+    """Storages that are held until backward anyway; None where nothing of the half is replayed, and all are."""
+    may_go: Callable[[Tensor], bool] | None
+    """Whether a tensor that is kept may go to the host."""
+    views: int
+    """How many the half has already."""
+
+    def read(self, outputs: Any) -> SiteGraph:
+        """`outputs`: what the call returned."""
+        walked = edges_between(outputs, self.call.arguments)
+        return SiteGraph.of(walked, self._replaced([node for node, _ in walked]))
+
+    def _replaced(self, nodes: Sequence[Any]) -> Iterator[Replaced]:
+        arguments = self.call.arguments
+        stays = {storage_of(tensor) for tensor in self.call.lasting} | self.held
+        argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
+        regenerated = self._regenerated(argument_at)
+        first = self._of_first_part(nodes)
+        views, own = self.views, 0
+        for place, node in enumerate(nodes):
+            for slot, tensor in saved_in(node):
+                storage = storage_of(tensor)
+                if storage in stays:
+                    continue
+                if storage in first:
+                    yield Replaced(place, slot, (self.segment - 1, first[storage]))
+                elif storage in regenerated:
+                    views += 1
+                    yield Replaced(place, slot, (self.segment, -views), argument_at[storage])
+                elif self.replayed and storage not in argument_at:
+                    yield Replaced(place, slot, (self.segment, own))
+                    own += 1
+                elif self.may_go is not None and self.may_go(tensor):
+                    yield Replaced(place, slot, None)
+
+    def _regenerated(self, arguments: Collection[int]) -> set[int]:
+        """Storages of arguments that a replay makes again before it reaches the site."""
+        if self.replayed:
+            return set(arguments)
+        return set() if self.resident is None else set(arguments) - self.resident
+
+    def _of_first_part(self, nodes: Sequence[Any]) -> dict[int, int]:
+        """From the storages of what a replayed first part made to the place of each among its tensors."""
+        first = self.call.site.first
+        if first is None or not self.first_replayed:
+            return {}
+        saved = enumerate(first.saved(nodes))
+        return {storage_of(tensor): index for index, tensor in saved if tensor is not None}
+
+
+@dataclass
+class RecordedGraph:
+    """What one call of a half has recorded for those after it. By segment."""
+
+    sites: dict[int, SiteGraph] = field(default_factory=dict)
+    memos: dict[int, bool] = field(default_factory=dict)
+    """Of the kept sites that a replay passes: whether with values."""
+    inert: frozenset[int] = frozenset()
+    """Sites of which nothing is let go, sent out or remembered, and neither of the code behind them."""
+    lets_go: frozenset[int] = frozenset()
+    """Where anything is let go. A replay needs the memos before the last of these, so elsewhere nothing may be."""
+    shortcut: int = 0
+    """How many sites lead there without the half's code; 0 where that is needed."""
+
+
+Signature = tuple[Any, ...]
+
+
+def signature_of(arguments: Any) -> Signature:
+    """Of the tensors that a half is called with: shapes, strides, types, and whether they ask for gradients."""
+    return tuple([(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors_in(arguments)])
+
+
+MOST_SIGNATURES = 16
+"""Of one half. Sequences of ever new lengths must not pile up."""
+
+
+class RecordedGraphs:
+    """Those of one engine, by what distinguishes halves and the way in which they are recorded."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, dict[Signature, RecordedGraph]] = {}
+
+    def find(self, half: Any, signature: Signature) -> RecordedGraph | None:
+        known = self._known.get(half)
+        return known.get(signature) if known is not None else None
+
+    def put(self, half: Any, signature: Signature, graph: RecordedGraph | None) -> None:
+        """None: it is out of date."""
+        known = self._known.setdefault(half, {})
+        if graph is None:
+            known.pop(signature, None)
+            return
+        if len(known) >= MOST_SIGNATURES and signature not in known:
+            known.clear()
+        known[signature] = graph
