@@ -49,10 +49,10 @@ from megatron_lynx.apply.transformer_engine.fp8 import Fp8Autocast
 from megatron_lynx.errors import HookRefused, PlanMismatch, Problem
 from megatron_lynx.plan.order import receives_in
 from megatron_lynx.plan.plan import Plan
-from megatron_lynx.runtime.context import Autocast
 from megatron_lynx.runtime.device import device_for
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.overlapping import Overlapping
+from megatron_lynx.runtime.ledger import Overlapping
+from megatron_lynx.runtime.surroundings import Autocast
 from megatron_lynx.runtime.windows import Windows
 
 log = logging.getLogger(__name__)

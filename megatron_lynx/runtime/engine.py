@@ -28,24 +28,21 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.context import Autocast, Context, Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.device import Device, device_for
 from megatron_lynx.runtime.frame import Frame
 from megatron_lynx.runtime.ledger import Ledger
 from megatron_lynx.runtime.offload import HostLimit, Offloader, OffloadGroup
 from megatron_lynx.runtime.policy import HalfPolicy
-from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.progress import Counts, Progress
 from megatron_lynx.runtime.record import Passage, Recorder
 from megatron_lynx.runtime.recorded_graph import RecordedGraphs, signature_of
 from megatron_lynx.runtime.refusals import partial_backward, refuse_foreign_hooks
-from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.replay_clock import ReplayClock
-from megatron_lynx.runtime.replays import AsRecorded, Guard, Replays
-from megatron_lynx.runtime.rng import RandomSource, TorchRandom
+from megatron_lynx.runtime.replay import AsRecorded, Guard, Replays
 from megatron_lynx.runtime.saved import detached, tensors_in
 from megatron_lynx.runtime.site import Site, SiteCall
 from megatron_lynx.runtime.stage_order import OrderOfStep, StageOrder
+from megatron_lynx.runtime.surroundings import Autocast, Context, RandomSource, Surroundings, TorchRandom
+from megatron_lynx.runtime.trace import ReplayClock
 from megatron_lynx.runtime.waits import Waits
 from megatron_lynx.runtime.watched import Observer, recorder_for
 from megatron_lynx.runtime.weight_gradients import WeightGradients
@@ -118,7 +115,7 @@ class Engine:
     # --- what the hooks on the schedule report -------------------------------------------------------------------------
 
     def begin_batch(self, order: StageOrder, *, fills: bool) -> None:
-        """A batch of a schedule whose batches overlap begins (`runtime.overlapping`)."""
+        """A batch of a schedule whose batches overlap begins (`runtime.ledger`)."""
         self._ledger.begin_batch(order, fills)
         self.offloader.step_begins()
         if fills:
@@ -159,7 +156,7 @@ class Engine:
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
             scope = progress.scope
-            if scope is None or isinstance(scope, Passage) or scope.passes(site):
+            if scope is None or scope.passes(site):
                 return own(*args, **kwargs)
             return scope.site(SiteCall(site, args, kwargs))
 
@@ -258,7 +255,7 @@ class Engine:
 
     def experts_got(self, load: float) -> None:
         """Experts run on so many rows, over what they would get if all were asked as often."""
-        if not isinstance(self._progress.scope, Replayer):
+        if (scope := self._progress.scope) is None or not scope.replays:
             self._progress.counts.expert_load = max(self._progress.counts.expert_load, load)
 
     def gathered(self, whole: Tensor) -> None:

@@ -13,6 +13,7 @@ when the graph goes, the frame goes (rule R8).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.micro_batch import MicroBatch
+from megatron_lynx.anatomy.address import BackwardPhase, FrameKey
 from megatron_lynx.runtime.policy import HalfPolicy
 from megatron_lynx.runtime.recorded_graph import Key, SiteGraph, View
+from megatron_lynx.runtime.saved import detached, is_parameter
 from megatron_lynx.runtime.site import ShortcutStep
+from megatron_lynx.runtime.stage_order import VirtualMicroBatch
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One pass of a micro-batch through one chunk of the stage, until its backward is over.
+
+    It knows nothing of frames: a frame knows the micro-batch that it belongs to, the ledger finds the frames of one, and the
+    offloader what of one is on the host.
+    """
+
+    number: int
+    """Counted from 0 over the whole run; the same for all chunks that it passes through."""
+    index: int = 0
+    """Counted from 0 in each step; where batches overlap, since the pipeline was filled."""
+    chunk: int = 0
+    ahead: set[FrameKey] = field(default_factory=set)
+    """Halves that were regenerated and that backward has not reached."""
+    output: weakref.ref[Tensor] | None = None
+    """Held weakly: an alias of the output would keep memory that the schedule frees."""
+    phase: BackwardPhase = "steady"
+
+    @property
+    def virtual(self) -> VirtualMicroBatch:
+        return self.index, self.chunk
+
+    @property
+    def alive(self) -> bool:
+        return self.output is None or self.output() is not None
 
 
 @dataclass(frozen=True)
@@ -67,6 +97,17 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         raise AssertionError("a replay's own graph is never run backward")
+
+
+def absent(tensor: Tensor) -> Any:
+    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
+    if is_parameter(tensor):
+        return tensor
+    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
+
+
+WHOLE_NUMBERS = (torch.int32, torch.int64)
+"""Types of numbers that count."""
 
 
 @dataclass(frozen=True)

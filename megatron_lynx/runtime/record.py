@@ -21,17 +21,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
-from megatron_lynx.runtime.frame import Absent, Frame, Handle, Memo
+from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
 from megatron_lynx.runtime.recorded_graph import NOTHING, RecordedGraph, Replaced, SiteReader, View
-from megatron_lynx.runtime.rng import RandomSource
 from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
+from megatron_lynx.runtime.surroundings import RandomSource
 
 GATHERED = Item("gathered latents", "code")
 """What ranks gather between the sites of latent attention: always kept."""
@@ -39,6 +38,8 @@ GATHERED = Item("gathered latents", "code")
 
 class Recorder:
     """Records one call of one half. `take(handle)` is how backward gets a tensor back; without a `graph` it is the first call."""
+
+    replays = False
 
     def __init__(
         self,
@@ -291,6 +292,8 @@ class Passage:
     """One call of a half that lets nothing go: nothing happens at its sites. Only its collectives are counted, where they are
     windows."""
 
+    replays = False
+
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.collectives = 0
@@ -298,16 +301,11 @@ class Passage:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.frame.code(*args, **kwargs)
 
+    def passes(self, site: Site) -> bool:
+        return True
 
-def absent(tensor: Tensor) -> Any:
-    """Whole numbers are few, and code may go by their values: so many rows for each expert."""
-    if is_parameter(tensor):
-        return tensor
-    return detached(tensor) if tensor.dtype in WHOLE_NUMBERS else Absent.of(tensor)
-
-
-WHOLE_NUMBERS = (torch.int32, torch.int64)
-"""Types of numbers that count."""
+    def site(self, call: SiteCall) -> Any:
+        return call()
 
 
 def _on_device(packed: Any) -> Tensor:

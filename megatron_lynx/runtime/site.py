@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.nest import first_in, map_nest
-from megatron_lynx.runtime.context import SiteState
 from megatron_lynx.runtime.saved import detached, tensors_in
+from megatron_lynx.runtime.surroundings import SiteState
 
 
 @dataclass(frozen=True)

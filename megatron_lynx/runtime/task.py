@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.frame import Frame
-from megatron_lynx.runtime.micro_batch import MicroBatch
+from megatron_lynx.runtime.frame import Frame, MicroBatch
 from megatron_lynx.runtime.pending import Linear
 from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.replays import Replays
+from megatron_lynx.runtime.replay import Replays
 from megatron_lynx.runtime.weight_gradients import WeightGradients
 
 

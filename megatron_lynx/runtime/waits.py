@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, BackwardPhase, Window, WindowAddress
-from megatron_lynx.runtime.micro_batch import MicroBatch
-from megatron_lynx.runtime.progress import Progress
-from megatron_lynx.runtime.record import Passage, Recorder
+from megatron_lynx.runtime.frame import MicroBatch
+from megatron_lynx.runtime.progress import HalfCall, Progress
 from megatron_lynx.runtime.refusals import collective_in_replay
-from megatron_lynx.runtime.replay import Replayer
-from megatron_lynx.runtime.replays import Replays
+from megatron_lynx.runtime.replay import Replayer, Replays
 from megatron_lynx.runtime.saved import storage_of
 from megatron_lynx.runtime.task import Opening, Task
 from megatron_lynx.runtime.trace import SpanKind
@@ -143,7 +141,7 @@ class Waits:
             frame = scope.frame if isinstance(scope, Replayer) and scope.in_gather_site else None
         return frame.gathering if frame is not None else None
 
-    def _in_forward(self, scope: Recorder | Passage) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
+    def _in_forward(self, scope: HalfCall) -> tuple[WindowAddress, MicroBatch | None, BackwardPhase]:
         """Address of the collective that a forward issues now, and for which micro-batch and phase its window runs tasks."""
         address = WindowAddress("fwd", *scope.frame.key, scope.collectives)
         scope.collectives += 1

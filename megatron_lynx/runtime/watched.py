@@ -23,7 +23,7 @@ from megatron_lynx.runtime.frame import Frame, Handle
 from megatron_lynx.runtime.offload import OffloadedTensor
 from megatron_lynx.runtime.record import Recorder
 from megatron_lynx.runtime.recorded_graph import Replaced
-from megatron_lynx.runtime.rng import RandomSource
+from megatron_lynx.runtime.surroundings import RandomSource
 
 Take = Callable[[Handle], Tensor]
 """How backward gets a tensor back."""

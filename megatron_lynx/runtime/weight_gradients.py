@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.anatomy.address import FrameKey
-from megatron_lynx.runtime.context import Surroundings
 from megatron_lynx.runtime.pending import Entry, Linear, blocks_of
 from megatron_lynx.runtime.policy import DeferralPolicy
 from megatron_lynx.runtime.progress import Progress
+from megatron_lynx.runtime.surroundings import Surroundings
 
 FLUSHED = "flushed"
 """Where an entry ran that no wait took, for the trace."""

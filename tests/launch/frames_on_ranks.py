@@ -152,7 +152,7 @@ def _no_reload(installation: Any) -> Iterator[None]:
 @contextmanager
 def _autocast(installation: Any) -> Iterator[None]:
     """Replays run under an autocast that their forward did not run under."""
-    from megatron_lynx.runtime.context import Autocast
+    from megatron_lynx.runtime.surroundings import Autocast
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Autocast, "as_captured", lambda self, captured: torch.autocast("cpu", dtype=torch.bfloat16))
@@ -162,7 +162,7 @@ def _autocast(installation: Any) -> Iterator[None]:
 @contextmanager
 def _used_again(installation: Any) -> Iterator[None]:
     """Memory of gathered inputs of layer 2 is used again between the replay and the weight gradient."""
-    from megatron_lynx.runtime.replays import Replays
+    from megatron_lynx.runtime.replay import Replays
 
     replay = Replays.replay
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_lynx.anatomy.address import RECV_BACKWARD, WindowAddress
-from megatron_lynx.runtime.context import Surroundings
-from megatron_lynx.runtime.counts import Counts
 from megatron_lynx.runtime.pending import Entry, Linear, Pending, blocks_of
+from megatron_lynx.runtime.progress import Counts
 from megatron_lynx.runtime.stage_order import ScheduledPass, StageOrder
+from megatron_lynx.runtime.surroundings import Surroundings
 from megatron_lynx.runtime.task import WeightGradient
 from megatron_lynx.runtime.trace import Trace
 from megatron_lynx.runtime.waits import _fillers

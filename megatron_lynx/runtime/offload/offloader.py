@@ -27,8 +27,8 @@ from torch import Tensor
 from megatron_lynx.anatomy.address import FrameKey
 from megatron_lynx.errors import OffloadError
 from megatron_lynx.runtime.device import Device
+from megatron_lynx.runtime.frame import MicroBatch
 from megatron_lynx.runtime.ledger import Ledger
-from megatron_lynx.runtime.micro_batch import MicroBatch
 from megatron_lynx.runtime.offload.copier import Owner, copiers_for
 from megatron_lynx.runtime.offload.group import OffloadedStorage, OffloadGroup, OffloadPolicy, Sent, fetch, send
 from megatron_lynx.runtime.offload.half_by_half import HalfByHalf
