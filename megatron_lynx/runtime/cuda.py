@@ -44,7 +44,7 @@ LOOK_EVERY_S = 0.001
 
 @final
 class CudaEvent(Event):
-    """One of torch's, recorded on a stream."""
+    """An event of torch's, recorded on a stream."""
 
     def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
@@ -70,7 +70,7 @@ class CudaEvent(Event):
 
 @final
 class CudaStream(Stream):
-    """One of torch's. Work is issued at once, by the calling thread, while this is its current stream."""
+    """A stream of torch's. Work is issued at once, by the calling thread, while this is its current stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -99,9 +99,9 @@ class CudaDevice(Device):
     def __init__(self, where: torch.device) -> None:
         self.where = where
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """By name, all that were ever made."""
+        """All streams that were ever made, by name."""
         self._behind: list[tuple[Callable[[], object], list[CudaEvent]]] = []
-        """What is to be done when these events are reached."""
+        """Functions to be called, each when its events are reached."""
 
     @property
     def current(self) -> Stream:

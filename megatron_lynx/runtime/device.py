@@ -141,7 +141,7 @@ class CallingThread(Stream):
         return event
 
     def synchronize(self) -> None:
-        """It is idle whenever somebody can ask."""
+        """There is nothing to wait for: it is idle whenever somebody can ask."""
 
     close = synchronize
 

@@ -151,7 +151,7 @@ class Engine:
     # --- what the hooks on layers report -------------------------------------------------------------------------------
 
     def reported(self, site: Site) -> Callable[..., Any]:
-        """What stands for a site's own code while a plan is in force: its calls are reported to the half that runs."""
+        """A replacement for a site's own code while a plan is in force: it reports calls to the half that runs."""
         progress, own = self._progress, site.forward
 
         def call_site(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ class Engine:
         return call_site
 
     def half(self, policy: HalfPolicy, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of a layer half. In evaluation nothing is recorded, and nothing where nothing ever happens."""
+        """Run one call of a layer half. Nothing is recorded in evaluation, nor in a half in which the plan has nothing to do."""
         if not torch.is_grad_enabled():
             return code(*args, **kwargs)
         self._ledger.leave()  # a forward runs, so no backward does

@@ -111,7 +111,7 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 @contextmanager
 def _emptied(tables: Iterable[Table], but: Container[int]) -> Iterator[None]:
-    """Not other tables: handles of hooks know the ones that there are. `but`: numbers of hooks that stay."""
+    """The tables stay the same objects, because handles of hooks know them, and are empty inside. `but`: numbers of hooks that stay."""
     full = [(table, dict(table)) for table in tables if table]
     for table, hooks in full:
         table.clear()

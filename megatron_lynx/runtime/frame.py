@@ -131,10 +131,10 @@ class Frame:
     random: Any = None
     surroundings: Any = ()
     site_states: dict[int, Any] = field(default_factory=dict)
-    """What sites that a replay may run keep from call to call, by segment."""
+    """By segment, what sites that a replay may run keep from call to call (scales of FP8)."""
     memos: dict[int, Memo] = field(default_factory=dict)
     views: dict[Key, View] = field(default_factory=dict)
-    """Of the tensors that share memory with an argument of their site, and are not the argument itself."""
+    """How to find the tensors that share memory with an argument of their site, and are not the argument itself."""
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     """Where the sites' tensors were let go, by segment."""
     lets_go_in: Collection[int] = ()

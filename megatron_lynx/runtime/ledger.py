@@ -42,7 +42,7 @@ class Ledger:
         """Whether batches overlap: then a batch is announced, and the first micro-batch of one begins nothing anew."""
         self._in_flight: dict[VirtualMicroBatch, MicroBatch] = {}
         self._frames: weakref.WeakValueDictionary[tuple[int, FrameKey], Frame] = weakref.WeakValueDictionary()
-        """By number of the micro-batch and half, of all that live. Frames belong to autograd's graph, so they are held weakly."""
+        """All that live, by number of the micro-batch and half. Frames belong to autograd's graph, so they are held weakly."""
         self._first = self._count = 0
         """Number of this step's first micro-batch, and of the next one that begins."""
         self._recording: MicroBatch | None = None

@@ -90,7 +90,7 @@ class Whereabouts:
     """The half that ran, or that backward had reached; of a replay, the half that was made again."""
     replays: bool = False
     expert_load: float = 0.0
-    """Of this step so far, as counted (`counts`)."""
+    """The largest load of this step so far, as `Counts` has it."""
 
 
 def note(error: BaseException, where: Whereabouts) -> None:

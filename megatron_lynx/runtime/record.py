@@ -69,9 +69,9 @@ class Recorder:
         self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._first_call else set()
         self._resident = set(self._held)
         self._normed: dict[int, Tensor] = {}
-        """What a replayed norm returned, by storage, in a first call."""
+        """What a replayed norm returned in a first call, by storage."""
         self._arguments: Sequence[Tensor] = ()
-        """Those of the site whose tensors are let go now."""
+        """The arguments of the site whose tensors are let go now."""
         self._finder: ShortcutFinder | None = None
         """There while the half runs, where a shortcut may lead through it."""
 

@@ -56,17 +56,17 @@ class Replaced(NamedTuple):
     """The node's place among the site's."""
     slot: Slot
     key: Key | None
-    """Of what is let go. None: it is kept, on the device or on the host."""
+    """The key of a tensor that is let go. None: it is kept, on the device or on the host."""
     argument: int | None = None
-    """Of what is let go as a view of an argument of its site: of which one."""
+    """Where it is let go as a view of an argument of its site: the place of that argument."""
 
 
 class Together(NamedTuple):
-    """Those that one attribute of one node gives at once: asking for it again makes all its tensors' wrappers again."""
+    """The replaced tensors that one attribute of one node gives at once: asking for it again makes all its wrappers again."""
 
     node: int
     slot: Slot
-    """Of the first of them."""
+    """The slot of the first of them."""
     replaced: tuple[Replaced, ...]
 
 
@@ -76,13 +76,13 @@ class SiteGraph:
 
     replaced: tuple[Replaced, ...] = ()
     edges: tuple[Edge, ...] = ()
-    """To their nodes, from what the site returned."""
+    """The edges from what the site returned to the nodes in which they are."""
     kinds: tuple[type, ...] = ()
-    """Of these nodes."""
+    """The classes of these nodes."""
     views: tuple[Replaced, ...] = ()
-    """Those that are views of an argument."""
+    """The replaced tensors that are views of an argument."""
     by_attribute: tuple[Together, ...] = ()
-    """All of them, by where they are had."""
+    """All replaced tensors, by node and attribute."""
 
     @classmethod
     def of(cls, walked: Sequence[tuple[Any, Edge]], replaced: Iterable[Replaced]) -> SiteGraph:
@@ -101,7 +101,7 @@ class SiteGraph:
         return cls(moved, tuple(edges), tuple(type(node) for node, _ in taken), views, tuple(_by_attribute(moved)))
 
     def nodes(self, outputs: Any, arguments: Sequence[Tensor]) -> list[Any] | None:
-        """Those of a call of the site in which anything is replaced; None where they are of other kinds."""
+        """The nodes of a call of the site in which anything is replaced; None where they are of other kinds."""
         return nodes_at(self.edges, self.kinds, outputs, arguments) if self.replaced else []
 
 
@@ -112,7 +112,7 @@ def _by_attribute(replaced: Iterable[Replaced]) -> Iterator[Together]:
 
 
 NOTHING = SiteGraph()
-"""Of a site that was not called when the graph was recorded."""
+"""The graph of a site that was not called when the half's graph was recorded."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,15 @@ class SiteReader:
 
 @dataclass
 class RecordedGraph:
-    """What one call of a half has recorded for those after it. By segment."""
+    """What the first call of a half has recorded for those after it, by segment."""
 
     sites: dict[int, SiteGraph] = field(default_factory=dict)
     memos: dict[int, bool] = field(default_factory=dict)
-    """Of the kept sites that a replay passes: whether with values."""
+    """The kept sites that a replay passes, each with whether it needs the values that the site returned."""
     inert: frozenset[int] = frozenset()
     """Sites of which nothing is let go, sent out or remembered, and neither of the code behind them."""
     lets_go: frozenset[int] = frozenset()
-    """Where anything is let go. A replay needs the memos before the last of these, so elsewhere nothing may be."""
+    """The segments in which anything is let go. A replay needs the memos before the last of them, so nothing may be elsewhere."""
     shortcut: int = 0
     """How many sites lead there without the half's code; 0 where that is needed."""
 
@@ -195,16 +195,16 @@ Signature = tuple[Any, ...]
 
 
 def signature_of(arguments: Any) -> Signature:
-    """Of the tensors that a half is called with: shapes, strides, types, and whether they ask for gradients."""
+    """Shapes, strides and types of the tensors that a half is called with, and whether they ask for gradients."""
     return tuple([(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors_in(arguments)])
 
 
 MOST_SIGNATURES = 16
-"""Of one half. Sequences of ever new lengths must not pile up."""
+"""How many a half may have: sequences of ever new lengths must not pile up."""
 
 
 class RecordedGraphs:
-    """Those of one engine, by what distinguishes halves and the way in which they are recorded."""
+    """The recorded graphs of one engine, by what distinguishes halves and the way in which they are recorded."""
 
     def __init__(self) -> None:
         self._known: dict[Any, dict[Signature, RecordedGraph]] = {}

@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """As `isinstance` says, which is slow for the many tensors that are plain ones."""
+    """Whether it is a parameter. `isinstance` alone is slow for the many tensors that are plain ones."""
     return type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
@@ -131,17 +131,17 @@ _ACCUMULATE = type(torch.empty(0, requires_grad=True).view(-1).grad_fn.next_func
 
 
 class Slot(NamedTuple):
-    """Where a node has a saved tensor. The same for all nodes of a kind that the same code made."""
+    """Where a node keeps a saved tensor. It is the same for all nodes of a kind that the same code made."""
 
     raws: str
     """The node's attribute for what hooks are registered on."""
     tensors: str
     """The node's attribute for what was saved."""
     at: int | None
-    """Where it has several there."""
+    """The place among them, where the attribute gives several."""
 
     def among(self, had: Any) -> Any:
-        """What is meant, among what such an attribute gave."""
+        """The slot's own, of what such an attribute gave."""
         return had if self.at is None else had[self.at]
 
 

@@ -41,7 +41,7 @@ class FirstPart:
     node: str
     """The name of the node."""
     slots: Callable[[Any], tuple[int, ...]]
-    """Where among what such a node saves the tensors of `run` are."""
+    """The places of the tensors that `run` makes among those that such a node saves."""
 
     def saved(self, nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """The same tensors as `run` makes, from the nodes of a call of the whole site."""
@@ -112,7 +112,7 @@ class SiteCall:
         return nullcontext() if self.site.state is None else self.site.state.as_captured(captured)
 
     def without_graph(self) -> SiteCall:
-        """The same call on arguments that do not lead back."""
+        """The same call on arguments that have no graph behind them."""
         kwargs = map_nest(Tensor, detached, self.kwargs) if self.kwargs else self.kwargs
         return SiteCall(self.site, map_nest(Tensor, detached, self.args), kwargs)
 
@@ -156,7 +156,7 @@ class ShortcutFinder:
             self._values.append(first_in(Tensor, outputs))
 
     def steps(self, lets_go: Collection[int]) -> tuple[ShortcutStep, ...]:
-        """Those that lead to all segments in which anything was let go; none where that takes the half's code."""
+        """The steps that reach all segments in which anything was let go; none where only the half's code reaches them."""
         wanted, found = set(lets_go), []
         for step in self._steps:
             if not wanted:

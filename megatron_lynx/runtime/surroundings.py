@@ -30,7 +30,7 @@ class Context(Protocol):
     """Something that a replay must find as its record did, and leave as it found it."""
 
     def capture(self) -> Any:
-        """What it is now, as a value that later calls do not change."""
+        """The present value, which later calls do not change."""
 
     def as_captured(self, captured: Any) -> AbstractContextManager[Any]:
         """Inside it is what it was then; afterwards it is what it was before."""

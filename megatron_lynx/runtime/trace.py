@@ -117,14 +117,14 @@ class Trace:
 
 
 class ReplaySeconds(NamedTuple):
-    """Of one step on one rank."""
+    """How long replays took in one step on one rank."""
 
     in_windows_s: float = 0.0
     on_demand_s: float = 0.0
 
 
 class ReplayClock:
-    """Of one engine. `runs`: whether replays are timed from now on."""
+    """Times the replays of one engine. `runs`: whether they are timed from now on."""
 
     def __init__(self, device: Device) -> None:
         self.runs = False
@@ -141,7 +141,7 @@ class ReplayClock:
             self._timed.append((window == ON_DEMAND, begin, self._device.current.record(timed=True)))
 
     def take(self) -> ReplaySeconds:
-        """Of the replays since this was last asked. Waits until the device has passed them."""
+        """Seconds of the replays since this was last asked. Waits until the device has passed them."""
         timed, self._timed = self._timed, []
         seconds = {True: 0.0, False: 0.0}
         for on_demand, begin, end in timed:

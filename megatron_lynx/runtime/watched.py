@@ -69,7 +69,7 @@ def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, 
 
 @dataclass(frozen=True, eq=False)
 class _Watched:
-    """What autograd holds, and whom to tell what became of it."""
+    """What autograd holds of a tensor that is observed, and whom to tell what became of it."""
 
     packed: Handle | OffloadedTensor
     returned: Returned

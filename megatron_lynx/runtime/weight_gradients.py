@@ -94,7 +94,7 @@ class WeightGradients:
             self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
-        """In a wait: compute the oldest one of a linear, if there is one; of experts those of all of them of one micro-batch."""
+        """Compute, in a wait, the oldest weight gradient of a linear, if any; for experts, those of all of them of one micro-batch."""
         micro_batch = None
         while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
             self._compute(entry, window)

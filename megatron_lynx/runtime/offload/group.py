@@ -75,7 +75,7 @@ class OffloadedStorage:
         self._rest: Tensor | None = None
         self._block: Block | None = None
         self._hosted: Tensor | None = None
-        """What of the block it fills."""
+        """The part of the block that it fills."""
         self._out: Copy | None = None
         self._back: Copy | None = None
         self._copier = back
@@ -108,7 +108,7 @@ class OffloadedStorage:
             self._let_go()
 
     def tensor(self) -> Tensor:
-        """It, on the device: the tensor that it was made for, or its bytes. What comes behind this comes behind its copy back."""
+        """The tensor that it was made for, or its bytes, on the device. What is computed from now on comes behind its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
@@ -214,11 +214,11 @@ class OffloadGroup:
     """Whether storages went to the host that nobody has asked for back yet."""
     _staying: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[tuple[int, weakref.ref[OffloadedStorage]]] = field(default_factory=list)
-    """With their addresses."""
+    """All that were made, with their addresses."""
     _at: dict[int, weakref.ref[OffloadedStorage]] = field(default_factory=dict)
     """The newest one at each address: one that was let go, or died, leaves it to another."""
     _made_bytes: int = 0
-    """Of all of them, those that died included."""
+    """Bytes of all that were made, those that died included."""
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Somebody else holds these until backward."""
@@ -245,7 +245,7 @@ class OffloadGroup:
         return map_nest(Tensor, lambda tensor: tensor if isinstance(tensor, torch.nn.Parameter) else self.push(tensor), value)
 
     def storages(self) -> Iterator[OffloadedStorage]:
-        """Those that live."""
+        """The storages that live."""
         yield from (storage for _, known in list(self._storages) if (storage := known()) is not None)
 
     @property

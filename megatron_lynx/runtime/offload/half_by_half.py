@@ -42,9 +42,9 @@ class HalfByHalf:
         self._pool_of = pool_of
         self._out = out
         self._leaving: deque[tuple[int, Sent]] = deque()
-        """What left, with the half behind which it is let go."""
+        """Copies out, each with the half behind which its originals are let go."""
         self._away: list[tuple[int, Sent]] = []
-        """What left, with the half with which it comes back."""
+        """Copies out, each with the half at whose backward they come back."""
 
     def half_begins(self, key: FrameKey) -> OffloadGroup | None:
         """Where what this half saves goes; None where all of it stays."""
@@ -72,7 +72,7 @@ class HalfByHalf:
         self.group.forward_is_over()
 
     def backward_reaches(self, key: FrameKey) -> None:
-        """What has its turn comes back, the last one first."""
+        """A half's backward begins: start bringing back whatever has its turn there, the last one first."""
         while self._away and self._away[-1][0] >= self._place(key):
             fetch(self._away.pop()[1].alive())  # [3]
 

@@ -137,7 +137,7 @@ class _Shelved(NamedTuple):
     slab: Slab
     reader: Copy | None
     shaped: Tensor
-    """As the one that had it last saw it."""
+    """The same memory with the type and shape of the tensor that had it last."""
 
 
 class Block:
@@ -153,7 +153,7 @@ class Block:
         self._shelf = shelf
 
     def like(self, tensor: Tensor) -> Tensor:
-        """As many of its bytes as this contiguous tensor has, with its type and shape."""
+        """The beginning of the block, as a tensor with the type and shape of this contiguous one."""
         if self._shaped.dtype is not tensor.dtype or self._shaped.shape != tensor.shape:
             self._shaped = self.tensor[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return self._shaped
@@ -184,12 +184,12 @@ class HostPool:
         self._made = 0
         """Sets whose blocks are there."""
         self._promised_bytes = 0
-        """Of the slabs that are still to be made."""
+        """Bytes of the slabs that are still to be made."""
         self._pieces: list[tuple[Slab, Tensor]] = []
-        """Of slabs that were locked ahead: a micro-batch's blocks each."""
+        """Parts of slabs that were locked ahead, each of which has room for one micro-batch's blocks."""
         self._sizes: list[int] = []
         self._shelves: defaultdict[int, deque[_Shelved]] = defaultdict(deque)
-        """By size. A block goes back to where it was taken from."""
+        """Free blocks, by size. A block goes back to where it was taken from."""
 
     def lend(self, sizes: Sequence[int]) -> list[Block]:
         """A block of at least each size. Raises `OffloadError` where the host has no room for as many."""
@@ -288,7 +288,7 @@ class HostPool:
         return None
 
     def _make_blocks(self) -> None:
-        """For one micro-batch, of what was set aside."""
+        """Cut blocks for one micro-batch out of what was set aside."""
         slab, piece = self._pieces.pop(0) if self._pieces else self._new_slab()
         self._made += 1
         start = 0

@@ -78,14 +78,14 @@ class Offloader:
         self._where = {chunk: where if len(policies) == 1 else f"{where}, chunk {chunk}" for chunk in policies}
         self._limit = limit
         self._ahead: dict[tuple[int, bool], list[Slab]] = {}
-        """What was locked before the first step, by chunk; apart for what goes half by half."""
+        """Memory that was locked before the first step, by chunk and by whether it is for what goes half by half."""
         self.locked = Locked(0, 0.0)
         self._pools: dict[tuple[int, int], HostPool] = {}
-        """By chunk and half; 0: of micro-batches that go whole."""
+        """Host memory by chunk and half; half 0 is for micro-batches that go whole."""
         self._device = device
         self._lasting = lasting
         self._lasting_of: dict[int, set[int]] = {}
-        """Storages, by chunk, until the next step: nobody puts other weights in place in between."""
+        """Storages of parameters and buffers, by chunk, until the next step: nobody puts other weights in place in between."""
         self._groups: weakref.WeakKeyDictionary[MicroBatch, OffloadGroup] = weakref.WeakKeyDictionary()
         self._half_by_half: weakref.WeakKeyDictionary[MicroBatch, HalfByHalf] = weakref.WeakKeyDictionary()
         self._leaving: deque[Sent] = deque()
@@ -94,7 +94,7 @@ class Offloader:
 
     @property
     def chunks(self) -> Container[int]:
-        """Those of which anything goes to the host."""
+        """The chunks of which anything goes to the host."""
         return self._policies
 
     def lock_ahead(self) -> None:
@@ -183,7 +183,7 @@ class Offloader:
         return group
 
     def _group(self, micro_batch: MicroBatch) -> OffloadGroup | None:
-        """That of a micro-batch that goes when its forward is over; None where all that may go is there."""
+        """The group of a micro-batch that goes when its forward is over; None where it already has all that the plan sends."""
         self.settle()
         if micro_batch not in self._groups:
             self._groups[micro_batch] = self.open(micro_batch.number, micro_batch.chunk)
