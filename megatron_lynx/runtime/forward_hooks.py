@@ -111,7 +111,7 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 @contextmanager
 def _emptied(tables: Iterable[Table], but: Container[int]) -> Iterator[None]:
-    """The tables stay the same objects, because handles of hooks know them, and are empty inside. `but`: numbers of hooks that stay."""
+    """Inside, the tables are empty, and still the same objects: handles of hooks know them. `but`: numbers of hooks that stay."""
     full = [(table, dict(table)) for table in tables if table]
     for table, hooks in full:
         table.clear()

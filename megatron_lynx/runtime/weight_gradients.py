@@ -94,7 +94,7 @@ class WeightGradients:
             self._progress.counts.flushed += 1
 
     def run(self, linear: Linear, window: str) -> None:
-        """Compute, in a wait, the oldest weight gradient of a linear, if any; for experts, those of all of them of one micro-batch."""
+        """In a wait: compute a linear's oldest weight gradient, if any; for experts, those of all of them of one micro-batch."""
         micro_batch = None
         while (entry := self._progress.pending.take(linear, micro_batch)) is not None:
             self._compute(entry, window)

@@ -108,7 +108,7 @@ class OffloadedStorage:
             self._let_go()
 
     def tensor(self) -> Tensor:
-        """The tensor that it was made for, or its bytes, on the device. What is computed from now on comes behind its copy back."""
+        """The tensor that it was made for, or its bytes, on the device. Compute that follows comes behind its copy back."""
         if self._out is None:
             assert self._original is not None
             return self._original
