@@ -68,7 +68,7 @@ def recorder_for(observer: Observer | None, frame: Frame, random: RandomSource, 
 
 
 @dataclass(frozen=True, eq=False)
-class _Watched:
+class _Observed:
     """What autograd holds of a tensor that is observed, and whom to tell what became of it."""
 
     packed: Handle | OffloadedTensor
@@ -96,7 +96,7 @@ class WatchedRecorder(Recorder):
         return self._observed(super()._pack(tensor), tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Watched):
+        if not isinstance(packed, _Observed):
             return super()._unpack(packed)
         tensor = super()._unpack(packed.packed)
         packed.returned(tensor)  # [2]
@@ -117,4 +117,4 @@ class WatchedRecorder(Recorder):
         place = Place(
             self._items.get(segment), segment, ordinal, "reloaded" if isinstance(packed, OffloadedTensor) else "replayed"
         )
-        return _Watched(packed, self._observer.saved(self.frame, place, tensor))  # [1]
+        return _Observed(packed, self._observer.saved(self.frame, place, tensor))  # [1]
