@@ -1,4 +1,4 @@
-"""What a chunk's layers keep of one micro-batch waits in host memory for its backward, as far as the plan says."""
+"""Sends what a plan says of a micro-batch's activations to host memory, and brings it back for their backward."""
 
 from megatron_lynx.runtime.offload.group import OffloadedTensor, OffloadGroup, OffloadPolicy, on_device
 from megatron_lynx.runtime.offload.host_memory import HostFacts, HostLimit, limit_of
