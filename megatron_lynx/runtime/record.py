@@ -27,8 +27,8 @@ from megatron_lynx.anatomy import Item
 from megatron_lynx.nest import map_nest
 from megatron_lynx.runtime.frame import Frame, Handle, Memo, absent
 from megatron_lynx.runtime.offload import OffloadedTensor, OffloadGroup
-from megatron_lynx.runtime.recorded_graph import NOTHING, RecordedGraph, Replaced, SiteReader, View
-from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of, tensors_in
+from megatron_lynx.runtime.recorded_graph import NOTHING, FirstCall, RecordedGraph, Replaced, View
+from megatron_lynx.runtime.saved import Packing, detached, is_parameter, storage_of
 from megatron_lynx.runtime.site import ShortcutFinder, Site, SiteCall
 from megatron_lynx.runtime.surroundings import RandomSource
 
@@ -58,18 +58,15 @@ class Recorder:
         self._item: str | None = None
         self._segment = 0
         self._ordinal = 0
-        self._ends_at = -1
-        """The last segment behind which no replay reads values."""
         self._packing: Packing
         """There while the half runs."""
-        self._maybe_inert: list[int] = []
-        self._first_call = graph is None
-        self._graph = RecordedGraph() if graph is None else graph
+        self._first: FirstCall | None = None
+        if graph is None:
+            may_go = None if group is None else group.may_go
+            self._first = FirstCall(frame.policy.section, self._replay, frame.inputs, may_go)
+            graph = self._first.graph
+        self._graph = graph
         self._fits = True
-        self._held = {storage_of(tensor) for tensor in tensors_in(frame.inputs)} if self._first_call else set()
-        self._resident = set(self._held)
-        self._normed: dict[int, Tensor] = {}
-        """What a replayed norm returned in a first call, by storage."""
         self._arguments: Sequence[Tensor] = ()
         """The arguments of the site whose tensors are let go now."""
         self._finder: ShortcutFinder | None = None
@@ -84,20 +81,22 @@ class Recorder:
         self._packing = Packing(self._pack, self._unpack)
         try:
             self._packing.turn(self._group is not None)
-            if self._first_call or self._graph.shortcut:
+            if self._first is not None or self._graph.shortcut:
                 self._finder = ShortcutFinder(args, kwargs, self._graph.shortcut or None)
             outputs = self.frame.code(*args, **kwargs)
         finally:
             self._packing.turn(False)
             del self._packing  # it refers back to here: a cycle would keep the frame until the next garbage collection
             finder, self._finder = self._finder, None  # its graph refers back to here, too
-            self._normed = {}  # likewise
-        if self._first_call:
-            self._settle_memos()
+            if self._first is not None:
+                self._first.normed = {}  # likewise
+        if self._first is not None:
+            self._first.ends({segment for segment, _ in self.frame.wanted}, self.frame.memos)
+            self._drop_memos()
         self.frame.lets_go_in = self._graph.lets_go
         if finder is not None:
             self.frame.shortcut = finder.steps(self._graph.lets_go)
-            if self._first_call:
+            if self._first is not None:
                 self._graph.shortcut = len(self.frame.shortcut)
         if self._group is not None and self.frame.lets_go:
             self._push_what_replay_needs(self._group)
@@ -125,8 +124,8 @@ class Recorder:
 
     def site(self, call: SiteCall) -> Any:
         site = call.site
-        if self._first_call and self._hands_on_what_stays and not self._of(site).exchanges:
-            self._resident.update({storage_of(argument) for argument in call.arguments} - self._normed.keys())  # [5]
+        if self._first is not None:
+            self._first.handed(call, self._of(site), self._item)  # [5]
         if site.first is not None:
             self._enter(site.first.item)
         self._enter(site.name)
@@ -141,17 +140,9 @@ class Recorder:
         code = site.name if site.goes_on else self.frame.policy.section.code_behind.get(site.name, site.name)
         self._enter(code)
         self._packing.turn(code in self._replay or self._group is not None)  # [1]
-        if site.state is None and code not in self._replay and self._group is None:
-            self._maybe_inert.append(segment)
+        if self._first is not None and site.state is None and code not in self._replay and self._group is None:
+            self._first.untouched(segment)
         return outputs
-
-    @property
-    def _hands_on_what_stays(self) -> bool:
-        """Whether what is handed to a site stays because the item right before it is kept. Where there are two paths, that is
-        code, or the half's beginning: what a kept site returned stays in any case, and what comes from the other path may be
-        made again, whatever is kept here."""
-        section = self.frame.policy.section
-        return self._item not in self._replay and (not section.two_paths or self._item is None or self._item in section.code)
 
     def _of(self, site: Site) -> Item:
         """The item that a site is. A gather between two is none of the plan's."""
@@ -161,7 +152,10 @@ class Recorder:
         site, kept = call.site, call.site.name not in self._replay
         if not kept and not site.owns_parameters:
             self._packing.turn(True)
-            return self._normed_by(call, call())  # [2]
+            outputs = call()  # [2]
+            if self._first is not None:
+                self._first.replayed(call, outputs)
+            return outputs
         self._packing.turn(False)
         draws = kept and site.may_draw and self.frame.random is not None
         before = self._random.capture() if draws else None
@@ -170,18 +164,14 @@ class Recorder:
         self._let_go(call, outputs)  # [3]
         if kept and self._replay:
             self._remember(call, outputs, None if not draws or self._random.same(before, behind) else behind)  # [4]
-        return outputs if kept else self._normed_by(call, outputs)
-
-    def _normed_by(self, call: SiteCall, outputs: Any) -> Any:
-        """What a first call returned, remembered where a replay makes it again and everything behind may read it."""
-        if self._first_call and call.site.name == self.frame.policy.section.norm:
-            self._normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
+        elif not kept and self._first is not None:
+            self._first.replayed(call, outputs)
         return outputs
 
     def _let_go(self, call: SiteCall, outputs: Any) -> None:
         """Turn saved tensors of the site's nodes into handles."""
-        if self._first_call:
-            self._graph.sites[self._segment] = self._reader(call).read(outputs)
+        if self._first is not None:
+            self._first.read(call, self._of(call.site), self._segment, outputs)
         site, arguments = self._graph.sites.get(self._segment, NOTHING), call.arguments
         nodes = site.nodes(outputs, arguments)
         if nodes is None:
@@ -194,19 +184,6 @@ class Recorder:
             for one in together:
                 one.slot.among(raws).register_hooks(*self._hooks_for(one))
         self._arguments = ()  # hooks refer back to here
-
-    def _reader(self, call: SiteCall) -> SiteReader:
-        item = self._of(call.site)
-        return SiteReader(
-            call,
-            self._segment,
-            replayed=call.site.name in self._replay,
-            first_replayed=call.site.first is not None and call.site.first.item in self._replay,
-            held=self._held if self._group is None else set(),
-            resident=self._resident if self._replay and not item.exchanges else None,
-            may_go=None if self._group is None else partial(self._group.may_go, any_size=item.any_rows),
-            views=sum(len(site.views) for site in self._graph.sites.values()),
-        )
 
     def _hooks_for(self, one: Replaced) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if one.key is None:
@@ -239,7 +216,7 @@ class Recorder:
 
     def _may_let_go(self) -> bool:
         """Whether a replay can reach where the code is: the graph remembers no more memos than its call needed."""
-        if self._first_call or self._segment in self._graph.lets_go:
+        if self._first is not None or self._segment in self._graph.lets_go:
             return True
         self._fits = False
         return False
@@ -248,32 +225,21 @@ class Recorder:
         return self._take(packed) if type(packed) is Handle else _on_device(packed)
 
     def _remember(self, call: SiteCall, outputs: Any, random: Any) -> None:
-        if not self._first_call and self._segment not in self._graph.memos:
+        if self._first is None and self._segment not in self._graph.memos:
             return
         ends = call.site.goes_on or self._of(call.site).ends_values
-        if self._first_call:
-            if ends:
-                self._ends_at = self._segment
-            else:
-                self._resident.update(map(storage_of, tensors_in(outputs)))
-        with_values = not ends and (self._first_call or self._graph.memos[self._segment])
+        if self._first is not None:
+            self._first.kept(self._segment, outputs, ends_values=ends)
+        with_values = not ends and (self._first is not None or self._graph.memos[self._segment])
         self.frame.memos[self._segment] = Memo(map_nest(Tensor, detached if with_values else absent, outputs), random)
 
-    def _settle_memos(self) -> None:
-        """Drop what no replay will pass, and the values of what it passes only to reach the code behind the last site that ends
-        them."""
-        memos, lets_go = self.frame.memos, frozenset(segment for segment, _ in self.frame.wanted)
-        last = max(lets_go, default=-1)
-        last_with_values = max((segment for segment in lets_go if segment <= self._ends_at), default=-1)
-        for segment in list(memos):
-            if segment >= last:
-                del memos[segment]
-            elif segment >= last_with_values:
-                memos[segment] = Memo(map_nest(Tensor, absent, memos[segment].outputs), memos[segment].random)
-        self._graph.lets_go = lets_go
-        untouched = (at for at, site in self._graph.sites.items() if at not in memos and not site.replaced)
-        self._graph.inert = frozenset(self._maybe_inert).intersection(untouched)
-        self._graph.memos = {segment: segment < last_with_values for segment in memos}
+    def _drop_memos(self) -> None:
+        """Of a first call: what no replay will pass, and the values that none will read."""
+        for segment, memo in list(self.frame.memos.items()):
+            if segment not in self._graph.memos:
+                del self.frame.memos[segment]
+            elif not self._graph.memos[segment]:
+                self.frame.memos[segment] = Memo(map_nest(Tensor, absent, memo.outputs), memo.random)
 
     def _push_what_replay_needs(self, group: OffloadGroup) -> None:
         """Hand the half's inputs and the memos of kept sites to the group."""

@@ -5,7 +5,7 @@
     later calls    the edges lead to the nodes, whose kinds are compared; hooks go on the slots that the graph names
                    other kinds: that site keeps what it saved, nothing new is let go, and the half's next call records anew
 
-saved tensor                                             becomes
+saved tensor (numbers as in `record`)                    becomes
 a parameter, or what else outlives the call              nothing: it stays
 in the memory of what the half was handed                nothing, unless that may go to the host: the frame holds it anyway
 made by a replayed first part of the site                a handle, of that item                         [6]
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megatron_lynx.anatomy import Item, Section
 from megatron_lynx.runtime.saved import Edge, Slot, edges_between, nodes_at, saved_in, storage_of, tensors_in
 from megatron_lynx.runtime.site import SiteCall
 
@@ -115,67 +116,6 @@ NOTHING = SiteGraph()
 """The graph of a site that was not called when the half's graph was recorded."""
 
 
-@dataclass(frozen=True)
-class SiteReader:
-    """Reads the graph of one site's call in a half's first call."""
-
-    call: SiteCall
-    segment: int
-    replayed: bool
-    first_replayed: bool
-    """Whether its first part is let go."""
-    held: set[int]
-    """Storages that the frame holds until its replay, on the device."""
-    resident: set[int] | None
-    """Storages that are held until backward anyway; None where nothing of the half is replayed, and all are."""
-    may_go: Callable[[Tensor], bool] | None
-    """Whether a tensor that is kept may go to the host."""
-    views: int
-    """How many the half has already."""
-
-    def read(self, outputs: Any) -> SiteGraph:
-        """`outputs`: what the call returned."""
-        walked = edges_between(outputs, self.call.arguments)
-        return SiteGraph.of(walked, self._replaced([node for node, _ in walked]))
-
-    def _replaced(self, nodes: Sequence[Any]) -> Iterator[Replaced]:
-        arguments = self.call.arguments
-        stays = {storage_of(tensor) for tensor in self.call.lasting} | self.held
-        argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(arguments)))}
-        regenerated = self._regenerated(argument_at)
-        first = self._of_first_part(nodes)
-        views, own = self.views, 0
-        for place, node in enumerate(nodes):
-            for slot, tensor in saved_in(node):
-                storage = storage_of(tensor)
-                if storage in stays:
-                    continue
-                if storage in first:
-                    yield Replaced(place, slot, (self.segment - 1, first[storage]))
-                elif storage in regenerated:
-                    views += 1
-                    yield Replaced(place, slot, (self.segment, -views), argument_at[storage])
-                elif self.replayed and storage not in argument_at:
-                    yield Replaced(place, slot, (self.segment, own))
-                    own += 1
-                elif self.may_go is not None and self.may_go(tensor):
-                    yield Replaced(place, slot, None)
-
-    def _regenerated(self, arguments: Collection[int]) -> set[int]:
-        """Storages of arguments that a replay makes again before it reaches the site."""
-        if self.replayed:
-            return set(arguments)
-        return set() if self.resident is None else set(arguments) - self.resident
-
-    def _of_first_part(self, nodes: Sequence[Any]) -> dict[int, int]:
-        """From the storages of what a replayed first part made to the place of each among its tensors."""
-        first = self.call.site.first
-        if first is None or not self.first_replayed:
-            return {}
-        saved = enumerate(first.saved(nodes))
-        return {storage_of(tensor): index for index, tensor in saved if tensor is not None}
-
-
 @dataclass
 class RecordedGraph:
     """What the first call of a half has recorded for those after it, by segment."""
@@ -189,6 +129,107 @@ class RecordedGraph:
     """The segments in which anything is let go. A replay needs the memos before the last of them, so nothing may be elsewhere."""
     shortcut: int = 0
     """How many sites lead there without the half's code; 0 where that is needed."""
+
+
+class FirstCall:
+    """The first call of a half while it runs: what it notes becomes the graph that later calls follow.
+
+    `inputs`: what its frame holds for the replay. `may_go(tensor, any_size=)`: whether a tensor that is kept may go to the host;
+    None where nothing of the half does.
+    """
+
+    def __init__(self, section: Section, replay: Collection[str], inputs: Any, may_go: Callable[..., bool] | None) -> None:
+        self.graph = RecordedGraph()
+        self._section = section
+        self._replay = replay
+        self._may_go = may_go
+        self._held = {storage_of(tensor) for tensor in tensors_in(inputs)}
+        """Storages that the frame holds until its replay, on the device."""
+        self._resident = set(self._held)
+        """Storages that are held until backward anyway."""
+        self.normed: dict[int, Tensor] = {}
+        """What a replayed norm returned, by storage. Whoever runs the call clears it: its graph refers back to the recorder."""
+        self._ends_at = -1
+        """The last segment behind which no replay reads values."""
+        self._untouched: list[int] = []
+
+    def handed(self, call: SiteCall, item: Item, behind: str | None) -> None:
+        """A site, which is this item, is about to be called, behind the item of that name."""
+        if self._hands_on_what_stays(behind) and not item.exchanges:
+            self._resident.update({storage_of(argument) for argument in call.arguments} - self.normed.keys())
+
+    def _hands_on_what_stays(self, item: str | None) -> bool:
+        """Whether what is handed to a site stays because the item right before it is kept. Where there are two paths, that is
+        code, or the half's beginning: what a kept site returned stays in any case, and what comes from the other path may be
+        made again, whatever is kept here."""
+        return item not in self._replay and (not self._section.two_paths or item is None or item in self._section.code)
+
+    def replayed(self, call: SiteCall, outputs: Any) -> None:
+        """A site that is replayed returned. What a norm makes, everything behind may read."""
+        if call.site.name == self._section.norm:
+            self.normed = {storage_of(tensor): tensor for tensor in tensors_in(outputs)}
+
+    def kept(self, segment: int, outputs: Any, *, ends_values: bool) -> None:
+        """A site that is kept returned. `ends_values`: no replay behind it reads values from before it."""
+        if ends_values:
+            self._ends_at = segment
+        else:
+            self._resident.update(map(storage_of, tensors_in(outputs)))
+
+    def untouched(self, segment: int) -> None:
+        """The code behind a site lets nothing go, and nothing that the site keeps from call to call is captured."""
+        self._untouched.append(segment)
+
+    def read(self, call: SiteCall, item: Item, segment: int, outputs: Any) -> None:
+        """Read the graph of a site's call, which returned `outputs`."""
+        walked = edges_between(outputs, call.arguments)
+        self.graph.sites[segment] = SiteGraph.of(walked, self._replaced(call, item, segment, [node for node, _ in walked]))
+
+    def _replaced(self, call: SiteCall, item: Item, segment: int, nodes: Sequence[Any]) -> Iterator[Replaced]:
+        replayed = call.site.name in self._replay
+        stays = {storage_of(tensor) for tensor in call.lasting} | (self._held if self._may_go is None else set())
+        argument_at = {storage_of(tensor): index for index, tensor in reversed(list(enumerate(call.arguments)))}
+        regenerated = self._regenerated(argument_at, item, replayed=replayed)
+        first = self._of_first_part(call, nodes)
+        views, own = sum(len(site.views) for site in self.graph.sites.values()), 0
+        for place, node in enumerate(nodes):
+            for slot, tensor in saved_in(node):
+                storage = storage_of(tensor)
+                if storage in stays:
+                    continue
+                if storage in first:
+                    yield Replaced(place, slot, (segment - 1, first[storage]))
+                elif storage in regenerated:
+                    views += 1
+                    yield Replaced(place, slot, (segment, -views), argument_at[storage])
+                elif replayed and storage not in argument_at:
+                    yield Replaced(place, slot, (segment, own))
+                    own += 1
+                elif self._may_go is not None and self._may_go(tensor, any_size=item.any_rows):
+                    yield Replaced(place, slot, None)
+
+    def _regenerated(self, arguments: Collection[int], item: Item, *, replayed: bool) -> set[int]:
+        """Storages of arguments that a replay makes again before it reaches the site."""
+        if replayed:
+            return set(arguments)
+        return set(arguments) - self._resident if self._replay and not item.exchanges else set()
+
+    def _of_first_part(self, call: SiteCall, nodes: Sequence[Any]) -> dict[int, int]:
+        """From the storages of what a replayed first part made to the place of each among its tensors."""
+        first = call.site.first
+        if first is None or first.item not in self._replay:
+            return {}
+        return {storage_of(tensor): index for index, tensor in enumerate(first.saved(nodes)) if tensor is not None}
+
+    def ends(self, lets_go: Collection[int], memos: Iterable[int]) -> None:
+        """The call is over. In these segments anything was let go, and behind these there are memos, of which no more is needed
+        than a replay passes, and of what it passes only to reach the code behind the last site that ends them not the values."""
+        last = max(lets_go, default=-1)
+        last_with_values = max((segment for segment in lets_go if segment <= self._ends_at), default=-1)
+        self.graph.lets_go = frozenset(lets_go)
+        self.graph.memos = {segment: segment < last_with_values for segment in memos if segment < last}
+        nothing = (at for at, site in self.graph.sites.items() if at not in self.graph.memos and not site.replaced)
+        self.graph.inert = frozenset(self._untouched).intersection(nothing)
 
 
 Signature = tuple[Any, ...]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_lynx.runtime.engine import Engine
-from megatron_lynx.runtime.recorded_graph import MOST_SIGNATURES, RecordedGraph, RecordedGraphs, SiteReader
+from megatron_lynx.runtime.recorded_graph import MOST_SIGNATURES, FirstCall, RecordedGraph, RecordedGraphs
+from megatron_lynx.runtime.site import SiteCall
 from tests.runtime.tiny_half import ACTIVATION, FC1, FC2, NORM, RESIDUAL, WIDTH, Linear, TinyHalf, policy, reporting_to
 
 REPLAYED = frozenset([NORM, FC1, ACTIVATION, RESIDUAL])
@@ -46,13 +47,13 @@ class Run:
 def read_sites(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sites whose graphs were read, in order."""
     names: list[str] = []
-    read = SiteReader.read
+    read = FirstCall.read
 
-    def reading(self: SiteReader, outputs: Any) -> Any:
-        names.append(self.call.site.name)
-        return read(self, outputs)
+    def reading(self: FirstCall, call: SiteCall, *others: Any) -> None:
+        names.append(call.site.name)
+        read(self, call, *others)
 
-    monkeypatch.setattr(SiteReader, "read", reading)
+    monkeypatch.setattr(FirstCall, "read", reading)
     return names
 
 
